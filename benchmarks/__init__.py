@@ -1,0 +1,1 @@
+"""Each module prints its ratio against a limit or a peer, measured in one run."""

@@ -1,0 +1,1 @@
+"""Requests, scheduling, sampling, the step loop, and the offline LLM."""

@@ -1,0 +1,91 @@
+"""The exception tree.
+
+StemmaError
+ +-- InvalidRequest            the caller's fault: HTTP 400 (422 in the TGI shape)
+ |    +-- PromptTooLong        longer than the model or the KV cache can ever hold
+ |    +-- UnknownModel         HTTP 404
+ +-- Overloaded                the queue is full: HTTP 429/503 with Retry-After
+ +-- ShuttingDown              the server drains: HTTP 503
+ +-- ConfigError               a setting is unknown, malformed or contradicts another
+ +-- ModelError                a checkpoint can't be loaded
+ |    +-- UnsupportedModel     its architecture has no per-token KV that we can cache
+ +-- OutOfBlocks               no block is free and none can be evicted (internal: the scheduler preempts)
+ +-- StorageError              a tier can't be opened or used
+ |    +-- StorageLocked        another server owns the directory
+ |    +-- StorageMismatch      the directory belongs to another model, dtype, block size or format
+ +-- TraceError                a trace line can't be read; carries its number and the reason
+ +-- IntegrityError            an invariant is broken; raised by `check()` alone
+"""
+
+
+class StemmaError(Exception):
+    """Base of every error that Stemma raises on purpose."""
+
+
+class InvalidRequest(StemmaError):
+    """A request can't be served as it stands; the message says what to change."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        """Name of the offending request field, where one is to blame."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt (plus one token) exceeds the model's context or the whole KV cache."""
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that this server doesn't serve."""
+
+
+class Overloaded(StemmaError):
+    """The waiting queue is full; try again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(StemmaError):
+    """The engine drains and takes no new request."""
+
+
+class ConfigError(StemmaError):
+    """A setting is unknown, malformed, or contradicts another."""
+
+
+class ModelError(StemmaError):
+    """A checkpoint can't be loaded."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture keeps state that isn't per-token KV, or bypasses the attention interface."""
+
+
+class OutOfBlocks(StemmaError):
+    """No block is free and none can be evicted."""
+
+
+class StorageError(StemmaError):
+    """A tier can't be opened or used."""
+
+
+class StorageLocked(StorageError):
+    """Another process owns the storage."""
+
+
+class StorageMismatch(StorageError):
+    """The storage was written for another model, dtype, block size or format version."""
+
+
+class TraceError(StemmaError):
+    """A trace line can't be read."""
+
+    def __init__(self, message: str, *, line_number: int) -> None:
+        super().__init__(f"line {line_number}: {message}")
+        self.line_number = line_number
+
+
+class IntegrityError(StemmaError):
+    """An invariant of a data structure is broken (a bug); raised by `check()`."""

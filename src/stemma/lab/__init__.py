@@ -1,0 +1,1 @@
+"""Trace replay and capacity planning on the very index and eviction code that serves."""

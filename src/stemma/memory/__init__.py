@@ -1,0 +1,1 @@
+"""Where the bytes are: layout, allocator, tiers, transfers, and the PrefixCache facade."""

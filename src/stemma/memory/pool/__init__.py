@@ -1,0 +1,1 @@
+"""The distributed tiers: contract, then one file per backend."""

@@ -1,0 +1,68 @@
+"""The contract of an eviction policy: it ranks candidates, nothing else.
+
+The index owns the structure and knows *which* blocks may go: the tails of leaves that nobody pins. It
+offers each such block to the policy (`offer`) and withdraws it when the block gets a descendant or a pin
+(`withdraw`). The policy says which candidate goes first (`victim`). It never sees tokens, nodes or tiers,
+so the same object runs in the live server, in a lower tier, and in trace replay.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.types import BlockIds, Fingerprints
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTraits:
+    """What is known of the blocks of one insert beyond their tokens. Arrays have one entry per block."""
+
+    fingerprints: Fingerprints | None = None
+    """Identity across evictions; None: a policy with memory treats each insert as a first sight."""
+    costs_s: npt.NDArray[np.float32] | None = None
+    """Seconds to recompute each block; None: all equal."""
+    priority: int = 50
+    """Retention hint, 0 (drop first) to 100 (keep longest)."""
+    ttl_s: float | None = None
+    """Retention hint: after this many seconds unused, drop before anything else."""
+
+
+DEFAULT_TRAITS = BlockTraits()
+
+
+class EvictionPolicy(ABC):
+    """Ranks evictable blocks. Block ids are small ints, dense and reused; `now` never decreases.
+
+    Every method is amortised O(log n) or better per block.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Blocks entered the index, in order from the root (`traits` arrays are aligned with them)."""
+
+    @abstractmethod
+    def access(self, block_ids: BlockIds, now: float) -> None:
+        """Blocks already in the index were used again, in order from the root."""
+
+    @abstractmethod
+    def offer(self, block_id: int) -> None:
+        """The block may be evicted from now on. It has been inserted before."""
+
+    @abstractmethod
+    def withdraw(self, block_id: int) -> None:
+        """The block may no longer be evicted (it got a descendant or a pin)."""
+
+    @abstractmethod
+    def victim(self, now: float) -> int | None:
+        """Return the candidate to evict first, or None; it stays a candidate until `forget`."""
+
+    @abstractmethod
+    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+        """The block left the index: evicted for room, or (False) superseded or flushed."""

@@ -1,0 +1,107 @@
+"""The contract of a prefix index: which leading blocks of a token sequence have KV, and under which id.
+
+An index holds *blocks* of `block_size` tokens. A block id is the caller's business (a slot in a tier); the
+index knows only that a chain of ids carries the KV of a chain of tokens. The last block of a chain may be
+*partial* (fewer tokens than `block_size`); a fuller block that starts with the same tokens supersedes it.
+
+Rules that every implementation keeps, and that `check()` proves:
+
+* Prefix-closed: a block is present only if all blocks before it are.
+* Leaves first: `evict` takes a block only after all its descendants.
+* A pinned block is never evicted. Pins are taken on chains from the root, so no pinned block hangs below
+  an unpinned one. Only full blocks can be pinned: a request that reuses part of a block copies it.
+* `match` changes nothing: no split, no recency, no counters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
+from stemma.prefix.keys import Namespace
+from stemma.types import BlockIds, TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of a token sequence."""
+
+    num_tokens: int
+    """Leading tokens whose KV is present, at token granularity."""
+    block_ids: BlockIds
+    """The ``ceil(num_tokens / block_size)`` blocks that hold them. If `num_tokens` isn't a multiple of
+    the block size, only the head of the last block belongs to the sequence: copy it, don't share it."""
+
+    def num_full_blocks(self, block_size: int) -> int:
+        """Return how many of the blocks can be shared as they are."""
+        return self.num_tokens // block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What `insert` did with each block offered to it."""
+
+    canonical: BlockIds
+    """Same length as the blocks offered: the id under which the index now holds each of them. Where it
+    differs from the id offered, that block was a duplicate and stays the caller's."""
+    added: BlockIds
+    """Offered ids that entered the index by this call; the index owns a reference to each."""
+    dropped: BlockIds
+    """Partial blocks that left the index because a fuller one superseded them."""
+
+
+class PrefixIndex(ABC):
+    """Which token prefixes are cached. Not thread-safe: one owner, the step loop."""
+
+    block_size: int
+
+    @abstractmethod
+    def match(self, namespace: Namespace, tokens: TokenArray) -> Match:
+        """Return the longest cached prefix of `tokens`. Read-only; O(matched length)."""
+
+    @abstractmethod
+    def insert(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        block_ids: BlockIds,
+        now: float,
+        traits: BlockTraits = DEFAULT_TRAITS,
+    ) -> Inserted:
+        """Enter the chain of blocks that holds `tokens`, starting at the root of `namespace`.
+
+        `block_ids` has ``ceil(len(tokens) / block_size)`` entries. Blocks already present are kept (the
+        offered id is a duplicate if it differs). `now` is the injected clock, seconds.
+        Raises ValueError if the lengths don't fit or an added id is already in the index elsewhere.
+        """
+
+    @abstractmethod
+    def touch(self, block_ids: BlockIds, now: float) -> None:
+        """Tell the policy that a chain of blocks (in order from the root) was used."""
+
+    @abstractmethod
+    def pin(self, block_ids: BlockIds) -> None:
+        """Forbid eviction of a chain of full blocks, in order from the root; counted, so pins nest."""
+
+    @abstractmethod
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Take back one `pin` of each block. Raises ValueError if a block isn't pinned."""
+
+    @abstractmethod
+    def evict(self, num_blocks: int, now: float) -> BlockIds:
+        """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks in the index, pinned ones included."""
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Blocks that a large enough `evict` would drop now: those that aren't pinned. O(1)."""

@@ -1,0 +1,1 @@
+"""HTTP planes over one engine."""

@@ -1,0 +1,44 @@
+"""Names that every layer shares: array aliases, identifiers, tiers, finish reasons."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+"""Token ids, shape [num_tokens], int32, C-contiguous."""
+
+BlockIds: TypeAlias = npt.NDArray[np.int32]
+"""Physical block numbers of one tier, shape [num_blocks], int32."""
+
+Fingerprints: TypeAlias = npt.NDArray[np.uint64]
+"""Identity of blocks across evictions (the first 8 bytes of their keys), shape [num_blocks]."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes: the chained SHA-256 that names a block and everything before it (`prefix/keys.py`)."""
+
+
+class Tier(StrEnum):
+    """Where a block's bytes lie, nearest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    POOL = "pool"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def as_tokens(tokens: object) -> TokenArray:
+    """Turn a list or array of ints into a contiguous int32 array (no copy if it is one already)."""
+    return np.ascontiguousarray(tokens, dtype=np.int32)
