@@ -63,7 +63,7 @@ def chain_keys(parent: BlockKey, tokens: TokenArray, block_size: int) -> list[Bl
 
     `tokens` must start at a block boundary. Costs one SHA-256 of ``32 + 4 * block_size`` bytes a block.
     """
-    data = memoryview(np.ascontiguousarray(tokens, dtype="<i4")).cast("B")
+    data = memoryview(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
     stride = 4 * block_size
     sha256 = hashlib.sha256
     keys: list[BlockKey] = []

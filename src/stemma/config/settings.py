@@ -1,0 +1,84 @@
+"""All settings, frozen; one model per component. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from stemma.config.sizes import ByteSize
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(_Frozen):
+    """Which checkpoint to load, and how."""
+
+    path: Path
+    served_name: str | None = None
+    """Name in the API; default: the directory's name."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: str = "auto"
+    """`auto` is CUDA if there is one, else CPU."""
+    trust_remote_code: bool = False
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Tokens of prompt plus output; default: what the checkpoint's config says."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the step loop; default: all cores."""
+
+
+class CacheSettings(_Frozen):
+    """The device tier and its index."""
+
+    enable_prefix_cache: bool = True
+    block_size: int = Field(default=64, ge=1, le=1024)
+    """Tokens a block."""
+    kv_cache_memory: ByteSize | None = None
+    """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
+    kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
+    index: Literal["radix", "hash"] = "radix"
+    eviction: str = "lru"
+    """Policy by name (`prefix/eviction/registry.py`)."""
+
+
+class SchedulerSettings(_Frozen):
+    """How waiting requests become steps."""
+
+    max_batch_tokens: int = Field(default=2048, ge=1)
+    """Tokens a step: decodes first, then prefill chunks."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences running at once."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Requests in the queue before new ones are refused as Overloaded."""
+    order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
+    ageing_s: float = Field(default=5.0, gt=0.0)
+    """A request that waited this long goes before any younger one, whatever its prefix."""
+
+
+class ServerSettings(_Frozen):
+    """The HTTP plane."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0: any free port."""
+    drain_timeout_s: float = Field(default=30.0, ge=0.0)
+    """After SIGTERM, how long running requests may take to finish."""
+    api_key: str | None = None
+
+
+class EngineSettings(_Frozen):
+    """Everything the engine needs."""
+
+    model: ModelSettings
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+
+
+class Settings(_Frozen):
+    """A whole server."""
+
+    engine: EngineSettings
+    server: ServerSettings = ServerSettings()

@@ -1,0 +1,142 @@
+"""What goes into the engine and what comes out of it: plain data, shared by `LLM`, server and tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stemma.engine.sampling_params import SamplingParams
+from stemma.model.tokenizer import Tokenizer
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.types import FinishReason, Tier, TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt and how to continue it."""
+
+    request_id: str
+    prompt_token_ids: TokenArray
+    params: SamplingParams = field(default_factory=SamplingParams)
+    namespace: Namespace = DEFAULT_NAMESPACE
+    priority: int = 50
+    """Retention hint of the blocks it commits, 0..100."""
+    ttl_s: float | None = None
+    """Retention hint: seconds of disuse after which its blocks go first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token and of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What was reused for one request, from where, and why the rest was not.
+
+    `num_cached_tokens` is the sum over tiers; the prompt's other tokens were computed.
+    """
+
+    num_prompt_tokens: int
+    cached_by_tier: dict[Tier, int] = field(default_factory=dict)
+    miss_reason: str | None = None
+    """Machine-readable reason for the first token not served from cache (`prefix/explain.py`)."""
+    miss_detail: str | None = None
+    """The same in a sentence."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading prompt tokens served from any tier."""
+        return sum(self.cached_by_tier.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """News of one of the `n` sequences of a request since the last output."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    """New text, whole characters only; joined over all deltas it is the full text."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None for EOS."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One message of the engine about a request. `finished` is True on the last one."""
+
+    request_id: str
+    deltas: tuple[SequenceDelta, ...]
+    cache: CacheReport
+    """Known from the first output on."""
+    finished: bool
+    num_generated_tokens: int
+    """Over all sequences so far."""
+    queue_wait_s: float = 0.0
+    """From arrival to the first step."""
+    error: str | None = None
+    """Set if the engine failed on this request (finish reason ERROR)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start and gauges now; what `/metrics` shows."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    """Prompt tokens of requests that started, cached or not; a preempted request counts once."""
+    num_generated_tokens: int
+    cached_tokens_by_tier: dict[Tier, int]
+    num_blocks: int
+    """Blocks of the device tier."""
+    num_free_blocks: int
+    num_cached_blocks: int
+    """Device blocks in the index, pinned or not."""
+    num_evicted_blocks: int
+    misses_by_reason: dict[str, int]
+    """Requests by `CacheReport.miss_reason`."""
+
+
+class EngineClient(Protocol):
+    """An engine seen from the event loop; `engine/async_engine.py` implements it over a thread."""
+
+    model_name: str
+    max_model_len: int
+    tokenizer: Tokenizer
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Queue a request and yield its outputs; closing the iterator early aborts the request.
+
+        Raises InvalidRequest, Overloaded or ShuttingDown before the first output.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with finish reason ABORT; unknown ids are ignored."""
+
+    async def stats(self) -> EngineStats:
+        """Return a consistent snapshot, taken between two steps."""
+
+    async def draw_tree(self, max_tokens: int = 24) -> str:
+        """Return the prefix index as an indented drawing, edges shown as text of up to `max_tokens`."""
+
+    async def flush_cache(self) -> int:
+        """Drop every block that no request uses; return how many were dropped."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, let running ones finish; abort the rest after `timeout_s`.
+
+        Return whether all finished by themselves.
+        """
+
+    def close(self) -> None:
+        """Stop the step loop and free the device tier."""

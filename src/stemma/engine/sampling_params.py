@@ -1,0 +1,70 @@
+"""How to turn logits into tokens, and when to stop; validated once, at the door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stemma.errors import InvalidRequest
+
+MAX_N = 8192
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings of one request; names and defaults as in OpenAI's and vLLM's APIs."""
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 or -1: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = 16
+    """None: as many as the context allows."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of most likely tokens to report besides the chosen one; None: no log-probabilities."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest naming the first field out of range."""
+        checks = (
+            ("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}"),
+            ("temperature", self.temperature >= 0.0, ">= 0"),
+            ("top_k", self.top_k >= -1, ">= 1, or 0 or -1 for off"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0.0, "> 0"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1"),
+            (
+                "min_tokens",
+                self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
+                "between 0 and max_tokens",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
+            ("stop", all(self.stop), "non-empty strings"),
+        )
+        for name, ok, expected in checks:
+            if not ok:
+                raise InvalidRequest(f"{name} must be {expected}, got {getattr(self, name)!r}", param=name)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each step takes the most likely token."""
+        return self.temperature == 0.0

@@ -1,0 +1,76 @@
+"""Text <-> token ids, as the checkpoint's own tokenizer files say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from stemma.errors import InvalidRequest, ModelError
+from stemma.types import TokenArray, as_tokens
+
+
+class Tokenizer:
+    """A thin wrapper over the Hugging Face tokenizer of a checkpoint directory. Thread-safe to read."""
+
+    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(f"no usable tokenizer in {path}: {error}") from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own end-of-sequence id; `generation_config.json` may name more."""
+        token_id: int | None = self._hf.eos_token_id
+        return token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return len(self._hf)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` works."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenArray:
+        """Return the ids of `text`, int32."""
+        return as_tokens(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD."""
+        text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokenArray:
+        """Render a conversation and return its ids; raise InvalidRequest if the template refuses it."""
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **dict(template_kwargs or {}),
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return self.encode(str(text), add_special_tokens=False)
