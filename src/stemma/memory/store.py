@@ -1,0 +1,165 @@
+"""The contract of a tier below the device: blocks of bytes by block key.
+
+`host`, `disk` and every `pool` backend are block stores. One value is the contiguous bytes of one block
+(`KVLayout.block_bytes`); a partial last block is stored at full size too. All calls are batched, with one
+result per key, because one slow or broken block must not fail its neighbours.
+
+Rules that every store keeps (tests/contracts/block_store_suite.py):
+
+* `ReadResult.HIT` means: the buffer now holds exactly the bytes that were put under this key. A store that
+  crosses a process, a file or a network proves it with a checksum that covers the key. After any other
+  result the buffer's content is undefined.
+* What is wrong with one block (missing, torn, late, no space) is a result, counted with its reason, never an
+  exception. Exceptions are for misuse: ValueError for a buffer of the wrong size, StorageError after `close`.
+* A cache may forget, it may not stall: `put_many` may drop. Bytes are copied or written before it returns,
+  so the caller can reuse its buffers.
+* All methods may be called from any thread. Only `host` is fast enough for the step loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from stemma.types import BlockKey, Tier
+
+
+class ReadResult(StrEnum):
+    """What became of one key of `get_many`."""
+
+    HIT = "hit"
+    MISS = "miss"
+    """The store doesn't hold the key."""
+    CORRUPT = "corrupt"
+    """It held bytes that failed their check; they are gone now."""
+    LATE = "late"
+    """It didn't answer within its time limit."""
+    ERROR = "error"
+    """It couldn't be read: I/O error, connection lost, circuit open."""
+
+
+class PutResult(StrEnum):
+    """What became of one block of `put_many`."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    """The key was there already; the old bytes stay (equal keys name equal bytes)."""
+    NO_SPACE = "no_space"
+    """Full, and nothing could be evicted."""
+    DROPPED = "dropped"
+    """Not taken: a queue is full, the store is read-only, or another thread is writing the same key."""
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPut:
+    """One block on its way into a store."""
+
+    key: BlockKey
+    parent: BlockKey
+    """Key of the block before it, or the root of its namespace: what leaves-first eviction needs."""
+    data: memoryview
+    """`block_bytes` bytes, C-contiguous, format ``B``."""
+    priority: int = 50
+    """Retention hint, 0 (drop first) to 100."""
+    ttl_s: float | None = None
+    """Retention hint: seconds of disuse after which the block expires; None: the store's default."""
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What a store did since it was opened. The store adds under its own lock; readers take `snapshot`."""
+
+    reads: Counter[ReadResult] = field(default_factory=Counter)
+    puts: Counter[PutResult] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why a read or put failed, by a short snake_case reason, e.g. ``checksum``, ``truncated``, ``enospc``."""
+    num_evicted: int = 0
+    num_expired: int = 0
+    read_bytes: int = 0
+    """Bytes of hits."""
+    written_bytes: int = 0
+    """Bytes of stored blocks."""
+
+    def snapshot(self) -> StoreCounters:
+        """Return a copy that no longer changes."""
+        return StoreCounters(
+            Counter(self.reads),
+            Counter(self.puts),
+            Counter(self.reasons),
+            self.num_evicted,
+            self.num_expired,
+            self.read_bytes,
+            self.written_bytes,
+        )
+
+
+class BlockStore(ABC):
+    """Blocks of `block_bytes` bytes by key."""
+
+    tier: ClassVar[Tier]
+    block_bytes: int
+    counters: StoreCounters
+
+    @abstractmethod
+    def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return, per key, whether a read now would probably hit. A hint: the read decides."""
+
+    @abstractmethod
+    def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        """Read each key into its own writable buffer of `block_bytes` bytes; counts as a use."""
+
+    @abstractmethod
+    def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
+        """Store blocks, evicting others (leaves first) where the store is full."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Drop the keys that are there and not in use; return how many were dropped."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory, files and connections; a second call does nothing."""
+
+
+class LocalStore(BlockStore):
+    """A store of this process alone, which therefore knows everything it holds."""
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks held now."""
+
+    @property
+    @abstractmethod
+    def capacity_blocks(self) -> int:
+        """Blocks that fit."""
+
+    @abstractmethod
+    def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Forbid eviction and removal of each key that is held; counted, so pins nest. Return which were."""
+
+    @abstractmethod
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Take back one `pin` of each key. Raises ValueError if a key isn't pinned."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Drop every block that isn't pinned; return how many were dropped."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
+
+
+def check_buffers(keys: Sequence[BlockKey], buffers: Sequence[memoryview], block_bytes: int) -> None:
+    """Raise ValueError unless there is one buffer of `block_bytes` bytes per key."""
+    if len(keys) != len(buffers):
+        raise ValueError(f"{len(keys)} keys but {len(buffers)} buffers")
+    for buffer in buffers:
+        if buffer.nbytes != block_bytes or not buffer.contiguous:
+            raise ValueError(f"a buffer must be {block_bytes} contiguous bytes, not {buffer.nbytes}")
