@@ -77,7 +77,7 @@ class StoreCounters:
     reads: Counter[ReadResult] = field(default_factory=Counter)
     puts: Counter[PutResult] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why a read or put failed, by a short snake_case reason, e.g. ``checksum``, ``truncated``, ``enospc``."""
+    """Why a read or put failed, by a short snake_case reason: ``checksum``, ``truncated``, ``enospc``."""
     num_evicted: int = 0
     num_expired: int = 0
     read_bytes: int = 0
