@@ -1,0 +1,76 @@
+"""The model that benchmarks run on: random weights of Qwen2.5-0.5B's shape, saved as a user's checkpoint.
+
+Speed depends on shapes, not on what the weights say. Built once (about 20 s) and kept in a cache folder,
+since every benchmark and every peer reads the same directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCAB_SIZE = 32_000
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def half_billion_checkpoint(folder: Path | None = None) -> Path:
+    """Return a directory with the 0.5B-shape checkpoint in bf16, building it on the first call."""
+    folder = (
+        folder or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stemma" / "bench-0.5b"
+    )
+    if (folder / "complete").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _train_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder)
+    (folder / "complete").touch()
+    return folder
+
+
+def _train_tokenizer() -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of VOCAB_SIZE ids on Python's own library: text that every machine has."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<|im_end|>", "<|im_start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
+    sources = [path for path in sources if "site-packages" not in path.parts][:1500]
+    tokenizer.train_from_iterator((path.read_text(errors="replace") for path in sources), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+if __name__ == "__main__":
+    print(half_billion_checkpoint())
