@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 VOCAB_SIZE = 32_000
 _CHAT_TEMPLATE = (
@@ -43,9 +49,10 @@ def half_billion_checkpoint(folder: Path | None = None) -> Path:
         bos_token_id=None,
         eos_token_id=1,
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model: PreTrainedModel = Qwen2ForCausalLM(config)
+    model.to(dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder)
+    GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder)  # type: ignore[no-untyped-call]
     (folder / "complete").touch()
     return folder
 
@@ -56,7 +63,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE - 8,
         special_tokens=["<pad>", "<|im_end|>", "<|im_start|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -64,7 +71,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("**/*.py"))
     sources = [path for path in sources if "site-packages" not in path.parts][:1500]
     tokenizer.train_from_iterator((path.read_text(errors="replace") for path in sources), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<pad>",
