@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -49,8 +49,7 @@ def half_billion_checkpoint(folder: Path | None = None) -> Path:
         bos_token_id=None,
         eos_token_id=1,
     )
-    model: PreTrainedModel = Qwen2ForCausalLM(config)
-    model.to(dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder)  # type: ignore[no-untyped-call]
     (folder / "complete").touch()
