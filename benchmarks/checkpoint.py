@@ -43,7 +43,7 @@ def half_billion_checkpoint(folder: Path | None = None) -> Path:
         bos_token_id=None,
         eos_token_id=1,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder)  # type: ignore[no-untyped-call]
     (folder / "complete").touch()
