@@ -1,0 +1,105 @@
+"""The attention function that transformers calls in every layer, and what it refuses.
+
+A model whose implementation is `ATTENTION` hands its rotated q, k and v of a flat batch [1, T] to
+`paged_attention`; the step's context travels as the keyword `STEP_KEYWORD` of the model call. Two contexts
+exist: `AttentionStep` (model/paged.py) really attends over the blocks, `AttentionProbe` runs once at load and
+records what each layer passes, so that a model we would serve wrongly is refused instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from stemma.errors import UnsupportedModel
+from stemma.model.latent import LatentProjection
+
+ATTENTION = "stemma_paged"
+STEP_KEYWORD = "stemma_step"
+
+SUPPORTED = (
+    "Stemma serves causal language models of transformers that go through its attention interface and keep "
+    "only per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Gemma 2, DeepSeek-V2/V3/R1 and others "
+    "built alike. Models with recurrent, linear-attention or otherwise hybrid state are not among them."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How one layer wants its attention computed."""
+
+    layer_idx: int
+    scaling: float
+    sliding_window: int | None
+    """Tokens a query sees, itself included; None: all."""
+    softcap: float | None
+    """Scores are squashed to +-softcap by tanh; None: not at all."""
+    latent: LatentProjection | None
+    """Set for a layer that caches a compressed latent; `key` and `value` then are that latent."""
+
+
+class StepContext(Protocol):
+    """What a model call carries to its attention layers."""
+
+    def attend(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Take q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] of the new tokens; return [T, H, Dv]."""
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' interface demands: q [1, H, T, D], k and v [1, Hk, T, D] -> [1, T, H, Dv].
+
+    Raises UnsupportedModel if the model doesn't forward our keyword, brings its own mask, attention sinks,
+    or isn't causal.
+    """
+    step: StepContext | None = kwargs.get(STEP_KEYWORD)
+    if step is None:
+        raise UnsupportedModel(f"{type(module).__name__} doesn't pass keywords on to attention. {SUPPORTED}")
+    if attention_mask is not None or s_aux is not None or kwargs.get("position_bias") is not None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} needs its own mask, bias or attention sinks. {SUPPORTED}"
+        )
+    call = AttentionCall(
+        layer_idx=module.layer_idx,  # type: ignore[arg-type]
+        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        latent=getattr(module, "stemma_latent", None),
+    )
+    output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return output.unsqueeze(0), None
+
+
+class AttentionProbe:
+    """Records the attention calls of one forward pass; its output is zeros of the right shape."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[AttentionCall, int, int, int]] = []
+        """Call, number of KV heads, key dim, value dim."""
+
+    def attend(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Record the call; see `StepContext.attend`."""
+        self.calls.append((call, key.shape[1], key.shape[2], value.shape[2]))
+        value_dim = value.shape[2] if call.latent is None else call.latent.value_dim
+        return query.new_zeros(query.shape[0], query.shape[1], value_dim)
+
+
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -1,0 +1,106 @@
+"""A loaded model: logits of a flat batch over paged KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stemma.memory.device import DeviceKV
+from stemma.memory.layout import KVLayout
+from stemma.model.attention import STEP_KEYWORD
+from stemma.model.batch import ForwardBatch
+from stemma.model.paged import AttentionStep
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """KV of one token in one layer, as the layers themselves showed it when the model was loaded."""
+
+    num_layers: int
+    num_parts: int
+    """2 for K and V; 1 for a compressed latent."""
+    num_kv_heads: int
+    head_dim: int
+    """The larger one where keys and values differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a checkpoint says about itself."""
+
+    architecture: str
+    vocab_size: int
+    """Width of the logits; it may exceed the tokenizer's."""
+    max_model_len: int
+    """Tokens of prompt plus output."""
+    eos_token_ids: tuple[int, ...]
+    default_sampling: Mapping[str, float | int]
+    """temperature, top_k, top_p, min_p, repetition_penalty, as far as generation_config.json has them."""
+    fingerprint: str
+    """Names the weights (`model/fingerprint.py`)."""
+    weight_bytes: int
+
+
+class CausalLM:
+    """A transformers causal LM whose attention runs over `DeviceKV`. One step at a time; not thread-safe."""
+
+    def __init__(self, hf_model: Any, info: ModelInfo, kv_shape: KVShape) -> None:
+        self._hf: Any = hf_model
+        self.info = info
+        self._kv_shape = kv_shape
+        self.device: torch.device = hf_model.device
+        self.dtype: torch.dtype = hf_model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.info.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt plus output."""
+        return self.info.max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence."""
+        return self.info.eos_token_ids
+
+    @property
+    def default_sampling(self) -> Mapping[str, float | int]:
+        """The checkpoint's own sampling defaults."""
+        return self.info.default_sampling
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal SHA-256 that changes whenever the weights do."""
+        return self.info.fingerprint
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters in memory."""
+        return self.info.weight_bytes
+
+    def layout(self, block_size: int) -> KVLayout:
+        """Return what a block of `block_size` tokens looks like for this model."""
+        shape = self._kv_shape
+        dtype = str(self.dtype).removeprefix("torch.")
+        return KVLayout(
+            shape.num_layers, shape.num_parts, block_size, shape.num_kv_heads, shape.head_dim, dtype
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """Write the KV of the batch's tokens and return the logits of its `logits_rows`, [L, vocab] float32."""
+        output = self._hf(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logits_rows,
+            **{STEP_KEYWORD: AttentionStep(batch, kv)},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float()

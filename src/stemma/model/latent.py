@@ -1,0 +1,85 @@
+"""Multi-head latent attention (DeepSeek-V2/V3 and its kin): the compressed latent is what is cached.
+
+transformers' MLA layers project a token to one latent vector and one shared rotary key, and expand them to
+keys and values of all heads in `expand_kv`. `cache_latents` replaces that expansion by a no-op: attention
+then receives the latent itself, [latent ; rotary key], as a single head of key. What to do with it depends
+on the number of queries:
+
+- absorbed (DeepSeek-V2, arXiv:2405.04434, 2.1.2): fold the key expansion into the query and the value
+  expansion into the output; attention is then multi-query attention over latents, and the context is never
+  expanded. Right for decode.
+- expanded: multiply the latents out once; cheaper where many queries share a context. Right for prefill.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from torch import nn
+
+
+class LatentProjection:
+    """The two halves of a layer's `kv_b_proj`, as views: W_uk [H, nope, rank], W_uv [H, value, rank]."""
+
+    def __init__(
+        self, weight: torch.Tensor, num_heads: int, nope_dim: int, value_dim: int, rope_dim: int
+    ) -> None:
+        self.weight = weight.view(num_heads, nope_dim + value_dim, weight.shape[1])
+        self.key_weight = self.weight[:, :nope_dim]
+        self.value_weight = self.weight[:, nope_dim:]
+        self.rank = weight.shape[1]
+        self.nope_dim = nope_dim
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        # Expanding a context costs rank * (nope + value) a token and head, once; absorbing costs each query
+        # the longer dot products. Equal at this number of queries.
+        extra = 2 * self.rank - nope_dim - value_dim
+        self.max_absorbed_queries = self.rank * (nope_dim + value_dim) // extra if extra > 0 else 1 << 30
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """Turn q [T, H, nope + rope] into a query over latents, [T, H, rank + rope]."""
+        nope, rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
+        folded = torch.bmm(nope.transpose(0, 1), self.key_weight).transpose(0, 1)
+        return torch.cat((folded, rope), dim=-1)
+
+    def project(self, output: torch.Tensor) -> torch.Tensor:
+        """Turn weighted latents [T, H, rank] into the heads' values [T, H, value]."""
+        return torch.bmm(output.transpose(0, 1), self.value_weight.transpose(1, 2)).transpose(0, 1)
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn cached latents [C, rank + rope] into keys [C, H, nope + rope] and values [C, H, value]."""
+        compressed, rope = latent.split([self.rank, self.rope_dim], dim=-1)
+        num_heads = self.key_weight.shape[0]
+        both = nn.functional.linear(compressed, self.weight.flatten(0, 1)).unflatten(-1, (num_heads, -1))
+        nope, value = both.split([self.nope_dim, self.value_dim], dim=-1)
+        key = torch.cat((nope, rope[:, None, :].expand(-1, num_heads, -1)), dim=-1)
+        return key, value
+
+
+def _keep_latent(
+    module: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand in for `expand_kv`: [1, 1, T, rank] and [1, 1, T, rope] -> the latent, as key and as value."""
+    latent = torch.cat((kv_nope, k_rot), dim=-1)
+    return latent, kv_nope
+
+
+def cache_latents(model: nn.Module) -> int:
+    """Make every MLA layer of `model` hand out latents; return how many there are."""
+    num_layers = 0
+    for module in model.modules():
+        if not (hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")):
+            continue
+        weight = module.kv_b_proj.weight.detach()  # type: ignore[union-attr]
+        nope_dim, value_dim = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+        module.stemma_latent = LatentProjection(  # type: ignore[assignment]
+            weight,  # type: ignore[arg-type]
+            weight.shape[0] // (nope_dim + value_dim),  # type: ignore[operator, index]
+            nope_dim,
+            value_dim,
+            int(module.qk_rope_head_dim),  # type: ignore[arg-type]
+        )
+        module.expand_kv = MethodType(_keep_latent, module)
+        num_layers += 1
+    return num_layers

@@ -1,0 +1,250 @@
+"""Attention over paged KV with torch alone: the path for CUDA and fp32, and the reference of every kernel.
+
+`AttentionStep` is built once a step: which sequences decode, which prefill, their gather indices and masks
+are the same in all layers (they differ only by sliding window), so they are made on first use and kept.
+
+- A layer first writes the new tokens' KV into their slots, then reads through block tables.
+- Decodes of similar context length are batched: groups double in length, so padding is at most one half.
+- Query heads that share a KV head are packed, ``[B, Hk, H / Hk, D]``: one matrix product reads the KV once.
+  (torch's own `enable_gqa` repeats K and V first and is over ten times slower for decode.)
+- A prefill chunk over cached context takes a mask; a whole prompt is plain causal attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from stemma.memory.device import DeviceKV
+from stemma.model.attention import AttentionCall
+from stemma.model.batch import ForwardBatch
+from stemma.model.latent import LatentProjection
+
+PACKED_QUERIES = 32
+"""Chunks up to this many queries pack heads; longer ones let torch repeat K and V, which then is cheap."""
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Sequences with one query each and a similar number of visible blocks."""
+
+    rows: torch.Tensor
+    """[B] int64: their rows in the batch."""
+    blocks: torch.Tensor
+    """[B, N] int64: the visible blocks, padded with block 0."""
+    mask: torch.Tensor
+    """[B, 1, 1, N * block_size] bool: True where a token is visible."""
+
+
+@dataclass(slots=True)
+class PrefillChunk:
+    """Several query tokens of one sequence over its context."""
+
+    start: int
+    stop: int
+    """Rows of the batch."""
+    blocks: torch.Tensor
+    """[N] int64: blocks from the first visible token on."""
+    num_keys: int
+    """Tokens to read from those blocks."""
+    mask: torch.Tensor | None
+    """[queries, num_keys] bool; None if plain causal attention over the chunk itself is meant."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """The groups of a step for one sliding window."""
+
+    decodes: list[DecodeGroup]
+    chunks: list[PrefillChunk]
+
+
+class AttentionStep:
+    """Context of one forward pass: the batch, the KV it reads and writes, and what layers share."""
+
+    def __init__(self, batch: ForwardBatch, kv: DeviceKV) -> None:
+        block_size = kv.layout.block_size
+        self._batch = batch
+        self._kv = kv
+        self._block_size = block_size
+        self._slot_blocks = batch.slots // block_size
+        self._slot_offsets = batch.slots % block_size
+        self._plans: dict[int | None, Plan] = {}
+
+    def attend(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
+        layer = self._kv.layer(call.layer_idx)
+        cache_k = layer[:, 0]
+        if call.latent is not None:
+            cache_k.index_put_((self._slot_blocks, self._slot_offsets), key)
+            return self._attend_latent(call, call.latent, query, key, cache_k)
+        cache_v = layer[:, 1]
+        cache_k = cache_k[..., : key.shape[-1]]
+        cache_v = cache_v[..., : value.shape[-1]]
+        cache_k.index_put_((self._slot_blocks, self._slot_offsets), key)
+        cache_v.index_put_((self._slot_blocks, self._slot_offsets), value)
+        output = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+        plan = self._plan(call.sliding_window)
+        for group in plan.decodes:
+            output[group.rows] = _decode(call, query[group.rows], cache_k, cache_v, group)
+        for chunk in plan.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            if chunk.mask is None:
+                keys, values = key[rows], value[rows]
+            else:
+                keys = cache_k[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
+                values = cache_v[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
+            output[rows] = _prefill(call, query[rows], keys, values, chunk.mask)
+        return output
+
+    def _attend_latent(
+        self,
+        call: AttentionCall,
+        latent: LatentProjection,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> torch.Tensor:
+        output = query.new_empty(query.shape[0], query.shape[1], latent.value_dim)
+        values = cache[..., : latent.rank]
+        plan = self._plan(call.sliding_window)
+        for group in plan.decodes:
+            absorbed = latent.absorb(query[group.rows])
+            output[group.rows] = latent.project(_decode(call, absorbed, cache, values, group))
+        for chunk in plan.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            if chunk.mask is None:
+                context = key[rows, 0]
+            else:
+                context = cache[chunk.blocks].flatten(0, 1)[: chunk.num_keys, 0]
+            if chunk.mask is not None and chunk.stop - chunk.start <= latent.max_absorbed_queries:
+                absorbed = latent.absorb(query[rows])
+                keys = context[:, None]
+                weighted = _prefill(call, absorbed, keys, keys[..., : latent.rank], chunk.mask)
+                output[rows] = latent.project(weighted)
+            else:
+                output[rows] = _prefill(call, query[rows], *latent.expand(context), chunk.mask)
+        return output
+
+    def _plan(self, window: int | None) -> Plan:
+        plan = self._plans.get(window)
+        if plan is None:
+            plan = self._plans[window] = self._make_plan(window)
+        return plan
+
+    def _make_plan(self, window: int | None) -> Plan:
+        starts = self._batch.query_starts
+        buckets: dict[int, list[tuple[int, int, int]]] = {}
+        chunks: list[PrefillChunk] = []
+        for seq, context_len in enumerate(self._batch.context_lens):
+            num_queries = starts[seq + 1] - starts[seq]
+            if num_queries > 1:
+                chunks.append(self._make_chunk(seq, window))
+            elif num_queries == 1:
+                first, last = self._visible_blocks(context_len - 1, context_len, window)
+                buckets.setdefault((last - first - 1).bit_length(), []).append((seq, first, last))
+        return Plan([self._make_group(bucket, window) for bucket in buckets.values()], chunks)
+
+    def _visible_blocks(self, first_position: int, context_len: int, window: int | None) -> tuple[int, int]:
+        """Return the half-open range of blocks that the query at `first_position` and later ones may see."""
+        first_token = 0 if window is None else max(0, first_position - window + 1)
+        return first_token // self._block_size, -(-context_len // self._block_size)
+
+    def _make_group(self, members: list[tuple[int, int, int]], window: int | None) -> DecodeGroup:
+        num_blocks = max(last - first for _, first, last in members)
+        tables = self._batch.block_tables
+        blocks = torch.zeros(len(members), num_blocks, dtype=torch.int64)
+        lens = torch.empty(len(members), 1, dtype=torch.int64)
+        origins = torch.empty(len(members), 1, dtype=torch.int64)
+        for row, (seq, first, last) in enumerate(members):
+            blocks[row, : last - first] = tables[seq, first:last]
+            lens[row, 0] = self._batch.context_lens[seq]
+            origins[row, 0] = first * self._block_size
+        positions = torch.arange(num_blocks * self._block_size) + origins
+        mask = positions < lens
+        if window is not None:
+            mask &= positions >= lens - window
+        rows = torch.tensor([self._batch.query_starts[seq] for seq, _, _ in members])
+        device = self._kv.device
+        return DecodeGroup(rows.to(device), blocks.to(device), mask[:, None, None].to(device))
+
+    def _make_chunk(self, seq: int, window: int | None) -> PrefillChunk:
+        start, stop = self._batch.query_starts[seq : seq + 2]
+        context_len = self._batch.context_lens[seq]
+        num_queries = stop - start
+        first_position = context_len - num_queries
+        first, last = self._visible_blocks(first_position, context_len, window)
+        blocks = self._batch.block_tables[seq, first:last].to(self._kv.device, torch.int64)
+        origin = first * self._block_size
+        mask = None
+        if first_position > 0 or (window is not None and window < context_len):
+            queries = torch.arange(first_position, context_len, device=self._kv.device)[:, None]
+            keys = torch.arange(origin, context_len, device=self._kv.device)
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+        return PrefillChunk(start, stop, blocks, context_len - origin, mask)
+
+
+def _decode(
+    call: AttentionCall, query: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, group: DecodeGroup
+) -> torch.Tensor:
+    """q [B, H, D] over gathered blocks -> [B, H, Dv]."""
+    keys = cache_k[group.blocks].flatten(1, 2).transpose(1, 2)
+    values = cache_v[group.blocks].flatten(1, 2).transpose(1, 2)
+    batch_size, num_kv_heads = keys.shape[:2]
+    packed = query.reshape(batch_size, num_kv_heads, -1, query.shape[-1])
+    return _attend_dense(call, packed, keys, values, group.mask).reshape(batch_size, query.shape[1], -1)
+
+
+def _prefill(
+    call: AttentionCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [n, H, D] over k, v [C, Hk, D] -> [n, H, Dv]; without a mask n equals C and causal is meant."""
+    num_queries, num_heads = query.shape[:2]
+    num_kv_heads = keys.shape[1]
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    group_size = num_heads // num_kv_heads
+    if mask is not None and group_size > 1 and num_queries <= PACKED_QUERIES:
+        packed = query.view(num_queries, num_kv_heads, group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
+        output = _attend_dense(call, packed[None], keys, values, mask.repeat(group_size, 1))
+        output = output[0].unflatten(1, (group_size, num_queries)).permute(2, 0, 1, 3)
+        return output.flatten(1, 2)
+    return _attend_dense(call, query.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
+
+
+def _attend_dense(
+    call: AttentionCall,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [B, H, n, D] over k, v [B, Hk, C, D] -> [B, H, n, Dv]; without a mask causal is meant."""
+    if call.softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=call.scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+    group_size = query.shape[1] // keys.shape[1]
+    if group_size > 1:
+        keys, values = keys.repeat_interleave(group_size, 1), values.repeat_interleave(group_size, 1)
+    scores = torch.matmul(query, keys.transpose(2, 3)) * call.scaling
+    scores = torch.tanh(scores / call.softcap) * call.softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values)

@@ -1,0 +1,165 @@
+"""Tiny seeded checkpoints of every supported family (and some that must be refused), written to a directory.
+
+Weights are random, untied, std 0.1. All share the byte-level tokenizer of `stemma.model.tiny`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from stemma.model.tiny import build_tokenizer, randomize, save_checkpoint
+
+SLIDING_WINDOW = 24
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+def _base(**overrides: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "vocab_size": len(tokenizer()),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer().eos_token_id,
+        "pad_token_id": tokenizer().pad_token_id,
+    }
+    return base | overrides
+
+
+def _deepseek(q_lora_rank: int | None) -> PreTrainedConfig:
+    return DeepseekV3Config(
+        **_base(
+            num_hidden_layers=3,
+            num_key_value_heads=4,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=32,
+            q_lora_rank=q_lora_rank,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+            num_mtp_layers=0,
+        )
+    )
+
+
+def _deepseek_v2() -> PreTrainedConfig:
+    return DeepseekV2Config(
+        **_base(
+            num_key_value_heads=4,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            kv_lora_rank=32,
+            q_lora_rank=None,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+        )
+    )
+
+
+def _qwen3_moe() -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        **_base(
+            head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[]
+        )
+    )
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_base()),
+    "qwen2": lambda: Qwen2Config(**_base()),
+    "qwen3": lambda: Qwen3Config(**_base(head_dim=16)),
+    "qwen3-moe": _qwen3_moe,
+    "mistral-sliding": lambda: MistralConfig(**_base(sliding_window=SLIDING_WINDOW)),
+    "gemma2": lambda: Gemma2Config(
+        **_base(
+            head_dim=16, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+        )
+    ),
+    "deepseek-v3": lambda: _deepseek(q_lora_rank=24),
+    "deepseek-v3-no-q-lora": lambda: _deepseek(q_lora_rank=None),
+    "deepseek-v2": _deepseek_v2,
+}
+"""Families whose logits must equal plain transformers."""
+
+FAMILIES = tuple(CONFIGS)
+MOE_FAMILIES = ("qwen3-moe", "deepseek-v3", "deepseek-v3-no-q-lora", "deepseek-v2")
+
+
+def make_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model, seed)
+    return model
+
+
+def build(
+    family: str,
+    path: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    generation: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint of `family` into `path`; `overrides` are fields of its config."""
+    config = CONFIGS[family]()
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            raise AttributeError(f"{type(config).__name__} has no field {name}")
+        setattr(config, name, value)
+    return save_checkpoint(make_model(config, seed).to(dtype), tokenizer(), path, generation)
+
+
+def build_mamba(path: Path) -> Path:
+    """Write a state-space model: it has no per-token KV and must be refused."""
+    config = MambaConfig(vocab_size=len(tokenizer()), hidden_size=32, num_hidden_layers=2, state_size=4)
+    return save_checkpoint(make_model(config, 0), tokenizer(), path)
+
+
+def build_masked_lm(path: Path) -> Path:
+    """Write an encoder (BertForMaskedLM): no causal LM."""
+    config = BertConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    return save_checkpoint(BertForMaskedLM(config), tokenizer(), path)

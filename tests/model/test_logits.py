@@ -1,0 +1,97 @@
+"""Logits over paged KV equal plain transformers, whatever the batch looks like."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import FAMILIES, MOE_FAMILIES
+from tests.model.conftest import LoadFamily
+from tests.model.paging import PagedSequences, plain_logits
+
+FP32_TOLERANCE = 1e-4
+BF16_TOLERANCE = 2e-2
+DENSE_FAMILIES = tuple(family for family in FAMILIES if family not in MOE_FAMILIES)
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(512) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_equal_plain_transformers(family: str, load_family: LoadFamily) -> None:
+    """Prefill chunks of three sizes and decodes of uneven context share each step."""
+    path, model = load_family(family)
+    prompts = random_prompts(70, 41, 9, 66)
+    run = PagedSequences(model, prompts)
+    run.step([(0, 50), (1, 7)])
+    run.step([(1, 13), (0, 1), (2, 8)])
+    while run.done != [70, 41, 9, 66]:
+        sizes = (1, 1, 1, 16)
+        run.step(
+            [(s, min(sizes[s], len(p) - run.done[s])) for s, p in enumerate(prompts) if run.done[s] < len(p)]
+        )
+    for prompt, logits in zip(prompts, run.logits, strict=True):
+        torch.testing.assert_close(logits, plain_logits(path, prompt), atol=FP32_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_split_and_any_cached_part(family: str, load_family: LoadFamily, data: st.DataObject) -> None:
+    """A prompt cut anywhere, its head taken from another sequence's blocks, mid-block or not."""
+    path, model = load_family(family)
+    block_size = data.draw(st.sampled_from([1, 4, 16]), label="block_size")
+    shared = data.draw(st.integers(1, 60), label="shared")
+    first, rest_a, rest_b = random_prompts(shared, 3, 45, seed=shared)
+    prompts = [first + rest_a, first + rest_b]
+    run = PagedSequences(model, prompts, block_size=block_size, seed=shared)
+    run.step([(0, len(prompts[0]))])
+    run.reuse(0, 1, data.draw(st.integers(0, shared), label="cached"))
+    while run.done[1] < len(prompts[1]):
+        left = len(prompts[1]) - run.done[1]
+        run.step([(1, data.draw(st.integers(1, left), label="chunk"))])
+    torch.testing.assert_close(run.logits[1], plain_logits(path, prompts[1]), atol=FP32_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, load_family: LoadFamily) -> None:
+    """Within the rounding of bf16; logits are compared relative to their size."""
+    path, model = load_family(family, "bfloat16")
+    prompts = random_prompts(60, 33)
+    run = PagedSequences(model, prompts)
+    run.step([(0, 40)])
+    run.finish(chunk=1)
+    for prompt, logits in zip(prompts, run.logits, strict=True):
+        expected = plain_logits(path, prompt, torch.bfloat16)
+        error = (logits - expected).norm() / expected.norm()
+        assert error < BF16_TOLERANCE
+
+
+def test_only_wanted_rows_are_returned(load_family: LoadFamily) -> None:
+    """`logits_rows` picks rows, none at all included (a chunk in the middle of a prompt)."""
+    _, model = load_family("qwen2")
+    run = PagedSequences(model, random_prompts(12))
+    run.step([(0, 12)])
+    rows: list[torch.Tensor] = []
+    for wanted in ([3, 11], []):
+        again = PagedSequences(model, random_prompts(12))
+        original = model.forward
+
+        def forward(batch, kv, wanted=wanted, original=original):  # type: ignore[no-untyped-def]
+            batch.logits_rows = torch.tensor(wanted, dtype=torch.int64)
+            rows.append(original(batch, kv))
+            return torch.zeros(12, model.vocab_size)
+
+        model.forward = forward  # type: ignore[method-assign]
+        try:
+            again.step([(0, 12)])
+        finally:
+            del model.forward
+    torch.testing.assert_close(rows[0], run.logits[0][[3, 11]])
+    assert rows[1].shape == (0, model.vocab_size)
