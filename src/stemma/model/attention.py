@@ -22,8 +22,8 @@ STEP_KEYWORD = "stemma_step"
 
 SUPPORTED = (
     "Stemma serves causal language models of transformers that go through its attention interface and keep "
-    "only per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Gemma 2, DeepSeek-V2/V3/R1 and others "
-    "built alike. Models with recurrent, linear-attention or otherwise hybrid state are not among them."
+    "only per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Gemma 2, DeepSeek-V2/V3/R1 and "
+    "others built alike. Recurrent, linear-attention and other hybrid models are not among them."
 )
 
 

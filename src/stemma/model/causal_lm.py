@@ -94,7 +94,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """Write the KV of the batch's tokens and return the logits of its `logits_rows`, [L, vocab] float32."""
+        """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab] float32."""
         output = self._hf(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],

@@ -13,19 +13,20 @@ on the number of queries:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
 class LatentProjection:
     """The two halves of a layer's `kv_b_proj`, as views: W_uk [H, nope, rank], W_uv [H, value, rank]."""
 
-    def __init__(
-        self, weight: torch.Tensor, num_heads: int, nope_dim: int, value_dim: int, rope_dim: int
-    ) -> None:
-        self.weight = weight.view(num_heads, nope_dim + value_dim, weight.shape[1])
+    def __init__(self, weight: torch.Tensor, *, nope_dim: int, rope_dim: int, value_dim: int) -> None:
+        self.weight = weight.view(-1, nope_dim + value_dim, weight.shape[1])
         self.key_weight = self.weight[:, :nope_dim]
         self.value_weight = self.weight[:, nope_dim:]
         self.rank = weight.shape[1]
@@ -39,9 +40,9 @@ class LatentProjection:
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Turn q [T, H, nope + rope] into a query over latents, [T, H, rank + rope]."""
-        nope, rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
+        nope = query[..., : self.nope_dim]
         folded = torch.bmm(nope.transpose(0, 1), self.key_weight).transpose(0, 1)
-        return torch.cat((folded, rope), dim=-1)
+        return torch.cat((folded, query[..., self.nope_dim :]), dim=-1)
 
     def project(self, output: torch.Tensor) -> torch.Tensor:
         """Turn weighted latents [T, H, rank] into the heads' values [T, H, value]."""
@@ -49,12 +50,11 @@ class LatentProjection:
 
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn cached latents [C, rank + rope] into keys [C, H, nope + rope] and values [C, H, value]."""
-        compressed, rope = latent.split([self.rank, self.rope_dim], dim=-1)
-        num_heads = self.key_weight.shape[0]
-        both = nn.functional.linear(compressed, self.weight.flatten(0, 1)).unflatten(-1, (num_heads, -1))
-        nope, value = both.split([self.nope_dim, self.value_dim], dim=-1)
-        key = torch.cat((nope, rope[:, None, :].expand(-1, num_heads, -1)), dim=-1)
-        return key, value
+        num_heads = self.weight.shape[0]
+        both = F.linear(latent[:, : self.rank], self.weight.flatten(0, 1))
+        both = both.view(latent.shape[0], num_heads, self.nope_dim + self.value_dim)
+        rope = latent[:, None, self.rank :].expand(-1, num_heads, -1)
+        return torch.cat((both[..., : self.nope_dim], rope), dim=-1), both[..., self.nope_dim :]
 
 
 def _keep_latent(
@@ -68,17 +68,15 @@ def _keep_latent(
 def cache_latents(model: nn.Module) -> int:
     """Make every MLA layer of `model` hand out latents; return how many there are."""
     num_layers = 0
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if not (hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")):
             continue
-        weight = module.kv_b_proj.weight.detach()  # type: ignore[union-attr]
-        nope_dim, value_dim = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
-        module.stemma_latent = LatentProjection(  # type: ignore[assignment]
-            weight,  # type: ignore[arg-type]
-            weight.shape[0] // (nope_dim + value_dim),  # type: ignore[operator, index]
-            nope_dim,
-            value_dim,
-            int(module.qk_rope_head_dim),  # type: ignore[arg-type]
+        module.stemma_latent = LatentProjection(
+            module.kv_b_proj.weight.detach(),
+            nope_dim=module.qk_nope_head_dim,
+            rope_dim=module.qk_rope_head_dim,
+            value_dim=module.v_head_dim,
         )
         module.expand_kv = MethodType(_keep_latent, module)
         num_layers += 1

@@ -8,7 +8,7 @@ other state than the KV it shows us.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -100,12 +100,11 @@ def _load_config(path: Path, trust_remote_code: bool) -> Any:
     if not _has(path, "config.json"):
         raise ModelError(f"{path} has no config.json; give the directory that holds the checkpoint's files")
     raw = _read_json(path / "config.json")
-    if raw.get("auto_map") and not trust_remote_code:
-        known = raw.get("model_type") in _known_model_types()
-        if not known:
-            raise ModelError(
-                f"{path} brings its own Python code; if you trust it, allow it with trust_remote_code"
-            )
+    foreign = bool(raw.get("auto_map")) and raw.get("model_type") not in _known_model_types()
+    if foreign and not trust_remote_code:
+        raise ModelError(
+            f"{path} brings its own Python code; if you trust it, allow it with trust_remote_code"
+        )
     try:
         return AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
@@ -114,7 +113,7 @@ def _load_config(path: Path, trust_remote_code: bool) -> Any:
         raise ModelError(f"transformers can't read {path / 'config.json'}: {error}") from error
 
 
-def _known_model_types() -> Iterable[str]:
+def _known_model_types() -> Container[object]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING
@@ -156,6 +155,8 @@ def _max_model_len(settings: ModelSettings, config: Any) -> int:
 def _weights_progress(report: Progress) -> Iterator[None]:
     """Turn transformers' own progress bar into calls of `report`."""
 
+    silent: Any = hf_logging.EmptyTqdm
+
     def hook(_factory: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
         items = list(args[0]) if args else []
 
@@ -164,7 +165,7 @@ def _weights_progress(report: Progress) -> Iterator[None]:
                 report("loading weights", number / len(items))
                 yield item
 
-        return hf_logging.EmptyTqdm(iterate())
+        return silent(iterate())
 
     previous = hf_logging.set_tqdm_hook(hook)
     try:
@@ -177,9 +178,10 @@ def _load_weights(settings: ModelSettings, config: Any, device: torch.device, re
     dtype: Any = "auto" if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
     if dtype == "auto" and getattr(config, "dtype", None) not in TORCH_DTYPES.values():
         dtype = torch.float32
+    auto: Any = AutoModelForCausalLM
     try:
         with _weights_progress(report):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loaded = auto.from_pretrained(
                 str(settings.path),
                 config=config,
                 dtype=dtype,

@@ -216,7 +216,7 @@ def _prefill(
     if mask is not None and group_size > 1 and num_queries <= PACKED_QUERIES:
         packed = query.view(num_queries, num_kv_heads, group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
         output = _attend_dense(call, packed[None], keys, values, mask.repeat(group_size, 1))
-        output = output[0].unflatten(1, (group_size, num_queries)).permute(2, 0, 1, 3)
+        output = output.view(num_kv_heads, group_size, num_queries, -1).permute(2, 0, 1, 3)
         return output.flatten(1, 2)
     return _attend_dense(call, query.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
 

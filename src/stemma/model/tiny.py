@@ -57,7 +57,7 @@ def build_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
@@ -86,7 +86,8 @@ def save_checkpoint(
 ) -> Path:
     """Write config.json, safetensors, tokenizer files and generation_config.json into `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    previous = hf_logging.set_tqdm_hook(lambda _bar, args, _options: hf_logging.EmptyTqdm(*args))
+    silent: Any = hf_logging.EmptyTqdm
+    previous = hf_logging.set_tqdm_hook(lambda _bar, args, _options: silent(*args))
     try:
         model.save_pretrained(path)
     finally:
@@ -119,7 +120,7 @@ def write_tiny_model(path: Path, *, seed: int = 0, hidden_size: int = 192, num_l
     randomize(model, seed)
     with torch.no_grad():
         for token_id in range(len(tokenizer)):
-            text = tokenizer.decode([token_id])
+            text = str(tokenizer.decode([token_id]))
             if not (text.isascii() and text.isprintable()) or text in SPECIAL_TOKENS:
                 model.lm_head.weight[token_id].zero_()
     return save_checkpoint(model, tokenizer, path)
