@@ -72,17 +72,27 @@ class PrefixIndex(ABC):
         """Enter the chain of blocks that holds `tokens`, starting at the root of `namespace`.
 
         `block_ids` has ``ceil(len(tokens) / block_size)`` entries. Blocks already present are kept (the
-        offered id is a duplicate if it differs). `now` is the injected clock, seconds.
-        Raises ValueError if the lengths don't fit or an added id is already in the index elsewhere.
+        offered id is a duplicate if it differs); inserting isn't a use of them, so `touch` them too if it
+        was one. A partial block offered again under its own id, now with more tokens, has simply grown.
+        `now` is the injected clock, seconds.
+        Raises ValueError, and changes nothing, if the lengths don't fit or an added id is negative or
+        already in the index elsewhere.
         """
 
     @abstractmethod
     def touch(self, block_ids: BlockIds, now: float) -> None:
-        """Tell the policy that a chain of blocks (in order from the root) was used."""
+        """Tell the policy that a chain of blocks (in order from the root) was used.
+
+        Raises ValueError if a block isn't in the index.
+        """
 
     @abstractmethod
     def pin(self, block_ids: BlockIds) -> None:
-        """Forbid eviction of a chain of full blocks, in order from the root; counted, so pins nest."""
+        """Forbid eviction of a chain of full, distinct blocks, in order from the root; pins nest.
+
+        A later call may pin just the next blocks of a chain whose start is pinned. Raises ValueError, and
+        pins nothing, if a block is partial or not in the index.
+        """
 
     @abstractmethod
     def unpin(self, block_ids: BlockIds) -> None:

@@ -65,4 +65,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
-        """The block left the index: evicted for room, or (False) superseded or flushed."""
+        """The block left the index: evicted for room, or (False) superseded or flushed.
+
+        It is no candidate any more (it need not have been one); its id may be inserted again.
+        """

@@ -1,0 +1,69 @@
+"""A heap of eviction candidates with lazy deletion, for every policy that ranks blocks by a number.
+
+Ranks are ints (unbounded, so that several criteria can be packed into one), and the lowest goes first.
+A heap entry is ``rank << 32 | block_id``: one int compares faster than a tuple. Entries of withdrawn
+blocks stay in the heap until they reach its top or outnumber the live ones, whichever comes first;
+so every method is amortised O(log n), and memory is O(candidates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+
+ID_BITS = 32
+ID_MASK = (1 << ID_BITS) - 1
+_MIN_STALE = 64
+
+
+class CandidateHeap:
+    """Candidates by rank. `rank_of` gives a block's present rank, which may only have *grown* since the
+    block was offered (a use makes a block more worth keeping); call `offer` again if it fell."""
+
+    def __init__(self, rank_of: Callable[[int], int]) -> None:
+        self._rank_of = rank_of
+        self._heap: list[int] = []
+        self._entry: dict[int, int] = {}
+
+    def rank_by(self, rank_of: Callable[[int], int]) -> None:
+        """Ask `rank_of` from now on; it must agree with the former function on all candidates."""
+        self._rank_of = rank_of
+
+    def __len__(self) -> int:
+        return len(self._entry)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._entry
+
+    def offer(self, block_id: int) -> None:
+        """Add a candidate, or rank it anew."""
+        entry = self._rank_of(block_id) << ID_BITS | block_id
+        self._entry[block_id] = entry
+        heappush(self._heap, entry)
+
+    def withdraw(self, block_id: int) -> None:
+        """Remove a candidate; nothing happens if it isn't one."""
+        if self._entry.pop(block_id, None) is None:
+            return
+        heap = self._heap
+        if heap and heap[0] & ID_MASK == block_id:
+            heappop(heap)
+        elif len(heap) > 2 * len(self._entry) + _MIN_STALE:
+            self._heap = list(self._entry.values())
+            heapify(self._heap)
+
+    def lowest(self) -> int | None:
+        """Return the candidate of lowest present rank, or None."""
+        heap, live = self._heap, self._entry
+        while heap:
+            entry = heap[0]
+            block_id = entry & ID_MASK
+            if live.get(block_id) != entry:
+                heappop(heap)
+                continue
+            current = self._rank_of(block_id) << ID_BITS | block_id
+            if current == entry:
+                return block_id
+            live[block_id] = current
+            heapreplace(heap, current)
+        return None

@@ -1,0 +1,186 @@
+"""What an index notes of each block by its id, apart from where it hangs: presence, kind, pins.
+
+Ids are small, dense ints, so these are plain arrays that grow on demand. The structure of a tree may change
+(split, merge, trim) without touching them, and pinning a chain of thousands of blocks is a few array
+operations.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Container
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import IntegrityError
+from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.index import PrefixIndex
+from stemma.types import BlockIds
+
+ABSENT, FULL, PARTIAL = 0, 1, 2
+NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+NO_BLOCKS.flags.writeable = False
+
+
+class BlockLedger:
+    """State and pin count of every block id."""
+
+    def __init__(self) -> None:
+        self.states: npt.NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
+        self.pins: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        self.num_blocks = 0
+        self.num_pinned = 0
+
+    def require_new(self, block_ids: BlockIds) -> None:
+        """Raise ValueError unless the ids are non-negative, distinct and absent."""
+        ids = block_ids.tolist()
+        if not ids:
+            return
+        if len(set(ids)) != len(ids):
+            raise ValueError("a block id is offered twice")
+        if min(ids) < 0:
+            raise ValueError(f"negative block id {min(ids)}")
+        highest = max(ids)
+        if highest >= len(self.states):
+            self._grow(highest + 1)
+        if self.states[block_ids].any():
+            present = [i for i in ids if self.states[i] != ABSENT]
+            raise ValueError(f"block {present[0]} is already in the index elsewhere")
+
+    def add(self, block_ids: BlockIds) -> None:
+        """Enter full blocks that `require_new` let pass."""
+        self.states[block_ids] = FULL
+        self.num_blocks += len(block_ids)
+
+    def set_partial(self, block_id: int, partial: bool) -> None:
+        """Note whether a block that is present is partial."""
+        self.states[block_id] = PARTIAL if partial else FULL
+
+    def remove(self, block_ids: BlockIds | list[int]) -> None:
+        """Take out blocks that are present and unpinned."""
+        self.states[block_ids] = ABSENT
+        self.num_blocks -= len(block_ids)
+
+    def states_of(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
+        """Return the state of each id; raise ValueError if one isn't in the index."""
+        try:
+            states = self.states[block_ids]
+        except IndexError:
+            raise ValueError("a block isn't in the index") from None
+        if not states.all() or (len(block_ids) and int(block_ids.min()) < 0):
+            raise ValueError("a block isn't in the index")
+        return states
+
+    def pin(self, block_ids: BlockIds) -> list[int]:
+        """Count one more pin of each (distinct) full block; return those that had none."""
+        if (self.states_of(block_ids) == PARTIAL).any():
+            raise ValueError("a partial block can't be pinned: copy it")
+        self.pins[block_ids] += 1
+        fresh: list[int] = block_ids[self.pins[block_ids] == 1].tolist()
+        self.num_pinned += len(fresh)
+        return fresh
+
+    def unpin(self, block_ids: BlockIds) -> list[int]:
+        """Take back one pin of each (distinct) block; return those that have none left."""
+        self.states_of(block_ids)
+        if not self.pins[block_ids].all():
+            raise ValueError("a block isn't pinned")
+        self.pins[block_ids] -= 1
+        freed: list[int] = block_ids[self.pins[block_ids] == 0].tolist()
+        self.num_pinned -= len(freed)
+        return freed
+
+    def check(self, full: set[int], partial: set[int]) -> None:
+        """Compare with the blocks that the structure holds; raise IntegrityError if they differ."""
+        if set(np.flatnonzero(self.states == FULL).tolist()) != full:
+            raise IntegrityError("the ledger's full blocks aren't those of the structure")
+        if set(np.flatnonzero(self.states == PARTIAL).tolist()) != partial:
+            raise IntegrityError("the ledger's partial blocks aren't those of the structure")
+        if self.num_blocks != len(full) + len(partial):
+            raise IntegrityError(f"num_blocks is {self.num_blocks}, not {len(full) + len(partial)}")
+        pinned = set(np.flatnonzero(self.pins).tolist())
+        if self.num_pinned != len(pinned) or (self.pins < 0).any():
+            raise IntegrityError("the number of pinned blocks is wrong")
+        if not pinned <= full:
+            raise IntegrityError("a block is pinned that is partial or absent")
+
+    def _grow(self, num_ids: int) -> None:
+        size = max(num_ids, 2 * len(self.states))
+        for name in ("states", "pins"):
+            old = getattr(self, name)
+            new = np.zeros(size, dtype=old.dtype)
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+
+class LedgerIndex(PrefixIndex):
+    """What the indexes share: pins, uses and counts, by block id. A subclass owns the structure.
+
+    `_tails` holds the blocks without descendants; those of them that nobody pins are what the policy is
+    offered.
+    """
+
+    _tails: Container[int]
+
+    def __init__(self, block_size: int, policy: EvictionPolicy | None = None) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.block_size = block_size
+        self._policy: EvictionPolicy = LRUPolicy() if policy is None else policy
+        self._ledger = BlockLedger()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
+
+    def touch(self, block_ids: BlockIds, now: float) -> None:
+        """Tell the policy that a chain of blocks (in order from the root) was used."""
+        if len(block_ids):
+            self._ledger.states_of(block_ids)
+            self._policy.access(block_ids, now)
+
+    def pin(self, block_ids: BlockIds) -> None:
+        """Forbid eviction of a chain of full, distinct blocks, in order from the root; pins nest."""
+        if len(block_ids):
+            for block_id in self._ledger.pin(block_ids):
+                if block_id in self._tails:
+                    self._policy.withdraw(block_id)
+
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Take back one `pin` of each block. Raises ValueError if a block isn't pinned."""
+        if len(block_ids):
+            for block_id in self._ledger.unpin(block_ids):
+                if block_id in self._tails:
+                    self._policy.offer(block_id)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the index, pinned ones included."""
+        return self._ledger.num_blocks
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that a large enough `evict` would drop now. O(1)."""
+        return self._ledger.num_blocks - self._ledger.num_pinned
+
+    def _require_lengths(self, num_tokens: int, block_ids: BlockIds, traits: BlockTraits) -> None:
+        num_blocks = -(-num_tokens // self.block_size)
+        if len(block_ids) != num_blocks:
+            raise ValueError(f"{num_tokens} tokens need {num_blocks} blocks, not {len(block_ids)}")
+        for array in (traits.fingerprints, traits.costs_s):
+            if array is not None and len(array) != num_blocks:
+                raise ValueError(f"traits of {len(array)} blocks for {num_blocks} blocks")
+
+
+def traits_from(traits: BlockTraits, first: int) -> BlockTraits:
+    """Return `traits` without the entries of the first `first` blocks."""
+    if first == 0 or (traits.fingerprints is None and traits.costs_s is None):
+        return traits
+    return replace(
+        traits,
+        fingerprints=None if traits.fingerprints is None else traits.fingerprints[first:],
+        costs_s=None if traits.costs_s is None else traits.costs_s[first:],
+    )
