@@ -4,6 +4,10 @@ StemmaError
  +-- InvalidRequest            the caller's fault: HTTP 400 (422 in the TGI shape)
  |    +-- PromptTooLong        longer than the model or the KV cache can ever hold
  |    +-- UnknownModel         HTTP 404
+ |    +-- BodyTooLarge         HTTP 413
+ |    +-- Unauthorized         HTTP 401
+ +-- ClientDisconnected        nobody waits for the answer any more
+ +-- GenerationFailed          the engine failed on a request it had accepted: HTTP 500 (424 in the TGI shape)
  +-- Overloaded                the queue is full: HTTP 429/503 with Retry-After
  +-- ShuttingDown              the server drains: HTTP 503
  +-- ConfigError               a setting is unknown, malformed or contradicts another
@@ -37,6 +41,22 @@ class PromptTooLong(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The request names a model that this server doesn't serve."""
+
+
+class BodyTooLarge(InvalidRequest):
+    """The request body exceeds `ServerSettings.max_body_bytes`."""
+
+
+class Unauthorized(InvalidRequest):
+    """The API key is missing or wrong."""
+
+
+class ClientDisconnected(StemmaError):
+    """The client closed its connection before the answer was complete."""
+
+
+class GenerationFailed(StemmaError):
+    """The engine reported an error on a request that it had accepted."""
 
 
 class Overloaded(StemmaError):

@@ -67,6 +67,9 @@ class ServerSettings(_Frozen):
     drain_timeout_s: float = Field(default=30.0, ge=0.0)
     """After SIGTERM, how long running requests may take to finish."""
     api_key: str | None = None
+    """If set, every request but `/health` must carry it as a bearer token."""
+    max_body_bytes: ByteSize = 64 * 2**20
+    """Largest request body."""
 
 
 class EngineSettings(_Frozen):

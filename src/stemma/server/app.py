@@ -1,0 +1,59 @@
+"""The ASGI application: every plane over one engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.config.settings import Settings
+from stemma.engine.api import EngineClient
+from stemma.server import management, openai_chat, openai_completions, tgi
+from stemma.server.context import ServerContext
+from stemma.server.errors import json_response
+from stemma.server.metrics import ServerMetrics
+
+ROUTERS = (
+    openai_chat.router,
+    openai_completions.router,
+    tgi.router,
+    management.open_router,
+    management.router,
+)
+"""One per plane; a new endpoint is a new file and a line here."""
+
+
+def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics | None = None) -> FastAPI:
+    """Return the application. It doesn't own the engine: whoever made it closes it."""
+    context = ServerContext(engine, settings, metrics or ServerMetrics())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        context.close()
+
+    app = FastAPI(title="Stemma", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.context = context
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    detail = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return json_response({"error": detail}, error.status_code, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """Answer what nobody foresaw; Starlette logs the traceback."""
+    detail = {"message": "internal error", "type": "server_error", "param": None, "code": None}
+    return json_response({"error": detail}, 500)

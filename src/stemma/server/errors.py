@@ -1,0 +1,144 @@
+"""Each API's own error shape, and the route classes that turn typed errors into it.
+
+A handler just raises; the route class of its plane catches `StemmaError` and answers in the plane's shape.
+Anything else is a bug: it is logged and answered with 500 (`app.py`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.errors import (
+    BodyTooLarge,
+    ClientDisconnected,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    ShuttingDown,
+    StemmaError,
+    Unauthorized,
+    UnknownModel,
+)
+from stemma.server.context import context_of
+
+RETRY_AFTER_DRAIN_S = 5
+STATUS_CLIENT_CLOSED = 499
+"""What proxies log for a client that left; nobody reads the body."""
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return `body` as JSON."""
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+def _retry_headers(error: StemmaError) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, ShuttingDown):
+        return {"retry-after": str(RETRY_AFTER_DRAIN_S)}
+    return {}
+
+
+_OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
+    (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
+    (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
+    (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
+    (InvalidRequest, 400, "invalid_request_error", None),
+    (Overloaded, 429, "rate_limit_error", "queue_full"),
+    (ShuttingDown, 503, "server_error", "shutting_down"),
+    (StemmaError, 500, "server_error", None),
+)
+"""(error, status, type, code); the first that fits, so subclasses come first."""
+
+
+def openai_error_body(error: StemmaError) -> tuple[int, dict[str, Any]]:
+    """Return (HTTP status, body) as OpenAI's API shapes it."""
+    for kind, status, error_type, code in _OPENAI:
+        if isinstance(error, kind):
+            param = error.param if isinstance(error, InvalidRequest) else None
+            detail = {"message": str(error), "type": error_type, "param": param, "code": code}
+            return status, {"error": detail}
+    raise AssertionError("the table ends with StemmaError")
+
+
+def openai_error(error: StemmaError) -> Response:
+    """Return the response for `error` in OpenAI's shape."""
+    status, body = openai_error_body(error)
+    return json_response(body, status, _retry_headers(error))
+
+
+_TGI: tuple[tuple[type[StemmaError], int, str], ...] = (
+    (UnknownModel, 404, "NotFoundError"),
+    (BodyTooLarge, 413, "Bad Request"),
+    (Unauthorized, 401, "Unauthorized"),
+    (InvalidRequest, 422, "Input Validation Error"),
+    (Overloaded, 503, "Service Unavailable"),
+    (ShuttingDown, 503, "Service Unavailable"),
+    (GenerationFailed, 424, "Generation Error"),
+    (StemmaError, 500, "Incomplete Generation"),
+)
+
+
+def tgi_error_body(error: StemmaError) -> tuple[int, dict[str, str]]:
+    """Return (HTTP status, body) as TGI and MindIE shape it."""
+    for kind, status, error_type in _TGI:
+        if isinstance(error, kind):
+            return status, {"error": str(error), "error_type": error_type}
+    raise AssertionError("the table ends with StemmaError")
+
+
+def tgi_error(error: StemmaError) -> Response:
+    """Return the response for `error` in TGI's shape."""
+    status, body = tgi_error_body(error)
+    return json_response(body, status, _retry_headers(error))
+
+
+def authorize(request: Request) -> None:
+    """Raise Unauthorized unless the request carries the server's API key, if it has one."""
+    api_key = context_of(request).settings.server.api_key
+    if api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+        raise Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+
+
+class OpenAIRoute(APIRoute):
+    """A route that answers errors in OpenAI's shape, and asks for the API key."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the handler, guarded."""
+        return _guarded(super().get_route_handler(), openai_error)
+
+
+class TGIRoute(APIRoute):
+    """A route that answers errors in TGI's shape, and asks for the API key."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the handler, guarded."""
+        return _guarded(super().get_route_handler(), tgi_error)
+
+
+def _guarded(
+    handler: Callable[[Request], Awaitable[Response]], shape: Callable[[StemmaError], Response]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def guarded(request: Request) -> Response:
+        try:
+            authorize(request)
+            return await handler(request)
+        except ClientDisconnected:
+            return Response(status_code=STATUS_CLIENT_CLOSED)
+        except StemmaError as error:
+            return shape(error)
+
+    return guarded

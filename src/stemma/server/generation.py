@@ -1,0 +1,192 @@
+"""Run requests on the engine: metrics, errors, and the outputs of several prompts as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, TokenLogprob
+from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError
+from stemma.server.context import ServerContext
+from stemma.server.disconnect import unless_disconnected
+from stemma.types import FinishReason
+
+
+async def run_one(
+    context: ServerContext, request: GenerationRequest, api: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the engine's outputs for one request. Closing this early aborts it in the engine.
+
+    Raises what the engine raises, and GenerationFailed if the engine reports an error.
+    """
+    if context.draining:
+        raise ShuttingDown("the server is shutting down")
+    watch = context.metrics.watch(api)
+    outcome = "aborted"
+    stream = context.engine.generate(request)
+    try:
+        async for output in stream:
+            watch.seen(output)
+            if output.error is not None:
+                raise GenerationFailed(output.error)
+            if output.finished:
+                outcome = "ok"
+            yield output
+    except (InvalidRequest, Overloaded, ShuttingDown):
+        outcome = "refused"
+        raise
+    except StemmaError:
+        outcome = "error"
+        raise
+    finally:
+        watch.done(outcome)
+        await _close(stream)
+        if outcome == "aborted":
+            await context.engine.abort(request.request_id)
+
+
+async def _close(stream: AsyncIterator[RequestOutput]) -> None:
+    if isinstance(stream, AsyncGenerator):
+        await stream.aclose()
+
+
+async def run_all(
+    context: ServerContext, requests: Sequence[GenerationRequest], api: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield (prompt index, output) of all requests as they come; the first error ends them all."""
+    if len(requests) == 1:
+        async with aclosing(run_one(context, requests[0], api)) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput] | StemmaError | None] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async with aclosing(run_one(context, requests[index], api)) as stream:
+                async for output in stream:
+                    queue.put_nowait((index, output))
+        except StemmaError as error:
+            queue.put_nowait(error)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, StemmaError):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+        for task in tasks:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class OutputStream:
+    """`run_all` whose first output has arrived, so that refusals could still choose the HTTP status.
+
+    `aclose` aborts what is still running; it is safe to call at any time, also before the first read.
+    """
+
+    def __init__(
+        self, first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> None:
+        self.first = first
+        self._first: tuple[int, RequestOutput] | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        return await anext(self._rest)
+
+    async def aclose(self) -> None:
+        """Abort what is still running."""
+        await self._rest.aclose()
+
+
+async def start(
+    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+) -> OutputStream:
+    """Run `requests` and return once the first output is there; raise if the client leaves before that."""
+    stream = run_all(context, requests, api)
+
+    async def first() -> tuple[int, RequestOutput]:
+        async for item in stream:
+            return item
+        raise GenerationFailed("the engine ended a request without any output")
+
+    return OutputStream(await unless_disconnected(request, first()), stream)
+
+
+async def run_to_end(
+    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+) -> list[Collected]:
+    """Run `requests` and return everything at once; abort them if the client leaves."""
+    work = _collect(run_all(context, requests, api), len(requests))
+    return await unless_disconnected(request, work)
+
+
+@dataclass(slots=True)
+class CollectedSequence:
+    """One whole sequence."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Collected:
+    """All that the engine said about one prompt."""
+
+    cache: CacheReport
+    sequences: list[CollectedSequence]
+    num_generated_tokens: int = 0
+    queue_wait_s: float = 0.0
+
+
+async def _collect(
+    stream: AsyncGenerator[tuple[int, RequestOutput], None], num_prompts: int
+) -> list[Collected]:
+    results: dict[int, Collected] = {}
+    parts: dict[tuple[int, int], list[str]] = {}
+    async with aclosing(stream):
+        async for index, output in stream:
+            result = results.setdefault(index, Collected(output.cache, []))
+            result.cache = output.cache
+            result.num_generated_tokens = output.num_generated_tokens
+            result.queue_wait_s = output.queue_wait_s
+            for delta in output.deltas:
+                while len(result.sequences) <= delta.index:
+                    result.sequences.append(CollectedSequence())
+                sequence = result.sequences[delta.index]
+                parts.setdefault((index, delta.index), []).append(delta.text)
+                sequence.token_ids.extend(delta.token_ids)
+                sequence.logprobs.extend(delta.logprobs or ())
+                if delta.finish_reason is not None:
+                    sequence.finish_reason = delta.finish_reason
+                    sequence.stop_reason = delta.stop_reason
+    for (index, sequence_index), texts in parts.items():
+        results[index].sequences[sequence_index].text = "".join(texts)
+    if len(results) < num_prompts:
+        raise GenerationFailed("the engine ended a request without any output")
+    return [results[index] for index in range(num_prompts)]

@@ -1,0 +1,85 @@
+"""Health, models, metrics, and a look into the cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from stemma.errors import InvalidRequest
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import OpenAIRoute, json_response
+from stemma.server.prompts import check_model
+
+open_router = APIRouter()
+"""Needs no API key: load balancers ask it."""
+router = APIRouter(route_class=OpenAIRoute)
+
+
+@open_router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while requests are taken, 503 once the server drains."""
+    if context_of(request).draining:
+        return json_response({"status": "draining"}, 503)
+    return json_response({"status": "ok"})
+
+
+def _model_card(context: ServerContext) -> dict[str, Any]:
+    return {
+        "id": context.engine.model_name,
+        "object": "model",
+        "created": context.started_at,
+        "owned_by": "stemma",
+        "max_model_len": context.engine.max_model_len,
+    }
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_model_card(context_of(request))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request) -> Response:
+    """The served model, or 404."""
+    context = context_of(request)
+    check_model(context, request.path_params["name"])
+    return json_response(_model_card(context))
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Counters and histograms in Prometheus' text format."""
+    context = context_of(request)
+    text = context.metrics.render(await context.engine.stats())
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/admin/stats")
+async def stats(request: Request) -> Response:
+    """The engine's counters and gauges as JSON."""
+    snapshot = asdict(await context_of(request).engine.stats())
+    snapshot["cached_tokens_by_tier"] = {
+        tier.value: count for tier, count in snapshot["cached_tokens_by_tier"].items()
+    }
+    return json_response(snapshot)
+
+
+@router.get("/admin/cache/tree")
+async def draw_tree(request: Request) -> Response:
+    """The prefix index as an indented drawing; ``?max_tokens=24`` limits the text of each edge."""
+    given = request.query_params.get("max_tokens", "24")
+    if not given.isdigit() or not 1 <= int(given) <= 1000:
+        raise InvalidRequest("max_tokens must be between 1 and 1000", param="max_tokens")
+    return PlainTextResponse(await context_of(request).engine.draw_tree(int(given)))
+
+
+@router.post("/admin/cache/flush")
+async def flush_cache(request: Request) -> Response:
+    """Drop every block that no request uses, and say how many those were."""
+    return json_response({"num_dropped_blocks": await context_of(request).engine.flush_cache()})

@@ -1,0 +1,136 @@
+"""From what an API calls a prompt to token ids, checked; text is tokenized off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from stemma.errors import InvalidRequest, PromptTooLong, UnknownModel
+from stemma.server.context import ServerContext
+from stemma.server.schemas.openai import ChatRequest, Message
+from stemma.types import TokenArray, as_tokens
+
+
+def check_model(context: ServerContext, name: str) -> None:
+    """Raise UnknownModel unless `name` is the served model."""
+    served = context.engine.model_name
+    if name != served:
+        raise UnknownModel(f"the model {name!r} does not exist; this server serves {served!r}", param="model")
+
+
+def check_tokens(context: ServerContext, tokens: TokenArray, param: str = "prompt") -> TokenArray:
+    """Return `tokens`; raise InvalidRequest if there are none, or more than the context can hold."""
+    if len(tokens) == 0:
+        raise InvalidRequest("the prompt is empty", param=param)
+    limit = context.engine.max_model_len
+    if len(tokens) >= limit:
+        raise PromptTooLong(
+            f"the prompt has {len(tokens)} tokens; this model's context holds {limit}, output included",
+            param=param,
+        )
+    return tokens
+
+
+async def completion_prompts(
+    context: ServerContext, prompt: str | list[Any], *, add_special_tokens: bool = True
+) -> list[TokenArray]:
+    """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids."""
+    if isinstance(prompt, str):
+        return [await text_prompt(context, prompt, add_special_tokens=add_special_tokens)]
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if _all_of(prompt, int):
+        return [_token_prompt(context, prompt)]
+    if _all_of(prompt, str):
+        return [await text_prompt(context, text, add_special_tokens=add_special_tokens) for text in prompt]
+    if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
+        return [_token_prompt(context, ids) for ids in prompt]
+    raise InvalidRequest(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
+        param="prompt",
+    )
+
+
+def _all_of(items: Sequence[Any], kind: type) -> bool:
+    return all(type(item) is kind for item in items)
+
+
+def _token_prompt(context: ServerContext, ids: list[int]) -> TokenArray:
+    vocab_size = context.engine.tokenizer.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", param="prompt"
+        )
+    return check_tokens(context, as_tokens(ids))
+
+
+async def text_prompt(
+    context: ServerContext, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+) -> TokenArray:
+    """Return the token ids of one text."""
+    if not text:
+        raise InvalidRequest("the prompt is empty", param=param)
+    tokenizer = context.engine.tokenizer
+    work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
+        text, add_special_tokens=add_special_tokens
+    )
+    return check_tokens(context, await context.in_thread(work), param)
+
+
+async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
+    """Return the token ids of a conversation, rendered by the checkpoint's template."""
+    messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    if body.continue_final_message:
+        template_kwargs["continue_final_message"] = True
+    tools = body.tools if body.tool_choice != "none" else None
+    tokenizer = context.engine.tokenizer
+    tokens = await context.in_thread(
+        lambda: tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+    )
+    return check_tokens(context, tokens, "messages")
+
+
+def _template_message(message: Message, number: int) -> dict[str, Any]:
+    """Return what templates expect: content as one string, tool arguments as an object."""
+    rendered = message.model_dump(exclude_none=True)
+    where = f"messages[{number}]"
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
+    if isinstance(message.content, list):
+        rendered["content"] = _join_parts(message.content, f"{where}.content")
+    if message.tool_calls:
+        rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
+        rendered.setdefault("content", "")
+    return rendered
+
+
+def _join_parts(parts: list[dict[str, Any]], where: str) -> str:
+    texts = []
+    for part in parts:
+        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}: only text parts are supported", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{where}: each needs a function object", param=where)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{where}: arguments are not valid JSON: {error}", param=where) from error
+    return {**call, "function": {**function, "arguments": parsed}}

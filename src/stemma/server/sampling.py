@@ -1,0 +1,139 @@
+"""From request fields to `SamplingParams`: the request's word, else the checkpoint's, else the API's."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from stemma.engine.sampling_params import SamplingParams
+from stemma.errors import InvalidRequest
+from stemma.server.context import ServerContext
+from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
+from stemma.server.schemas.tgi import MAX_SEED, MAX_STOP_CHARS, TGIParameters, VLLMGenerateRequest
+
+_DEFAULTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields that a checkpoint's generation_config may set."""
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+
+
+def chat_sampling(context: ServerContext, body: ChatRequest) -> SamplingParams:
+    """Return the sampling of a chat request; without a limit, as many tokens as the context allows."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice: only 'none' and 'auto' are supported", param="tool_choice")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _openai_sampling(context, body, limit, logprobs)
+
+
+def completion_sampling(context: ServerContext, body: CompletionRequest) -> SamplingParams:
+    """Return the sampling of a plain completion; without a limit, 16 tokens as OpenAI documents."""
+    if body.suffix:
+        raise InvalidRequest("suffix is not supported", param="suffix")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("logprobs of an echoed prompt are not supported", param="echo")
+    limit = 16 if body.max_tokens is None else body.max_tokens
+    return _openai_sampling(context, body, limit, body.logprobs)
+
+
+def _openai_sampling(
+    context: ServerContext, body: OpenAIRequest, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    if body.logit_bias:
+        raise InvalidRequest("logit_bias is not supported", param="logit_bias")
+    if body.use_beam_search:
+        raise InvalidRequest("beam search is not supported", param="use_beam_search")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest("response_format: only 'text' is supported", param="response_format")
+    n = check_n(context, body.n, body.best_of)
+    return SamplingParams(
+        n=n,
+        seed=body.seed,
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        skip_special_tokens=body.skip_special_tokens,
+        **_chosen(body, context.default_sampling),
+    )
+
+
+def check_n(context: ServerContext, n: int | None, best_of: int | None) -> int:
+    """Return the number of sequences; raise InvalidRequest if they could never run together."""
+    wanted = 1 if n is None else n
+    limit = context.settings.engine.scheduler.max_num_seqs
+    if not 1 <= wanted <= limit:
+        raise InvalidRequest(f"n must be between 1 and {limit} on this server, got {wanted}", param="n")
+    if best_of is not None and best_of != wanted:
+        raise InvalidRequest("best_of other than n is not supported", param="best_of")
+    return wanted
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the request or, where it is silent, the checkpoint sets."""
+    chosen = {name: defaults[name] for name in _DEFAULTABLE if defaults.get(name) is not None}
+    for name in _DEFAULTABLE + _PENALTIES:
+        value = getattr(body, name, None)
+        if value is not None:
+            chosen[name] = value
+    return chosen
+
+
+def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> SamplingParams:
+    """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
+    return SamplingParams(
+        n=check_n(context, body.n, body.best_of),
+        seed=body.seed,
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        max_tokens=body.max_tokens,
+        ignore_eos=body.ignore_eos,
+        skip_special_tokens=body.skip_special_tokens,
+        **_chosen(body, context.default_sampling),
+    )
+
+
+def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingParams:
+    """Return the sampling of TGI's shape: greedy unless it asks to sample or sets a sampling field.
+
+    A sampled request without a seed gets one, so that ``details.seed`` lets the caller repeat it.
+    """
+    for name, unsupported in (
+        ("typical_p", parameters.typical_p is not None and parameters.typical_p < 1.0),
+        ("watermark", parameters.watermark),
+        ("adapter_id", parameters.adapter_id is not None),
+    ):
+        if unsupported:
+            raise InvalidRequest(f"{name} is not supported", param=f"parameters.{name}")
+    stops = _stops(parameters.stop)
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise InvalidRequest(f"stop exceeds {MAX_STOP_CHARS} characters in total", param="parameters.stop")
+    given = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.seed)
+    sample = parameters.do_sample
+    if sample is None:
+        sample = any(value is not None for value in given)
+    chosen = _chosen(parameters, context.default_sampling)
+    seed = parameters.seed
+    if not sample:
+        chosen["temperature"] = 0.0
+    elif seed is None:
+        seed = secrets.randbelow(MAX_SEED)
+    return SamplingParams(
+        seed=seed,
+        stop=stops,
+        max_tokens=parameters.max_new_tokens,
+        logprobs=0 if parameters.details else None,
+        **chosen,
+    )

@@ -1,0 +1,182 @@
+"""TGI's ``/generate``, ``/generate_stream`` and ``/``, as MindIE serves them; cached counts in a header.
+
+The shape has no place for cached tokens: they are in the header ``x-stemma-cached-tokens``, and with
+``details`` also in ``details.stemma``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import CacheReport, GenerationRequest, SequenceDelta
+from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.body import read_object, validate
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
+from stemma.server.prompts import check_tokens, text_prompt
+from stemma.server.sampling import tgi_sampling
+from stemma.server.schemas.tgi import TGIParameters, TGIRequest
+from stemma.server.sse import EventStream, event
+from stemma.server.usage import cache_detail
+from stemma.server.vllm_generate import generate_vllm
+from stemma.types import FinishReason
+
+router = APIRouter(route_class=TGIRoute)
+
+NEITHER_SHAPE = {
+    "error": {
+        "Error": "`inputs` or `prompt` must be necessary and data type must be string",
+        "error_type": "validation",
+    }
+}
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Continue ``inputs`` (TGI's shape) or ``prompt`` (vLLM's)."""
+    body = await read_object(request)
+    if "prompt" in body:
+        return await generate_vllm(request, body)
+    if "inputs" not in body:
+        return json_response(NEITHER_SHAPE, 422)
+    return await _generate_whole(request, validate(TGIRequest, body), in_list=False)
+
+
+@router.post("/generate_stream")
+async def generate_stream(request: Request) -> Response:
+    """Continue ``inputs``, token by token."""
+    return await _generate_stream(request, validate(TGIRequest, await read_object(request)))
+
+
+@router.post("/")
+async def generate_at_root(request: Request) -> Response:
+    """Continue ``inputs``; ``stream`` in the body chooses how. A whole answer comes in a list of one."""
+    body = validate(TGIRequest, await read_object(request))
+    if body.stream:
+        return await _generate_stream(request, body)
+    return await _generate_whole(request, body, in_list=True)
+
+
+async def _prepare(context: ServerContext, body: TGIRequest) -> tuple[GenerationRequest, str]:
+    """Return the request for the engine, and the text of its prompt."""
+    text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
+    params = tgi_sampling(context, body.parameters)
+    if body.parameters.truncate is None:
+        tokens = await text_prompt(context, text, param="inputs")
+    else:
+        tokenizer, keep = context.engine.tokenizer, body.parameters.truncate
+        tokens = await context.in_thread(lambda: tokenizer.encode(text)[-keep:])
+        tokens = check_tokens(context, tokens, "inputs")
+    return GenerationRequest(new_request_id("tgi"), tokens, params), text
+
+
+def _join_parts(parts: list[dict[str, Any]]) -> str:
+    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise InvalidRequest("inputs: only text is supported", param="inputs")
+    return "".join(part["text"] for part in parts)
+
+
+async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) -> Response:
+    context = context_of(request)
+    generation, text = await _prepare(context, body)
+    [result] = await run_to_end(context, request, [generation], "tgi")
+    [sequence] = result.sequences
+    answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
+    if body.parameters.details or body.parameters.decoder_input_details:
+        answer["details"] = _details(context, generation, result, body.parameters)
+    return json_response([answer] if in_list else answer, headers=_headers(result.cache))
+
+
+def _headers(cache: CacheReport) -> dict[str, str]:
+    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
+
+
+def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
+    return prompt + generated if parameters.return_full_text else generated
+
+
+def _finish_reason(reason: FinishReason | None, stop_reason: str | int | None) -> str:
+    if reason is FinishReason.STOP:
+        return "eos_token" if stop_reason is None else "stop_sequence"
+    return str(reason or FinishReason.ERROR)
+
+
+def _details(
+    context: ServerContext, generation: GenerationRequest, result: Collected, parameters: TGIParameters
+) -> dict[str, Any]:
+    [sequence] = result.sequences
+    prefill: list[dict[str, Any]] = []
+    if parameters.decoder_input_details:
+        prefill = [_token(context, token_id, None) for token_id in generation.prompt_token_ids.tolist()]
+    return {
+        "prompt_tokens": len(generation.prompt_token_ids),
+        "finish_reason": _finish_reason(sequence.finish_reason, sequence.stop_reason),
+        "generated_tokens": result.num_generated_tokens,
+        "prefill": prefill,
+        "seed": generation.params.seed,
+        "tokens": _tokens(context, sequence),
+        "stemma": cache_detail(result.cache, result.queue_wait_s),
+    }
+
+
+def _tokens(context: ServerContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
+    if not sequence.logprobs:
+        return [_token(context, token_id, None) for token_id in sequence.token_ids]
+    return [_token(context, entry.token_id, entry.logprob) for entry in sequence.logprobs]
+
+
+def _token(context: ServerContext, token_id: int, logprob: float | None) -> dict[str, Any]:
+    return {"id": token_id, "logprob": logprob, "special": None, "text": context.token_text(token_id)}
+
+
+async def _generate_stream(request: Request, body: TGIRequest) -> Response:
+    if body.parameters.decoder_input_details:
+        raise InvalidRequest(
+            "the decoder_input_details must not be true when stream is true",
+            param="parameters.decoder_input_details",
+        )
+    context = context_of(request)
+    generation, text = await _prepare(context, body)
+    outputs = await start(context, request, [generation], "tgi")
+    source = _events(body.parameters, generation, text, outputs)
+    return EventStream(source, outputs, _headers(outputs.first[1].cache))
+
+
+async def _events(
+    parameters: TGIParameters, generation: GenerationRequest, prompt: str, outputs: OutputStream
+) -> AsyncGenerator[bytes, None]:
+    """Yield an event per output; the last one carries the whole text and, if asked for, the details."""
+    texts: list[str] = []
+    try:
+        async for _, output in outputs:
+            for delta in output.deltas:
+                texts.append(delta.text)
+                item: dict[str, Any] = {
+                    "token": _stream_token(delta),
+                    "generated_text": None,
+                    "details": None,
+                }
+                if delta.finish_reason is not None:
+                    item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
+                    if parameters.details:
+                        item["details"] = {
+                            "prompt_tokens": len(generation.prompt_token_ids),
+                            "finish_reason": _finish_reason(delta.finish_reason, delta.stop_reason),
+                            "generated_tokens": output.num_generated_tokens,
+                            "seed": generation.params.seed,
+                            "stemma": cache_detail(output.cache, output.queue_wait_s),
+                        }
+                yield event(item)
+    except StemmaError as error:
+        yield event(tgi_error_body(error)[1])
+
+
+def _stream_token(delta: SequenceDelta) -> dict[str, Any]:
+    logprob = delta.logprobs[0].logprob if delta.logprobs and len(delta.logprobs) == 1 else None
+    return {"id": list(delta.token_ids), "text": delta.text, "logprob": logprob, "special": None}

@@ -1,0 +1,158 @@
+"""An `EngineClient` that follows a script: fast and deterministic, for tests of the HTTP planes.
+
+It answers a prompt with text made from the prompt's hash, one token an output, and reports as cached the
+longest prefix that an earlier prompt of the same namespace shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stemma.engine.api import (
+    CacheReport,
+    EngineStats,
+    GenerationRequest,
+    RequestOutput,
+    SequenceDelta,
+    TokenLogprob,
+)
+from stemma.errors import Overloaded, PromptTooLong, ShuttingDown
+from stemma.model.tokenizer import Tokenizer
+from stemma.types import FinishReason, Tier, TokenArray
+
+WORDS = ("the", "branch", "holds", "every", "leaf", "and", "naïve", "roots", "grow", "日本", "slowly", ".")
+
+
+@dataclass
+class Script:
+    """What the engine does next."""
+
+    delay_s: float = 0.0
+    """Before each token."""
+    overloaded: bool = False
+    fail_after: int | None = None
+    """Report an error after so many tokens."""
+    capacity_tokens: int = 10**9
+    """Longer prompts can never be held."""
+    draining: bool = False
+
+
+@dataclass
+class ScriptedEngine:
+    tokenizer: Tokenizer
+    model_name: str = "scripted"
+    max_model_len: int = 4096
+    default_sampling: dict[str, float] = field(default_factory=dict)
+    script: Script = field(default_factory=Script)
+    aborted: list[str] = field(default_factory=list)
+    active: set[str] = field(default_factory=set)
+    requests: list[GenerationRequest] = field(default_factory=list)
+    closed: bool = False
+
+    def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
+        """The token ids that sequence `index` will get."""
+        limit = request.params.max_tokens
+        seed = zlib.crc32(request.prompt_token_ids.tobytes()) + index
+        words = [WORDS[(seed + step * 7) % len(WORDS)] for step in range(limit or 12)]
+        return self.tokenizer.encode(" ".join(words), add_special_tokens=False)[:limit].tolist()
+
+    def _cached(self, request: GenerationRequest) -> int:
+        best = 0
+        for earlier in self.requests:
+            if earlier.namespace == request.namespace:
+                best = max(best, _shared(earlier.prompt_token_ids, request.prompt_token_ids))
+        return min(best, len(request.prompt_token_ids) - 1)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        if self.script.draining:
+            raise ShuttingDown("the engine drains")
+        if self.script.overloaded:
+            raise Overloaded("the queue is full", retry_after_s=2.5)
+        if len(request.prompt_token_ids) > self.script.capacity_tokens:
+            raise PromptTooLong("the prompt is longer than the whole KV cache", param="prompt")
+        num_prompt = len(request.prompt_token_ids)
+        cached = self._cached(request)
+        report = CacheReport(num_prompt, {Tier.DEVICE: cached} if cached else {}, "cold", "never seen before")
+        self.requests.append(request)
+        self.active.add(request.request_id)
+        try:
+            async for output in self._outputs(request, report):
+                yield output
+        finally:
+            self.active.discard(request.request_id)
+
+    async def _outputs(self, request: GenerationRequest, report: CacheReport) -> AsyncIterator[RequestOutput]:
+        params = request.params
+        replies = [self.reply_ids(request, index) for index in range(params.n)]
+        sent = [""] * params.n
+        num_generated = 0
+        for step in range(max(map(len, replies))):
+            await asyncio.sleep(self.script.delay_s)
+            if self.script.fail_after is not None and step >= self.script.fail_after:
+                yield RequestOutput(request.request_id, (), report, True, num_generated, error="step failed")
+                return
+            deltas = []
+            for index, ids in enumerate(replies):
+                if step >= len(ids):
+                    continue
+                num_generated += 1
+                whole = self.tokenizer.decode(ids[: step + 1])
+                last = step == len(ids) - 1
+                text = whole[len(sent[index]) :] if last or not whole.endswith("\ufffd") else ""
+                sent[index] += text
+                logprobs = None
+                if params.logprobs is not None:
+                    top = tuple((ids[step] + rank, -0.5 - rank) for rank in range(params.logprobs))
+                    logprobs = (TokenLogprob(ids[step], -0.5, top),)
+                finish = FinishReason.LENGTH if last else None
+                deltas.append(SequenceDelta(index, (ids[step],), text, logprobs, finish))
+            done = step == max(map(len, replies)) - 1
+            yield RequestOutput(request.request_id, tuple(deltas), report, done, num_generated, 0.25)
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def stats(self) -> EngineStats:
+        cached = sum(self._cached(request) for request in self.requests[:1])
+        return EngineStats(
+            num_running=len(self.active),
+            num_waiting=0,
+            num_preemptions=1,
+            num_prompt_tokens=100,
+            num_generated_tokens=50,
+            cached_tokens_by_tier={Tier.DEVICE: 40 + cached},
+            num_blocks=16,
+            num_free_blocks=6,
+            num_cached_blocks=10,
+            num_evicted_blocks=3,
+            misses_by_reason={"cold": 2},
+        )
+
+    async def draw_tree(self, max_tokens: int = 24) -> str:
+        return f"root\n└─ edge of up to {max_tokens} tokens"
+
+    async def flush_cache(self) -> int:
+        dropped = len(self.requests)
+        self.requests.clear()
+        return dropped
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.script.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.active and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        return not self.active
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _shared(left: TokenArray, right: TokenArray) -> int:
+    length = min(len(left), len(right))
+    differs = np.flatnonzero(left[:length] != right[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.server.app import create_app
+from tests.server.scripted_engine import ScriptedEngine
+
+
+async def test_health_follows_draining(engine: ScriptedEngine, settings: Settings) -> None:
+    app = create_app(engine, settings)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://stemma") as client:
+        assert (await client.get("/health")).status_code == 200
+        app.state.context.draining = True
+        assert (await client.get("/health")).status_code == 503
+        refused = await client.post("/v1/completions", json={"model": "scripted", "prompt": "x"})
+        assert refused.status_code == 503
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()
+
+    assert [card["id"] for card in listed["data"]] == ["scripted"]
+    assert (await client.get("/v1/models/scripted")).json() == listed["data"][0]
+    assert (await client.get("/v1/models/or/other")).status_code == 404
+
+
+async def test_metrics_count_tokens_by_tier_and_time_requests(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/completions", json={"model": "scripted", "prompt": "ab", "max_tokens": 5})
+    await client.post("/v1/completions", json={"model": "scripted", "prompt": "ab", "n": 999})
+    text = (await client.get("/metrics")).text
+
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["stemma_cached_tokens_total", (("tier", "device"),)] == 41
+    assert samples["stemma_cached_tokens_total", (("tier", "disk"),)] == 0
+    assert samples["stemma_misses_total", (("reason", "cold"),)] == 2
+    assert samples["stemma_device_blocks_free", ()] == 6
+    assert samples["stemma_requests_total", (("api", "completions"), ("outcome", "ok"))] == 1
+    for histogram in ("time_to_first_token", "time_per_output_token", "request", "queue_wait"):
+        assert samples[f"stemma_{histogram}_seconds_count", ()] == 1
+    assert samples["stemma_request_generated_tokens_sum", ()] == 5
+
+
+async def test_stats_tree_and_flush(client: httpx.AsyncClient) -> None:
+    await client.post("/generate", json={"inputs": "ab"})
+
+    assert (await client.get("/admin/stats")).json()["cached_tokens_by_tier"] == {"device": 41}
+    assert "up to 9 tokens" in (await client.get("/admin/cache/tree?max_tokens=9")).text
+    assert (await client.get("/admin/cache/tree?max_tokens=none")).status_code == 400
+    assert (await client.post("/admin/cache/flush")).json() == {"num_dropped_blocks": 1}
+
+
+async def test_api_key(engine: ScriptedEngine) -> None:
+    settings = Settings(
+        engine=EngineSettings(model=ModelSettings(path=Path("scripted"))),
+        server=ServerSettings(api_key="s3cret"),
+    )
+    transport = httpx.ASGITransport(app=create_app(engine, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://stemma") as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.post("/generate", json={"inputs": "x"})).json()["error_type"] == "Unauthorized"
+        wrong = await client.get("/v1/models", headers={"authorization": "Bearer no"})
+        assert wrong.json()["error"]["code"] == "invalid_api_key"
+        right = await client.get("/v1/models", headers={"authorization": "Bearer s3cret"})
+        assert right.status_code == 200
