@@ -9,7 +9,8 @@ STAMP := $(VENV)/.stamp
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,lab,redis]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,lab,redis,mooncake]'
+	.ci/system-packages
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -1,1 +1,1 @@
-"""The distributed tiers: contract, then one file per backend."""
+"""The distributed tier: one store for the engine (`store.py`), and one file per backend behind it."""

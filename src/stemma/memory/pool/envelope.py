@@ -1,0 +1,73 @@
+"""The header in front of each value in a pool: it proves that the bytes are the ones that were put.
+
+Pools lose, truncate and mix up values (a store that acknowledges a put it didn't do, two writers of one file,
+an operator's script). 64 bytes, little-endian:
+
+======  =====  ==========================================================
+offset  bytes  field
+======  =====  ==========================================================
+0       8      magic ``STEMMAKV``
+8       2      version of this header, 1
+10      6      zero
+16      8      length of the payload
+24      16     XXH3-128 of the key's text
+40      8      XXH3-64 of the payload
+48      8      zero
+56      8      XXH3-64 of the 56 bytes before
+======  =====  ==========================================================
+
+XXH3 finds accidents, not attackers: whoever can write to a pool is trusted (docs/tiers.md).
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import StrEnum
+
+import xxhash
+
+MAGIC = b"STEMMAKV"
+VERSION = 1
+HEADER_BYTES = 64
+_FIELDS = struct.Struct("<8sH6xQ16sQ8x")
+_CHECK = struct.Struct("<Q")
+
+
+class Damage(StrEnum):
+    """Why a value can't be used."""
+
+    HEADER = "bad_header"
+    VERSION = "bad_version"
+    KEY = "wrong_key"
+    LENGTH = "wrong_length"
+    CHECKSUM = "checksum"
+
+
+def seal(key: str, payload: memoryview, header: memoryview) -> None:
+    """Write the header of `payload` under `key` into `header` (`HEADER_BYTES` writable bytes)."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        payload.nbytes,
+        xxhash.xxh3_128_digest(key.encode()),
+        xxhash.xxh3_64_intdigest(payload),
+    )
+    header[: _FIELDS.size] = fields
+    header[_FIELDS.size :] = _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def damage(key: str, header: memoryview, payload: memoryview) -> Damage | None:
+    """Return what is wrong with a value that was read, or None if it is what was put under `key`."""
+    fields = header[: _FIELDS.size]
+    magic, version, length, key_digest, checksum = _FIELDS.unpack(fields)
+    if magic != MAGIC or _CHECK.unpack(header[_FIELDS.size :])[0] != xxhash.xxh3_64_intdigest(fields):
+        return Damage.HEADER
+    if version != VERSION:
+        return Damage.VERSION
+    if key_digest != xxhash.xxh3_128_digest(key.encode()):
+        return Damage.KEY
+    if length != payload.nbytes:
+        return Damage.LENGTH
+    if checksum != xxhash.xxh3_64_intdigest(payload):
+        return Damage.CHECKSUM
+    return None

@@ -1,0 +1,50 @@
+"""Names of blocks in a pool: ``{block key as hex}_{tp_rank}_{tp_size}_{model}``.
+
+The block key already binds everything that KV depends on (`prefix/keys.py`). Rank and size say which part of
+the heads a value holds; the model's name is for people who look into the pool. No two blocks share a name:
+the first three fields are hex digits and decimal numbers without ``_``, so the first three ``_`` always end
+them, and the last field is an injective encoding of the model's name (long names: a SHA-256).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from stemma.types import BlockKey
+
+_MAX_MODEL_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKeys:
+    """How one tensor-parallel rank names its blocks."""
+
+    model: str
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
+
+    def own(self, key: BlockKey) -> str:
+        """Return the name of this rank's part of a block."""
+        return self._name(key, self.tp_rank)
+
+    def all_ranks(self, key: BlockKey) -> list[str]:
+        """Return the names of every rank's part; the block is present only while all of them are."""
+        return [self._name(key, rank) for rank in range(self.tp_size)]
+
+    def _name(self, key: BlockKey, rank: int) -> str:
+        return f"{key.hex()}_{rank}_{self.tp_size}_{_encoded(self.model)}"
+
+
+def _encoded(model: str) -> str:
+    """Return the name with everything but ``[A-Za-z0-9._~-]`` percent-encoded (a ``_`` too)."""
+    text = quote(model, safe="").replace("_", "%5F")
+    if len(text) > _MAX_MODEL_CHARS:
+        # 65 characters and the tilde in front keep digests apart from names that look like one.
+        return "~" + hashlib.sha256(model.encode()).hexdigest()
+    return text
