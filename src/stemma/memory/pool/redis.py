@@ -106,11 +106,12 @@ class RedisPool(PoolBackend):
         """Run commands in one round trip; an error answer takes the place of its result."""
         if self._closed:
             raise StorageError("the redis pool is closed")
-        pipeline = self._client.pipeline(transaction=False)
+        pipeline: Any = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         try:
-            return cast(list[Any], pipeline.execute(raise_on_error=False))
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+            return answers
         except (redis.RedisError, OSError) as error:
             raise StorageError(f"pool redis: {error}") from error
 
