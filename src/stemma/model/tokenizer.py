@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ class Tokenizer:
         """The tokenizer's own end-of-sequence id; `generation_config.json` may name more."""
         token_id: int | None = self._hf.eos_token_id
         return token_id
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out with `skip_special_tokens`."""
+        added = self._hf.added_tokens_decoder.items()
+        return frozenset(self._hf.all_special_ids) | {int(i) for i, token in added if token.special}
 
     @property
     def vocab_size(self) -> int:

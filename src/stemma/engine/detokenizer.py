@@ -1,0 +1,109 @@
+"""Streaming detokenization: token ids in, whole characters out.
+
+A short window of recent tokens is decoded again with each new token, and what it shows beyond the text
+already emitted is the delta. The window keeps tokens before the new one because their neighbours decide
+about spaces. Text that ends in U+FFFD may be the head of a character whose other bytes are still to come, so
+it is held back. The window is cut where decoding the rest alone gives the same text, so a token costs one
+decode of at most `_MAX_WINDOW` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_REPLACEMENT = "\ufffd"
+_LONG_WINDOW = 12
+"""Tokens after which the window is cut."""
+_MAX_HELD = 6
+"""Tokens that may end in U+FFFD before the window is cut inside the run: a character has 4 bytes at most."""
+_MAX_WINDOW = 64
+"""Tokens after which the window starts anew even if no clean cut was found."""
+
+
+class Decoder(Protocol):
+    """The part of `model.tokenizer.Tokenizer` that is needed here."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that have no text of their own."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD."""
+
+
+class Detokenizer:
+    """The text of one growing token sequence, in deltas of whole characters.
+
+    The deltas and the `flush` joined are ``decoder.decode(all tokens)``. (SentencePiece with byte fallback
+    turns a whole run of byte tokens into U+FFFD if its end is not valid UTF-8; there the valid part, already
+    emitted, stays.)
+    """
+
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._hidden = decoder.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._window: list[int] = []
+        self._num_emitted = 0
+        self._num_held = 0
+        self._text = ""
+
+    def append(self, token_id: int) -> str:
+        """Take one more token and return the text that it completes, often one word, sometimes nothing."""
+        if token_id in self._hidden:
+            return ""
+        self._window.append(token_id)
+        self._text = self._decode(self._window)
+        if self._text.endswith(_REPLACEMENT):
+            self._num_held += 1
+            return self._cut_inside_run() if self._num_held >= _MAX_HELD else ""
+        delta = self._text[self._num_emitted :]
+        self._num_emitted = len(self._text)
+        self._num_held = 0
+        if len(self._window) >= _LONG_WINDOW:
+            self._cut()
+        return delta
+
+    def flush(self) -> str:
+        """Return what is still held back: bytes that no later token will complete."""
+        delta = self._text[self._num_emitted :]
+        self._num_emitted = len(self._text)
+        self._num_held = 0
+        return delta
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _cut(self) -> None:
+        """Shorten the window; its text is complete and emitted."""
+        for start in range(len(self._window) - 2, 0, -1):
+            rest = self._decode(self._window[start:])
+            if rest and self._text.endswith(rest):
+                self._keep_from(start, rest, num_emitted=len(rest))
+                return
+        if len(self._window) >= _MAX_WINDOW:
+            self._keep_from(len(self._window), "", num_emitted=0)
+
+    def _cut_inside_run(self) -> str:
+        """Emit the decided head of a window that ends in many U+FFFD: the model wrote invalid UTF-8.
+
+        Two parts whose texts joined are the text of the whole don't share a character, whatever follows.
+        """
+        self._num_held = 0
+        for start in range(len(self._window) - 1, 0, -1):
+            head, rest = self._decode(self._window[:start]), self._decode(self._window[start:])
+            if rest and head + rest == self._text and len(head) >= self._num_emitted:
+                delta = head[self._num_emitted :]
+                self._keep_from(start, rest, num_emitted=0)
+                return delta
+        if len(self._window) < _MAX_WINDOW:
+            return ""
+        delta = self.flush()
+        self._keep_from(len(self._window), "", num_emitted=0)
+        return delta
+
+    def _keep_from(self, start: int, text: str, *, num_emitted: int) -> None:
+        del self._window[:start]
+        self._text = text
+        self._num_emitted = num_emitted
