@@ -45,7 +45,7 @@ def candidates(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     if num_blocks < 8 * k:
         return torch.topk(x, k, dim=-1)
     num_whole = num_blocks * _IDS_PER_BLOCK
-    blocks = x[:, :num_whole].unflatten(1, (num_blocks, _IDS_PER_BLOCK))
+    blocks = x[:, :num_whole].reshape(num_rows, num_blocks, _IDS_PER_BLOCK)
     best = torch.topk(blocks.amax(dim=-1), k, dim=-1).indices
     values = torch.gather(blocks, 1, best[:, :, None].expand(-1, -1, _IDS_PER_BLOCK)).flatten(1)
     ids = (best[:, :, None] * _IDS_PER_BLOCK + torch.arange(_IDS_PER_BLOCK, device=x.device)).flatten(1)
