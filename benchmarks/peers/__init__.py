@@ -1,1 +1,1 @@
-"""Servers that Stemma is measured against: how to start each in its best configuration, and when it is ready."""
+"""Servers that Stemma is measured against: how to start each in its best configuration."""
