@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
@@ -36,7 +36,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>")
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(str(path))
-    return Tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_path: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_path)
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ class ScriptedEngine:
     active: set[str] = field(default_factory=set)
     requests: list[GenerationRequest] = field(default_factory=list)
     closed: bool = False
+    cut_off: bool = False
 
     def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
         """The token ids that sequence `index` will get."""
@@ -93,6 +94,10 @@ class ScriptedEngine:
         num_generated = 0
         for step in range(max(map(len, replies))):
             await asyncio.sleep(self.script.delay_s)
+            if self.cut_off:
+                ends = tuple(SequenceDelta(i, (), "", None, FinishReason.ABORT) for i in range(params.n))
+                yield RequestOutput(request.request_id, ends, report, True, num_generated)
+                return
             if self.script.fail_after is not None and step >= self.script.fail_after:
                 yield RequestOutput(request.request_id, (), report, True, num_generated, error="step failed")
                 return
@@ -146,7 +151,8 @@ class ScriptedEngine:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self.active and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
-        return not self.active
+        self.cut_off = bool(self.active)
+        return not self.cut_off
 
     def close(self) -> None:
         self.closed = True

@@ -11,7 +11,7 @@ from stemma.config.sizes import ByteSize
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelSettings(_Frozen):

@@ -1,0 +1,176 @@
+"""Settings from a TOML file, the environment and command-line flags; a flag beats a variable beats the file.
+
+A setting has one flat name everywhere: ``block_size`` is ``block_size`` in the file's ``[cache]`` table,
+``STEMMA_BLOCK_SIZE`` in the environment and ``--block-size`` on the command line. The names come from the
+models in `settings.py`; nothing here has to change when a setting is added.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from stemma.config.settings import Settings
+from stemma.errors import ConfigError
+
+ENV_PREFIX = "STEMMA_"
+_HIDDEN_TABLE = "engine"
+"""Groups settings in the code; the file has its tables at the top level."""
+_RENAMED = {("engine", "model", "path"): "model"}
+"""Settings whose field name alone says too little."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingField:
+    """One leaf of the settings tree."""
+
+    path: tuple[str, ...]
+    """Where it is in `Settings`, e.g. ``("engine", "cache", "block_size")``."""
+    name: str
+    """Its flat name."""
+    info: FieldInfo
+
+    @property
+    def table(self) -> tuple[str, ...]:
+        """The table of the file that holds it, e.g. ``("cache",)``."""
+        return tuple(part for part in self.path[:-1] if part != _HIDDEN_TABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    value: Any
+    origin: str
+    """Who said so, for error messages."""
+
+
+@cache
+def setting_fields() -> Mapping[str, SettingField]:
+    """Return every setting by its flat name, in the order of `settings.py`."""
+    fields: dict[str, SettingField] = {}
+    for setting in _leaves(Settings, ()):
+        assert setting.name not in fields, f"two settings are called {setting.name}"
+        fields[setting.name] = setting
+    return MappingProxyType(fields)
+
+
+def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[SettingField]:
+    for name, info in model.model_fields.items():
+        here = (*path, name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _leaves(info.annotation, here)
+        else:
+            yield SettingField(here, _RENAMED.get(here, name), info)
+
+
+def load_settings(
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Return the settings; `flags` holds flat names, None meaning "not given".
+
+    Raises ConfigError naming the unknown key and the nearest known one, or the value that doesn't fit
+    and where it came from.
+    """
+    given: dict[tuple[str, ...], _Given] = {}
+    if file is not None:
+        given.update(_from_file(file))
+    given.update(_from_environ(environ or {}))
+    given.update(_from_flags(flags or {}))
+    tree: dict[str, Any] = {}
+    for path, item in given.items():
+        table = tree
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+        table[path[-1]] = item.value
+    try:
+        return Settings.model_validate({"engine": {}, **tree})
+    except ValidationError as error:
+        raise ConfigError(_explain(error, given)) from error
+
+
+def _from_file(file: Path) -> dict[tuple[str, ...], _Given]:
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    by_place = {(*setting.table, setting.path[-1]): setting for setting in setting_fields().values()}
+    tables = {place[:depth] for place in by_place for depth in range(1, len(place))}
+    given: dict[tuple[str, ...], _Given] = {}
+    for place, value in _entries(content, (), tables):
+        if place not in by_place:
+            known = [".".join(each) for each in by_place]
+            raise ConfigError(f"{file}: " + _unknown(".".join(place), known))
+        given[by_place[place].path] = _Given(value, f"{file}: {'.'.join(place)}")
+    return given
+
+
+def _entries(
+    table: Mapping[str, Any], place: tuple[str, ...], tables: set[tuple[str, ...]]
+) -> Iterable[tuple[tuple[str, ...], Any]]:
+    for key, value in table.items():
+        here = (*place, key)
+        if here in tables and isinstance(value, dict):
+            yield from _entries(value, here, tables)
+        elif isinstance(value, dict) and not place:
+            yield from ((((*here, inner)), value[inner]) for inner in value)
+        else:
+            yield here, value
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
+    fields = setting_fields()
+    given: dict[tuple[str, ...], _Given] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENV_PREFIX) or not value:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in fields:
+            raise ConfigError(_unknown(variable, [ENV_PREFIX + known.upper() for known in fields]))
+        given[fields[name].path] = _Given(value, variable)
+    return given
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[tuple[str, ...], _Given]:
+    fields = setting_fields()
+    given: dict[tuple[str, ...], _Given] = {}
+    for name, value in flags.items():
+        if name not in fields:
+            raise ConfigError(_unknown(name, fields))
+        if value is not None:
+            given[fields[name].path] = _Given(value, flag_of(name))
+    return given
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a flat name; the model is an argument."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+    return f"unknown setting {key!r}; the nearest known one is {nearest[0]!r}"
+
+
+def _explain(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) -> str:
+    lines = []
+    for entry in error.errors(include_url=False, include_context=False):
+        location = tuple(str(part) for part in entry["loc"])
+        if location[:2] == ("engine", "model") and entry["type"] == "missing":
+            return "no model given: name a checkpoint directory"
+        source = next((item for path, item in given.items() if location[: len(path)] == path), None)
+        where = f"{source.origin} = {source.value!r}" if source else ".".join(location)
+        lines.append(f"{where}: {entry['msg']}")
+    return "; ".join(dict.fromkeys(lines))
