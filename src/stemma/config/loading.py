@@ -25,7 +25,7 @@ from stemma.errors import ConfigError
 ENV_PREFIX = "STEMMA_"
 _HIDDEN_TABLE = "engine"
 """Groups settings in the code; the file has its tables at the top level."""
-_RENAMED = {("engine", "model", "path"): "model"}
+_RENAMED: dict[tuple[str, ...], str] = {("engine", "model", "path"): "model"}
 """Settings whose field name alone says too little."""
 
 
