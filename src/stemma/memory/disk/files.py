@@ -1,0 +1,81 @@
+"""The few file operations that the disk tier needs: the seam where tests inject a broken disk.
+
+No memory maps: touching a page behind the end of a truncated file would kill the process with SIGBUS. No
+fsync either: every read proves what it got, so losing the last writes in a power cut is a miss, not an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class FileLayer:
+    """Positioned reads and writes that are complete or raise OSError. Thread-safe."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open a file (mode 0600 if created: KV reveals prompts); return its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        """Return the length of the file in bytes."""
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` from `offset` on; return the bytes read, fewer only at the end of the file."""
+        total, wanted = 0, sum(buffer.nbytes for buffer in buffers)
+        views = list(buffers)
+        while total < wanted:
+            count = os.preadv(fd, views, offset + total)
+            if count == 0:
+                break
+            total += count
+            views = _after(views, count)
+        return total
+
+    def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
+        """Write all of `buffers` at `offset`."""
+        views = [memoryview(buffer) for buffer in buffers]
+        while views:
+            count = os.pwritev(fd, views, offset)
+            offset += count
+            views = _after(views, count)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        """Make the file `num_bytes` long with its space reserved; OSError ENOSPC if there is too little."""
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            os.ftruncate(fd, max(num_bytes, self.size(fd)))
+
+    def will_read(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Tell the kernel to start reading this range ahead."""
+        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        """Cut or extend the file (with a hole)."""
+        os.ftruncate(fd, num_bytes)
+
+    def unlink(self, path: Path) -> None:
+        """Delete a file."""
+        path.unlink(missing_ok=True)
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of `views` once `count` bytes of them are done."""
+    left: list[memoryview] = []
+    for view in views:
+        if count >= view.nbytes:
+            count -= view.nbytes
+        else:
+            left.append(view[count:])
+            count = 0
+    return left

@@ -1,0 +1,135 @@
+"""The 128 bytes that describe one block on disk.
+
+A record stands in the index file at ``128 * slot`` and, the same bytes, right before the block in its slab:
+the index is what a restart reads, the copy is what rebuilds a damaged index. Little-endian:
+
+====== ===== ==========================================================
+offset bytes field
+====== ===== ==========================================================
+0      4     magic ``STB1``
+4      2     format version
+6      1     priority, 0..100
+7      1     zero
+8      32    block key
+40     32    parent's key
+72     8     generation: grows with every write to the directory
+80     8     checksum of the block's bytes, bound to key and generation
+88     8     length of the block in bytes
+96     8     time of writing, seconds since 1970 (float64)
+104    8     time of last use (float64)
+112    4     time to live after last use, seconds (float32, NaN: default)
+116    4     slot
+120    8     XXH3-64 of the 120 bytes before
+====== ===== ==========================================================
+
+A record never straddles a disk sector. Because the block's checksum is seeded with key and generation, the
+bytes of an older block in the same slot, whole or half overwritten, never pass for the new one.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from stemma.types import BlockKey
+
+RECORD_BYTES = 128
+DISK_FORMAT_VERSION = 1
+_MAGIC = b"STB1"
+_FIELDS = struct.Struct("<4sHBx32s32sQQQddfI")
+_CHECK = struct.Struct("<Q")
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("priority", "u1"),
+        ("zero", "u1"),
+        ("key", "V32"),
+        ("parent", "V32"),
+        ("generation", "<u8"),
+        ("checksum", "<u8"),
+        ("length", "<u8"),
+        ("created_at", "<f8"),
+        ("used_at", "<f8"),
+        ("ttl_s", "<f4"),
+        ("slot", "<u4"),
+        ("check", "<u8"),
+    ]
+)
+assert RECORD_DTYPE.itemsize == RECORD_BYTES == _FIELDS.size + _CHECK.size
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One block on disk."""
+
+    slot: int
+    key: BlockKey
+    parent: BlockKey
+    generation: int
+    checksum: int
+    length: int
+    created_at: float
+    used_at: float
+    ttl_s: float | None
+    priority: int
+
+    def pack(self) -> bytes:
+        """Return the 128 bytes."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            DISK_FORMAT_VERSION,
+            self.priority,
+            self.key,
+            self.parent,
+            self.generation,
+            self.checksum,
+            self.length,
+            self.created_at,
+            self.used_at,
+            math.nan if self.ttl_s is None else self.ttl_s,
+            self.slot,
+        )
+        return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def with_last_use(packed: bytes, used_at: float) -> bytes:
+    """Return a packed record with another time of last use."""
+    fields = bytearray(packed[: _FIELDS.size])
+    struct.pack_into("<d", fields, 104, used_at)
+    return bytes(fields) + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def block_checksum(key: BlockKey, generation: int, data: memoryview) -> int:
+    """Return the XXH3-64 of `data`, seeded with what the bytes belong to."""
+    seed = xxhash.xxh3_64_intdigest(key + _CHECK.pack(generation))
+    return xxhash.xxh3_64_intdigest(data, seed=seed)
+
+
+def sound_records(raw: memoryview, first_slot: int, block_bytes: int) -> npt.NDArray[np.int64]:
+    """Return which of the records packed in `raw` are whole and belong where they stand.
+
+    `raw` holds the records of slots ``first_slot, first_slot + 1, ...``; the result is positions in it.
+    """
+    table = np.frombuffer(raw, dtype=RECORD_DTYPE)
+    plausible = (
+        (table["magic"] == int.from_bytes(_MAGIC, "little"))
+        & (table["version"] == DISK_FORMAT_VERSION)
+        & (table["length"] == block_bytes)
+        & (table["slot"] == np.arange(first_slot, first_slot + len(table), dtype=np.uint32))
+    )
+    positions = np.flatnonzero(plausible)
+    digest, size = xxhash.xxh3_64_intdigest, _FIELDS.size
+    checks = np.fromiter(
+        (digest(raw[at : at + size]) for at in (positions * RECORD_BYTES).tolist()),
+        dtype=np.uint64,
+        count=len(positions),
+    )
+    sound: npt.NDArray[np.int64] = positions[checks == table["check"][positions]]
+    return sound

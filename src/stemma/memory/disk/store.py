@@ -1,0 +1,400 @@
+"""The disk tier's store: blocks in slots of slab files.
+
+Order of a write: the block with its record into the slab, then the record into the index file. Nothing is
+synced. Whatever a crash leaves behind, a read compares the bytes with the checksum of the record it came
+through, and the checksum is bound to key and generation. So a torn, stale, truncated or flipped block is a
+counted miss, and its slot is free again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import ConfigError, StorageError
+from stemma.memory.disk.directory import (
+    INDEX,
+    READ_ONLY_ERRNOS,
+    Manifest,
+    make_room,
+    new_manifest,
+    open_space,
+)
+from stemma.memory.disk.files import FileLayer
+from stemma.memory.disk.record import (
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    Record,
+    block_checksum,
+    sound_records,
+    with_last_use,
+)
+from stemma.memory.slotted import SlottedStore
+from stemma.memory.store import BlockPut, PutResult, ReadResult
+from stemma.prefix.eviction.policy import EvictionPolicy
+from stemma.prefix.keys import KeySpace
+from stemma.types import BlockKey, Tier
+
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BACK_OFF_S = 30.0
+"""After a failed write or growth, how long no further one is tried: each try may cost a good block."""
+
+
+class DiskStore(SlottedStore):
+    """Blocks on a local disk, there again after a restart."""
+
+    tier: ClassVar[Tier] = Tier.DISK
+
+    def __init__(
+        self,
+        root: Path,
+        space: KeySpace,
+        block_bytes: int,
+        size_bytes: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        *,
+        default_ttl_s: float | None = None,
+        files: FileLayer | None = None,
+    ) -> None:
+        """Open the sub-directory of `space` under `root` and find what it holds.
+
+        `size_bytes` limits all files under `root`. `clock` gives seconds since 1970, because times outlive
+        the process. Raises ConfigError if not one block fits, and what `open_space` raises.
+        """
+        wanted = new_manifest(space, block_bytes, size_bytes)
+        capacity_blocks = (size_bytes - 65536) // (wanted.slot_bytes + RECORD_BYTES)
+        if capacity_blocks < 1:
+            raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
+        super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)
+        self._root = root
+        self._size_bytes = size_bytes
+        self._files = files or FileLayer()
+        self._space = open_space(root, wanted)
+        self._manifest: Manifest = self._space.manifest
+        self._slab_fds: list[int] = []
+        self._index_fd = -1
+        self._table = bytearray(RECORD_BYTES * capacity_blocks)
+        """The index file's content, as it should be, by slot."""
+        self._generation = 0
+        self._refused_until = -np.inf
+        self._grown_until = -np.inf
+        self._padding = bytes(self._manifest.slot_bytes - RECORD_BYTES - block_bytes)
+        try:
+            self._open_files()
+            self._restore()
+        except OSError as error:
+            self._close_files()
+            raise StorageError(f"can't open the disk cache {self.path}: {error.strerror}") from error
+
+    @property
+    def path(self) -> Path:
+        """The sub-directory of this model."""
+        return self._space.path
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the file system took no write at the start."""
+        return self._space.read_only
+
+    def sync(self) -> None:
+        """Write the times of last use into the index file, so that a restart knows the order of use."""
+        with self._lock:
+            self._check_open()
+            self._write_last_uses()
+
+    def clear(self) -> int:
+        """See `LocalStore`. When nothing is left, the files are cut to nothing: the space is really back."""
+        with self._lock:
+            self._check_open()
+            count = self._drop(self._index.unpinned())
+            if self._num_moving == 0 and self._index.rewind():
+                self._shrink_to_nothing()
+            return count
+
+    def verify(self) -> dict[str, int]:
+        """Read every block and drop those that fail; return counts by reason, ``ok`` for the sound ones."""
+        with self._lock:
+            self._check_open()
+            live = [(slot, key) for slot, key, _ in self._index.live()]
+        outcomes: Counter[str] = Counter(ok=0)
+        buffer = memoryview(bytearray(self.block_bytes))
+        for slot, key in live:
+            outcomes[self._verify_one(slot, key, buffer)] += 1
+        return dict(outcomes)
+
+    def _verify_one(self, slot: int, key: BlockKey, buffer: memoryview) -> str:
+        """Read one block without counting it as used; drop it if it fails."""
+        with self._lock:
+            if self._index.find(key) != slot:
+                return "gone"
+            self._index.pin(key)
+            self._num_moving += 1
+        result, reason = self._read_one(slot, key, buffer)
+        with self._lock:
+            self._moved()
+            self._index.unpin(key)
+            if result is not ReadResult.HIT and self._index.find(key) == slot:
+                self._drop([slot])
+        return reason or "ok"
+
+    def check(self) -> None:
+        """See `LocalStore`; also proves that files stay within the limit."""
+        super().check()
+        with self._lock:
+            assert len(self._slab_fds) * self._manifest.slots_per_slab >= self._index.num_opened
+
+    # -- moving bytes ------------------------------------------------------------------------------
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """Return descriptor and offset of a slot."""
+        slab, position = divmod(slot, self._manifest.slots_per_slab)
+        return self._slab_fds[slab], position * self._manifest.slot_bytes
+
+    def _read(
+        self, slots: Sequence[int], keys: Sequence[BlockKey], into: Sequence[memoryview]
+    ) -> list[tuple[ReadResult, str]]:
+        for slot in slots[1:]:
+            fd, offset = self._place(slot)
+            self._files.will_read(fd, offset, self._manifest.slot_bytes)
+        return [self._read_one(*item) for item in zip(slots, keys, into, strict=True)]
+
+    def _read_one(self, slot: int, key: BlockKey, buffer: memoryview) -> tuple[ReadResult, str]:
+        fd, offset = self._place(slot)
+        record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
+        expected, generation = int(record["checksum"]), int(record["generation"])
+        try:
+            count = self._files.read(fd, [buffer], offset + RECORD_BYTES)
+        except OSError as error:
+            return ReadResult.ERROR, _reason(error)
+        if count < self.block_bytes:
+            return ReadResult.CORRUPT, "truncated"
+        if block_checksum(key, generation, buffer) != expected:
+            return ReadResult.CORRUPT, "checksum"
+        return ReadResult.HIT, ""
+
+    def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
+        return [self._write_one(slot, block) for slot, block in zip(slots, blocks, strict=True)]
+
+    def _write_one(self, slot: int, block: BlockPut) -> tuple[PutResult, str]:
+        with self._lock:
+            self._generation += 1
+            generation = self._generation
+            now = self._now()
+        checksum = block_checksum(block.key, generation, block.data)
+        record = Record(
+            slot=slot,
+            key=block.key,
+            parent=block.parent,
+            generation=generation,
+            checksum=checksum,
+            length=self.block_bytes,
+            created_at=now,
+            used_at=now,
+            ttl_s=block.ttl_s,
+            priority=block.priority,
+        ).pack()
+        fd, offset = self._place(slot)
+        try:
+            self._files.write(fd, [record, block.data, self._padding], offset)
+            self._files.write(self._index_fd, [record], slot * RECORD_BYTES)
+        except OSError as error:
+            return self._write_failed(error)
+        self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
+        return PutResult.STORED, ""
+
+    def _write_failed(self, error: OSError) -> tuple[PutResult, str]:
+        with self._lock:
+            self._refused_until = self._now() + BACK_OFF_S
+        result = PutResult.NO_SPACE if error.errno in NO_SPACE_ERRNOS else PutResult.ERROR
+        return result, _reason(error)
+
+    # -- hooks of SlottedStore, called with the lock -------------------------------------------------
+
+    def _refusal(self) -> str | None:
+        if self.read_only:
+            return "read_only"
+        return "backing_off" if self._now() < self._refused_until else None
+
+    def _reserve(self) -> int | None:
+        slot = self._index.reserve(self._num_slots())
+        if slot is None and self._grow():
+            slot = self._index.reserve(self._num_slots())
+        return slot
+
+    def _dropped(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = bytes(RECORD_BYTES)
+            if self.read_only:
+                continue
+            try:
+                self._files.write(self._index_fd, [bytes(RECORD_BYTES)], slot * RECORD_BYTES)
+            except OSError as error:
+                self.counters.reasons[_reason(error)] += 1
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _num_slots(self) -> int:
+        return min(self.capacity_blocks, len(self._slab_fds) * self._manifest.slots_per_slab)
+
+    def _slab_path(self, slab: int) -> Path:
+        return self.path / f"slab-{slab:05d}"
+
+    def _slab_bytes(self, slab: int) -> int:
+        """Length of a slab; the last one ends where the limit does."""
+        per_slab = self._manifest.slots_per_slab
+        slots = min(per_slab, self.capacity_blocks - slab * per_slab)
+        return slots * self._manifest.slot_bytes
+
+    def _open_files(self) -> None:
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
+        self._index_fd = self._files.open(self.path / INDEX, flags)
+        found = sorted(self.path.glob("slab-*"))
+        for slab, path in enumerate(found):
+            if path != self._slab_path(slab) or self._slab_bytes(slab) <= 0:
+                if not self.read_only:
+                    self._files.unlink(path)
+                continue
+            if slab != len(self._slab_fds):
+                continue
+            self._slab_fds.append(self._files.open(path, flags))
+            if not self.read_only and self._files.size(self._slab_fds[-1]) > self._slab_bytes(slab):
+                self._files.truncate(self._slab_fds[-1], self._slab_bytes(slab))
+
+    def _grow(self) -> bool:
+        """Add a slab, if the limit and the disk allow it."""
+        slab, now = len(self._slab_fds), self._now()
+        if self._slab_bytes(slab) <= 0 or now < self._grown_until:
+            return False
+        fd = -1
+        try:
+            own = sum(self._slab_bytes(n) for n in range(slab + 1))
+            own += (slab + 1) * self._manifest.slots_per_slab * RECORD_BYTES
+            make_room(self._root, self.path, own, self._size_bytes)
+            fd = self._files.open(self._slab_path(slab), os.O_RDWR | os.O_CREAT)
+            self._files.allocate(fd, self._slab_bytes(slab))
+            self._files.truncate(self._index_fd, self._num_index_bytes(slab + 1))
+        except OSError as error:
+            self._grown_until = now + BACK_OFF_S
+            self.counters.reasons[_reason(error)] += 1
+            if fd >= 0:
+                self._files.close(fd)
+                self._files.unlink(self._slab_path(slab))
+            return False
+        self._slab_fds.append(fd)
+        return True
+
+    def _num_index_bytes(self, num_slabs: int) -> int:
+        return min(num_slabs * self._manifest.slots_per_slab, self.capacity_blocks) * RECORD_BYTES
+
+    def _shrink_to_nothing(self) -> None:
+        try:
+            self._files.truncate(self._index_fd, 0)
+            while self._slab_fds:
+                fd = self._slab_fds.pop()
+                self._files.truncate(fd, 0)
+                self._files.close(fd)
+                self._files.unlink(self._slab_path(len(self._slab_fds)))
+        except OSError as error:
+            self.counters.reasons[_reason(error)] += 1
+
+    def _restore(self) -> None:
+        """Fill the index from the index file, and from the slabs where that one is damaged."""
+        slots = self._num_slots()
+        size = min(self._files.size(self._index_fd), slots * RECORD_BYTES) // RECORD_BYTES * RECORD_BYTES
+        table = memoryview(self._table)
+        self._files.read(self._index_fd, [table[:size]], 0)
+        sound = sound_records(table[:size], 0, self.block_bytes)
+        if size < slots * RECORD_BYTES:
+            scanned = self._scan_slabs(size // RECORD_BYTES, slots)
+            sound = np.concatenate([sound, scanned])
+            if not self.read_only:
+                self._files.write(self._index_fd, [table[size : slots * RECORD_BYTES]], size)
+        self._enter_restored(self._reachable(sound))
+
+    def _scan_slabs(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Read the records that stand before the blocks of slots ``first .. last - 1``."""
+        table = memoryview(self._table)
+        for slot in range(first, last):
+            fd, offset = self._place(slot)
+            self._files.read(fd, [table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]], offset)
+        raw = table[first * RECORD_BYTES : last * RECORD_BYTES]
+        self.counters.reasons["index_truncated"] += 1
+        return sound_records(raw, first, self.block_bytes) + first
+
+    def _reachable(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Keep the slots whose bytes lie within their slab file."""
+        per_slab, stride = self._manifest.slots_per_slab, self._manifest.slot_bytes
+        sizes = np.array([self._files.size(fd) for fd in self._slab_fds], dtype=np.int64)
+        if not len(slots):
+            return slots
+        ends = slots % per_slab * stride + RECORD_BYTES + self.block_bytes
+        whole = ends <= sizes[slots // per_slab]
+        self.counters.reasons["slab_truncated"] += int(np.count_nonzero(~whole))
+        return slots[whole]
+
+    def _enter_restored(self, slots: npt.NDArray[np.int64]) -> None:
+        table = np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots]
+        if not len(slots):
+            return
+        self._generation = int(table["generation"].max())
+        # Most recently used first, and of equals the ones written first: parents before their children.
+        order = np.lexsort((table["generation"], -table["used_at"]))
+        slots, table = slots[order], table[order]
+        keys, parents = _split_keys(table["key"]), _split_keys(table["parent"])
+        if len(set(keys)) < len(keys):
+            # One key in two slots: a crash came between a drop and its record. The younger one wins.
+            youngest: dict[BlockKey, int] = {}
+            for n in np.argsort(table["generation"]).tolist():
+                youngest[keys[n]] = n
+            kept = sorted(youngest.values())
+            keys, parents = [keys[n] for n in kept], [parents[n] for n in kept]
+            slots, table = slots[kept], table[kept]
+        self._index.restore(slots.tolist(), keys, parents, self._now())
+        self._used_at[slots] = table["used_at"]
+        ttl_s = table["ttl_s"].astype(np.float64)
+        self._ttl_s[slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
+
+    def _let_go(self) -> None:
+        self._write_last_uses()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for fd in [*self._slab_fds, *([self._index_fd] if self._index_fd >= 0 else [])]:
+            self._files.close(fd)
+        self._slab_fds, self._index_fd = [], -1
+        self._space.release()
+
+    def _write_last_uses(self) -> None:
+        """Bring the times of last use on disk up to date where they are a second or more behind."""
+        if self.read_only:
+            return
+        table = np.frombuffer(self._table, dtype=RECORD_DTYPE)
+        behind = (table["magic"] != 0) & (self._used_at - table["used_at"] >= 1.0)
+        try:
+            for slot in np.flatnonzero(behind).tolist():
+                at = slot * RECORD_BYTES
+                record = with_last_use(bytes(self._table[at : at + RECORD_BYTES]), float(self._used_at[slot]))
+                self._table[at : at + RECORD_BYTES] = record
+                self._files.write(self._index_fd, [record], at)
+        except OSError as error:
+            self.counters.reasons[_reason(error)] += 1
+
+
+def _split_keys(column: npt.NDArray[np.void]) -> list[BlockKey]:
+    raw = column.tobytes()
+    return [BlockKey(raw[at : at + 32]) for at in range(0, len(raw), 32)]
+
+
+def _reason(error: OSError) -> str:
+    """Return the error's name in lower case: ``enospc``, ``eio``, ``erofs``."""
+    if error.errno in READ_ONLY_ERRNOS:
+        return "read_only"
+    return errno.errorcode.get(error.errno or 0, "io_error").lower()

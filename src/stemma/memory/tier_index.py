@@ -1,0 +1,226 @@
+"""Which keys lie in which slots of one lower tier, and which goes first when room is needed.
+
+A lower tier is no prefix tree: in exclusive mode the head of a chain may lie on the device and its tail
+here, and blocks may arrive child first. So this index is a table of keys that counts the children each key
+has *in this tier*. A block may be evicted when that count is zero and nobody pins it (leaves first). The
+ranking is an `EvictionPolicy`, the same objects as on the device.
+
+A slot is *free*, *reserved* (being written, not yet found by anyone) or *live*. O(1) a block, plus what the
+policy costs. Not thread-safe: the store that owns it holds its lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from stemma.errors import IntegrityError
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.keys import fingerprints
+from stemma.types import BlockKey
+
+
+class TierIndex:
+    """Slots ``0 .. capacity_blocks - 1`` of one tier by block key."""
+
+    def __init__(self, capacity_blocks: int, policy: EvictionPolicy) -> None:
+        self.capacity_blocks = capacity_blocks
+        self.num_evicted = 0
+        self._policy = policy
+        self._slot_of: dict[BlockKey, int] = {}
+        self._key_of: dict[int, BlockKey] = {}
+        self._parent_of: dict[int, BlockKey] = {}
+        self._num_children: dict[BlockKey, int] = {}
+        """By key, present here or not: live blocks that name it as their parent."""
+        self._pins: dict[BlockKey, int] = {}
+        """By key, not slot: a pin outlives the loss of a damaged block and holds when it comes back."""
+        self._freed: list[int] = []
+        self._unused_from = 0
+        """Slots from here on were never given out (so that files can grow in order)."""
+        self._reserved: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._slot_of
+
+    @property
+    def num_opened(self) -> int:
+        """Slots that were ever given out: all lie below this number."""
+        return self._unused_from
+
+    def find(self, key: BlockKey) -> int | None:
+        """Return the slot that holds `key`."""
+        return self._slot_of.get(key)
+
+    def key_of(self, slot: int) -> BlockKey:
+        """Return the key that a live slot holds."""
+        return self._key_of[slot]
+
+    def live(self) -> Iterator[tuple[int, BlockKey, BlockKey]]:
+        """Yield (slot, key, parent) of every live block; the index must not change meanwhile."""
+        for slot, key in self._key_of.items():
+            yield slot, key, self._parent_of[slot]
+
+    def reserve(self, end: int | None = None) -> int | None:
+        """Take a free slot for writing, or None if there is none below `end`; then `evict` first."""
+        if self._freed:
+            slot = self._freed.pop()
+        elif self._unused_from < (self.capacity_blocks if end is None else end):
+            slot = self._unused_from
+            self._unused_from += 1
+        else:
+            return None
+        self._reserved.add(slot)
+        return slot
+
+    def evict(self, now: float) -> int | None:
+        """Drop the leaf that the policy ranks first; return its slot, free now, or None if all must stay."""
+        slot = self._policy.victim(now)
+        if slot is None:
+            return None
+        self._leave(slot, now, evicted=True)
+        self.num_evicted += 1
+        self._freed.append(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Free a reserved slot whose write failed."""
+        self._reserved.remove(slot)
+        self._freed.append(slot)
+
+    def commit(self, slot: int, key: BlockKey, parent: BlockKey, now: float, traits: BlockTraits) -> None:
+        """Make a reserved slot live: from now on `find` sees it."""
+        assert key not in self._slot_of
+        self._reserved.remove(slot)
+        self._enter([slot], [key], [parent], now, traits)
+
+    def restore(
+        self, slots: Sequence[int], keys: Sequence[BlockKey], parents: Sequence[BlockKey], now: float
+    ) -> None:
+        """Fill an empty index after a restart.
+
+        Most recently used first, parents before children; keys are unique.
+        """
+        assert not self._slot_of
+        assert not self._reserved
+        self._enter(slots, keys, parents, now, BlockTraits(fingerprints=fingerprints(list(keys))))
+        used = set(slots)
+        self._unused_from = max(used, default=-1) + 1
+        self._freed = [slot for slot in range(self._unused_from - 1, -1, -1) if slot not in used]
+
+    def touch(self, slots: Sequence[int], now: float) -> None:
+        """Tell the policy that these live blocks were used, in order from the root."""
+        if slots:
+            self._policy.access(np.asarray(slots, dtype=np.int32), now)
+
+    def pin(self, key: BlockKey) -> None:
+        """Forbid eviction of a key that is present; pins nest."""
+        count = self._pins.get(key, 0)
+        if count == 0 and key not in self._num_children:
+            self._policy.withdraw(self._slot_of[key])
+        self._pins[key] = count + 1
+
+    def unpin(self, key: BlockKey) -> None:
+        """Take back one pin; ValueError if there is none."""
+        count = self._pins.get(key, 0) - 1
+        if count < 0:
+            raise ValueError("unpin of a block that has no pin")
+        if count:
+            self._pins[key] = count
+            return
+        del self._pins[key]
+        slot = self._slot_of.get(key)
+        if slot is not None and key not in self._num_children:
+            self._policy.offer(slot)
+
+    def is_pinned(self, slot: int) -> bool:
+        """Return whether eviction of a live slot is forbidden."""
+        return self._key_of[slot] in self._pins
+
+    def has_children(self, slot: int) -> bool:
+        """Return whether a block in this tier hangs below this live one."""
+        return self._num_children.get(self._key_of[slot], 0) > 0
+
+    def drop(self, slot: int, now: float) -> None:
+        """Forget a live block, whether leaf, pinned or neither, and free its slot."""
+        self._leave(slot, now, evicted=False)
+        self._freed.append(slot)
+
+    def rewind(self) -> bool:
+        """Make all slots new again if none is live or reserved; return whether that was so."""
+        if self._slot_of or self._reserved:
+            return False
+        self._freed.clear()
+        self._unused_from = 0
+        return True
+
+    def unpinned(self) -> list[int]:
+        """Return the live slots that nobody pins."""
+        return [slot for slot, key in self._key_of.items() if key not in self._pins]
+
+    def _enter(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey],
+        now: float,
+        traits: BlockTraits,
+    ) -> None:
+        self._slot_of.update(zip(keys, slots, strict=True))
+        self._key_of.update(zip(slots, keys, strict=True))
+        self._parent_of.update(zip(slots, parents, strict=True))
+        self._policy.insert(np.asarray(slots, dtype=np.int32), now, traits)
+        if len(slots) == 1:
+            self._enter_below(parents[0])
+        else:
+            self._num_children.update(Counter(parents))
+        children = self._num_children
+        for slot, key in zip(slots, keys, strict=True):
+            if key not in children and key not in self._pins:
+                self._policy.offer(slot)
+
+    def _enter_below(self, parent: BlockKey) -> None:
+        count = self._num_children.get(parent, 0)
+        self._num_children[parent] = count + 1
+        if count == 0 and parent in self._slot_of and parent not in self._pins:
+            self._policy.withdraw(self._slot_of[parent])
+
+    def _leave(self, slot: int, now: float, *, evicted: bool) -> None:
+        key, parent = self._key_of.pop(slot), self._parent_of.pop(slot)
+        del self._slot_of[key]
+        if key in self._num_children or key in self._pins:
+            # `forget` takes candidates only, and this block wasn't one.
+            self._policy.offer(slot)
+        self._policy.forget(slot, now, evicted=evicted)
+        count = self._num_children[parent] - 1
+        if count:
+            self._num_children[parent] = count
+            return
+        del self._num_children[parent]
+        if parent in self._slot_of and parent not in self._pins:
+            self._policy.offer(self._slot_of[parent])
+
+    def check(self) -> None:
+        """Raise IntegrityError if slots, keys, children and pins disagree."""
+        live = set(self._key_of)
+        problems: Iterable[tuple[bool, str]] = (
+            ({k: s for s, k in self._key_of.items()} != self._slot_of, "keys and slots disagree"),
+            (live != set(self._parent_of), "a live slot has no parent key"),
+            (dict(Counter(self._parent_of.values())) != self._num_children, "children are miscounted"),
+            (any(count < 1 for count in self._pins.values()), "a pin count is below one"),
+            (len(set(self._freed)) != len(self._freed), "a slot is free twice"),
+            (bool(live & set(self._freed)), "a live slot is free"),
+            (bool(live & self._reserved), "a live slot is reserved"),
+            (
+                len(live) + len(self._freed) + len(self._reserved) != self._unused_from,
+                "a slot is lost",
+            ),
+            (self._unused_from > self.capacity_blocks, "more slots than the capacity"),
+        )
+        for broken, what in problems:
+            if broken:
+                raise IntegrityError(f"tier index: {what}")
