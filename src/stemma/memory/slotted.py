@@ -232,15 +232,17 @@ class SlottedStore(LocalStore):
     def _plan(self, blocks: Sequence[BlockPut]) -> list[tuple[PutResult, int | None]]:
         """Decide what happens to each block and reserve the slots to write."""
         self._check_open()
-        refusal = self._refusal()
+        refusal, now = self._refusal(), self._now()
         held = [k for k in {k for b in blocks for k in (b.key, b.parent)} if k in self._index]
         for key in held:
             self._index.pin(key)
         planned: list[tuple[PutResult, int | None]] = []
         for block in blocks:
             slot = None
-            if block.key in self._index:
+            if (existing := self._index.find(block.key)) is not None:
                 result = PutResult.EXISTS
+                self._index.touch([existing], now)
+                self._used_at[existing] = now
             elif refusal is not None or block.key in self._writing:
                 result = PutResult.DROPPED
                 self.counters.reasons[refusal or "being_written"] += 1

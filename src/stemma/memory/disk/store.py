@@ -267,6 +267,9 @@ class DiskStore(SlottedStore):
             self._slab_fds.append(self._files.open(path, flags))
             if not self.read_only and self._files.size(self._slab_fds[-1]) > self._slab_bytes(slab):
                 self._files.truncate(self._slab_fds[-1], self._slab_bytes(slab))
+        index_bytes = self._num_index_bytes(len(self._slab_fds))
+        if not self.read_only and self._files.size(self._index_fd) > index_bytes:
+            self._files.truncate(self._index_fd, index_bytes)
 
     def _grow(self) -> bool:
         """Add a slab, if the limit and the disk allow it."""
@@ -337,7 +340,8 @@ class DiskStore(SlottedStore):
             return slots
         ends = slots % per_slab * stride + RECORD_BYTES + self.block_bytes
         whole = ends <= sizes[slots // per_slab]
-        self.counters.reasons["slab_truncated"] += int(np.count_nonzero(~whole))
+        if not whole.all():
+            self.counters.reasons["slab_truncated"] += int(np.count_nonzero(~whole))
         return slots[whole]
 
     def _enter_restored(self, slots: npt.NDArray[np.int64]) -> None:
