@@ -18,7 +18,6 @@ import numpy as np
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
-from stemma.prefix.keys import fingerprints
 from stemma.types import BlockKey
 
 
@@ -97,9 +96,20 @@ class TierIndex:
         assert key not in self._slot_of
         self._reserved.remove(slot)
         self._enter([slot], [key], [parent], now, traits)
+        count = self._num_children.get(parent, 0)
+        self._num_children[parent] = count + 1
+        if count == 0 and parent in self._slot_of and parent not in self._pins:
+            self._policy.withdraw(self._slot_of[parent])
+        if key not in self._num_children and key not in self._pins:
+            self._policy.offer(slot)
 
     def restore(
-        self, slots: Sequence[int], keys: Sequence[BlockKey], parents: Sequence[BlockKey], now: float
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey],
+        now: float,
+        traits: BlockTraits,
     ) -> None:
         """Fill an empty index after a restart.
 
@@ -107,10 +117,15 @@ class TierIndex:
         """
         assert not self._slot_of
         assert not self._reserved
-        self._enter(slots, keys, parents, now, BlockTraits(fingerprints=fingerprints(list(keys))))
-        used = set(slots)
-        self._unused_from = max(used, default=-1) + 1
-        self._freed = [slot for slot in range(self._unused_from - 1, -1, -1) if slot not in used]
+        self._enter(slots, keys, parents, now, traits)
+        self._num_children.update(Counter(parents))
+        leaves = [slot for slot, key in zip(slots, keys, strict=True) if key not in self._num_children]
+        for slot in leaves:
+            self._policy.offer(slot)
+        is_free = np.ones(max(slots, default=-1) + 1, dtype=np.bool_)
+        is_free[np.asarray(slots, dtype=np.int64)] = False
+        self._unused_from = len(is_free)
+        self._freed = np.flatnonzero(is_free)[::-1].tolist()
 
     def touch(self, slots: Sequence[int], now: float) -> None:
         """Tell the policy that these live blocks were used, in order from the root."""
@@ -174,20 +189,6 @@ class TierIndex:
         self._key_of.update(zip(slots, keys, strict=True))
         self._parent_of.update(zip(slots, parents, strict=True))
         self._policy.insert(np.asarray(slots, dtype=np.int32), now, traits)
-        if len(slots) == 1:
-            self._enter_below(parents[0])
-        else:
-            self._num_children.update(Counter(parents))
-        children = self._num_children
-        for slot, key in zip(slots, keys, strict=True):
-            if key not in children and key not in self._pins:
-                self._policy.offer(slot)
-
-    def _enter_below(self, parent: BlockKey) -> None:
-        count = self._num_children.get(parent, 0)
-        self._num_children[parent] = count + 1
-        if count == 0 and parent in self._slot_of and parent not in self._pins:
-            self._policy.withdraw(self._slot_of[parent])
 
     def _leave(self, slot: int, now: float, *, evicted: bool) -> None:
         key, parent = self._key_of.pop(slot), self._parent_of.pop(slot)

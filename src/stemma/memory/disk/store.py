@@ -38,7 +38,7 @@ from stemma.memory.disk.record import (
 )
 from stemma.memory.slotted import SlottedStore
 from stemma.memory.store import BlockPut, PutResult, ReadResult
-from stemma.prefix.eviction.policy import EvictionPolicy
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey, Tier
 
@@ -353,7 +353,7 @@ class DiskStore(SlottedStore):
         order = np.lexsort((table["generation"], -table["used_at"]))
         slots, table = slots[order], table[order]
         keys, parents = _split_keys(table["key"]), _split_keys(table["parent"])
-        if len(set(keys)) < len(keys):
+        if len(dict.fromkeys(keys)) < len(keys):
             # One key in two slots: a crash came between a drop and its record. The younger one wins.
             youngest: dict[BlockKey, int] = {}
             for n in np.argsort(table["generation"]).tolist():
@@ -361,7 +361,8 @@ class DiskStore(SlottedStore):
             kept = sorted(youngest.values())
             keys, parents = [keys[n] for n in kept], [parents[n] for n in kept]
             slots, table = slots[kept], table[kept]
-        self._index.restore(slots.tolist(), keys, parents, self._now())
+        traits = BlockTraits(np.frombuffer(table["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
+        self._index.restore(slots.tolist(), keys, parents, self._now(), traits)
         self._used_at[slots] = table["used_at"]
         ttl_s = table["ttl_s"].astype(np.float64)
         self._ttl_s[slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
@@ -393,8 +394,8 @@ class DiskStore(SlottedStore):
 
 
 def _split_keys(column: npt.NDArray[np.void]) -> list[BlockKey]:
-    raw = column.tobytes()
-    return [BlockKey(raw[at : at + 32]) for at in range(0, len(raw), 32)]
+    keys: list[BlockKey] = column.tolist()
+    return keys
 
 
 def _reason(error: OSError) -> str:
