@@ -25,6 +25,7 @@ from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, Attention
 from stemma.model.causal_lm import CausalLM, KVShape, ModelInfo
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.latent import cache_latents
+from stemma.model.weights import can_pack, pack_linears, plain_layers
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called with what is going on and the share of it that is done, 0..1."""
@@ -53,6 +54,9 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     cache_latents(hf_model)
     report("probing", 0.0)
     kv_shape = probe(hf_model)
+    weight_bytes = sum(p.numel() * p.element_size() for p in hf_model.parameters())
+    if can_pack(hf_model.dtype, device):
+        pack_linears(hf_model, plain_layers(hf_model), lambda share: report("packing weights", share))
     generation = _read_json(path / "generation_config.json") if _has(path, "generation_config.json") else {}
     info = ModelInfo(
         architecture=type(hf_model).__name__,
@@ -61,7 +65,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
         eos_token_ids=_eos_token_ids(generation, config),
         default_sampling=_default_sampling(generation),
         fingerprint=fingerprint,
-        weight_bytes=sum(p.numel() * p.element_size() for p in hf_model.parameters()),
+        weight_bytes=weight_bytes,
     )
     report("ready", 1.0)
     return CausalLM(hf_model, info, kv_shape)

@@ -1,0 +1,102 @@
+"""Linear layers with weights prepacked by oneDNN: the lever of decode on CPU.
+
+Decode reads every weight once a token, so it runs at the speed of reading memory, if the kernel lets it.
+`F.linear` in bf16 reaches about two thirds of that speed; oneDNN with a weight in its own blocked order
+reaches all of it, for any number of rows. torch has that inside (its compiler uses it) as private operators,
+which are called nowhere but here. `can_pack` tries them out and compares with `F.linear`; where they are
+missing or differ, layers stay as they are. The packed weight replaces the plain one: memory doesn't double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LinearFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""x [..., in_features] -> [..., out_features]."""
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return packed
+
+
+def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return output
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine multiplies with prepacked weights of `dtype`, and rightly."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 64), (3, 64), (48,))
+    )
+    try:
+        with torch.inference_mode():
+            output = _packed_linear(x, _pack(weight), bias)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return torch.allclose(output.float(), F.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
+
+
+class PackedLinear(nn.Module):
+    """Drop-in for `nn.Linear`; made from plain tensors, which the caller then lets go."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed = _pack(weight.detach())
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features]; no rows are fine."""
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        return _packed_linear(x, self._packed, self.bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The plain weight, unpacked anew: for the few models that ask a layer for its dtype or shape."""
+        return self._packed.to_dense()
+
+
+def pack_linears(model: nn.Module, keep: frozenset[nn.Module], report: Callable[[float], None]) -> int:
+    """Replace the linear layers of `model` by packed ones; return how many.
+
+    Those in `keep`, and those whose weight something else shares (an output head tied to the embedding: its
+    packed copy would come on top), stay plain. `report` gets the share done, 0..1.
+    """
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child not in keep and uses[id(child.weight)] == 1
+    ]
+    for number, (parent, name, linear) in enumerate(found):
+        report(number / len(found))
+        setattr(parent, name, PackedLinear(linear.weight, linear.bias))
+    _leave_file(model)
+    return len(found)
+
+
+def _leave_file(model: nn.Module) -> None:
+    """Copy what stayed plain, so that the mapped checkpoint file is let go and its pages leave memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def plain_layers(model: nn.Module) -> frozenset[nn.Module]:
+    """Return linear layers that are used as tensors, not called: the expansion of a cached latent."""
+    modules: Any = model.modules()
+    return frozenset(module.kv_b_proj for module in modules if hasattr(module, "stemma_latent"))
