@@ -32,7 +32,8 @@ def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | N
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine multiplies with prepacked weights of `dtype`, and rightly."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    backend: Any = torch.backends.mkldnn
+    if device.type != "cpu" or dtype != torch.bfloat16 or not backend.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x, bias = (
