@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
 
 from stemma.engine.detokenizer import Detokenizer
 from stemma.model.tokenizer import Tokenizer
+from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
 
 
 @pytest.fixture(scope="module")

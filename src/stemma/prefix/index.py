@@ -16,6 +16,7 @@ Rules that every implementation keeps, and that `check()` proves:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
@@ -101,6 +102,10 @@ class PrefixIndex(ABC):
     @abstractmethod
     def evict(self, num_blocks: int, now: float) -> BlockIds:
         """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+
+    @abstractmethod
+    def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:
+        """Yield every cached chain from root to leaf: its namespace, tokens and blocks."""
 
     @abstractmethod
     def check(self) -> None:

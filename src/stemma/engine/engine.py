@@ -1,0 +1,308 @@
+"""The step loop's core: add requests, run steps, collect what became of them. Synchronous."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from stemma.config.settings import SchedulerSettings
+from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, TokenLogprob
+from stemma.engine.output import SequenceNews
+from stemma.engine.request import Limits, RequestState, Sequence, Status
+from stemma.engine.runner import Runner
+from stemma.engine.sampling import Sampled, Sampler, SamplingState
+from stemma.engine.scheduler import Drafter, Scheduled, Scheduler
+from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
+from stemma.memory.cache import PrefixCache
+from stemma.model.tokenizer import Tokenizer
+from stemma.types import FinishReason, Tier
+
+logger = logging.getLogger(__name__)
+_LOAD_WAIT_S = 0.05
+_CHARS_PER_TOKEN = 4
+
+
+class Engine:
+    """Requests in, tokens out. Not thread-safe: one owner, the step loop."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache,
+        limits: Limits,
+        settings: SchedulerSettings,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self._runner = runner
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._drafter = drafter
+        self._sampler = Sampler()
+        self._scheduler = Scheduler(
+            settings, cache, limits, clock=clock, drafter=drafter, on_start=self._on_start
+        )
+        self._requests: dict[str, RequestState] = {}
+        self._num_arrived = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._cached_by_tier: Counter[Tier] = Counter()
+        self._misses: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything, now or once a load ends."""
+        return self._scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return self._scheduler.num_waiting
+
+    def validate(self, request: GenerationRequest) -> None:
+        """Raise InvalidRequest or PromptTooLong if the request can never be served. Any thread."""
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if num_tokens >= self.limits.max_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens; at most {self.limits.max_tokens - 1} fit, one token of "
+                "output included in the limit of model and KV cache",
+                param="prompt",
+            )
+        lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
+        if lowest < 0 or highest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token ids must be in [0, {self._vocab_size}), got {lowest if lowest < 0 else highest}",
+                param="prompt",
+            )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises InvalidRequest, PromptTooLong or Overloaded."""
+        self.validate(request)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        if self._scheduler.num_waiting >= self._settings.max_waiting:
+            raise Overloaded(f"{self._scheduler.num_waiting} requests are waiting already")
+        state = RequestState(request, self._clock(), self._num_arrived)
+        self._num_arrived += 1
+        self._requests[request.request_id] = state
+        self._scheduler.add(self._new_sequence(state))
+
+    def abort(self, request_id: str) -> list[SequenceNews]:
+        """End a request wherever it is and free its blocks; unknown ids are ignored."""
+        return self._end(request_id, FinishReason.ABORT, None)
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence whose text met a stop string; ignored if it is over already."""
+        state = self._requests.get(request_id)
+        if state is not None and state.sequences[index].status is not Status.FINISHED:
+            self._finish(state.sequences[index])
+
+    def step(self) -> list[SequenceNews]:
+        """Run one step and return what it did. An error in it ends its requests, never the loop."""
+        plan = self._scheduler.schedule()
+        if not plan:
+            self._scheduler.wait_for_load(_LOAD_WAIT_S)
+            return []
+        try:
+            logits = self._runner.forward(plan)
+            drawn = self._draw(plan, logits)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(plan))
+            failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
+            return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
+        return [self._accept(one) for one in drawn]
+
+    def flush_cache(self) -> int:
+        """Drop every block that no request uses; return how many."""
+        return self.cache.flush()
+
+    def draw_tree(self, tokenizer: Tokenizer, max_tokens: int = 24) -> str:
+        """Return the prefix index as an indented drawing, with about `max_tokens` tokens of text an edge."""
+        return self.cache.draw(
+            lambda tokens: tokenizer.decode(tokens.tolist(), skip_special_tokens=False),
+            max_tokens * _CHARS_PER_TOKEN,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges."""
+        cache = self.cache.stats()
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            cached_tokens_by_tier=dict(self._cached_by_tier),
+            num_blocks=cache.num_blocks,
+            num_free_blocks=cache.num_free_blocks,
+            num_cached_blocks=cache.num_cached_blocks,
+            num_evicted_blocks=cache.num_evicted_blocks,
+            misses_by_reason=dict(self._misses),
+        )
+
+    def check(self) -> None:
+        """Raise IntegrityError if blocks and their holders don't agree (slow)."""
+        self.cache.check()
+
+    def fail_all(self, error: str) -> list[SequenceNews]:
+        """End every request with an error; for the loop's last resort."""
+        return [n for i in list(self._requests) for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _new_sequence(self, state: RequestState) -> Sequence:
+        request, index = state.request, len(state.sequences)
+        sampling = SamplingState(
+            request.params,
+            request.prompt_token_ids,
+            self._vocab_size,
+            index=index,
+            eos_token_ids=sorted(self.limits.eos_token_ids),
+        )
+        sequence = Sequence(state, index, sampling)
+        state.sequences.append(sequence)
+        return sequence
+
+    def _on_start(self, sequence: Sequence) -> None:
+        """Report what the cache gave; only for the first start, never for a resumption or a sibling."""
+        state, lease = sequence.state, sequence.lease
+        assert lease is not None
+        if state.cache is not None:
+            return
+        miss = lease.miss
+        state.cache = CacheReport(
+            num_prompt_tokens=len(state.request.prompt_token_ids),
+            cached_by_tier=dict(lease.cached_by_tier),
+            miss_reason=miss.reason.value if miss else None,
+            miss_detail=miss.detail if miss else None,
+        )
+        state.queue_wait_s = self._clock() - state.arrival
+        self._num_prompt_tokens += state.cache.num_prompt_tokens
+        self._cached_by_tier.update(lease.cached_by_tier)
+        if miss is not None:
+            self._misses[miss.reason.value] += 1
+
+    def _draw(self, plan: Seq[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
+        """Fork siblings of finished prompts, then draw the next tokens of all in one call."""
+        drawn: list[_Drawn] = []
+        rows: list[int] = []
+        row = 0
+        for item in plan:
+            sequence = item.sequence
+            sequence.num_computed = item.start + item.num_tokens - len(item.draft)
+            if not item.num_logits:
+                self._scheduler.commit(item)
+                continue
+            for owner in (sequence, *self._fork_siblings(sequence)):
+                drawn.append(_Drawn(item, owner))
+                rows.extend(range(row, row + item.num_logits))
+            row += item.num_logits
+        if len(rows) > row:
+            logits = logits[rows]
+        drafts = [d.item.draft for d in drawn] if any(d.item.draft for d in drawn) else None
+        sampled = self._sampler.sample(logits, [d.sequence.sampling for d in drawn], drafts)
+        first = 0
+        for one in drawn:
+            one.take(sampled, first)
+            first += one.item.num_logits
+        return drawn
+
+    def _fork_siblings(self, sequence: Sequence) -> list[Sequence]:
+        """Create the other answers of a request whose prompt was computed just now.
+
+        As many as there is room for share its blocks at once; the rest are queued, and will hit.
+        """
+        state = sequence.state
+        forked: list[Sequence] = []
+        while len(state.sequences) < state.request.params.n:
+            child = self._new_sequence(state)
+            if self._scheduler.fork(sequence, child):
+                forked.append(child)
+            else:
+                self._scheduler.add(child)
+        return forked
+
+    def _accept(self, one: _Drawn) -> SequenceNews:
+        """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
+        sequence, draft = one.sequence, one.item.draft
+        num_held = 0
+        while num_held < len(draft) and draft[num_held] == one.token_ids[num_held]:
+            num_held += 1
+        if draft and self._drafter is not None:
+            self._drafter.observe(sequence, len(draft), num_held)
+        reason: FinishReason | None = None
+        num_taken = 0
+        for token_id in one.token_ids[: num_held + 1]:
+            sequence.append(token_id)
+            num_taken += 1
+            reason = self.limits.finish_reason(sequence, token_id)
+            if reason is not None:
+                break
+        sequence.num_computed += min(num_held, num_taken)
+        self._num_generated_tokens += num_taken
+        if reason is not None:
+            self._finish(sequence)
+        elif sequence is one.item.sequence:
+            self._scheduler.commit(one.item)
+        return SequenceNews(
+            sequence.state,
+            sequence.index,
+            tuple(one.token_ids[:num_taken]),
+            tuple(one.logprobs[:num_taken]),
+            reason,
+        )
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        state = sequence.state
+        state.num_unfinished -= 1
+        if state.num_unfinished == 0:
+            del self._requests[state.request.request_id]
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> list[SequenceNews]:
+        """Finish every sequence of a request that isn't over, those that don't exist yet included."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return []
+        news: list[SequenceNews] = []
+        for index in range(state.request.params.n):
+            if index < len(state.sequences):
+                sequence = state.sequences[index]
+                if sequence.status is Status.FINISHED:
+                    continue
+                self._scheduler.remove(sequence)
+            news.append(SequenceNews(state, index, finish_reason=reason, error=error))
+        return news
+
+
+class _Drawn:
+    """Tokens drawn for one sequence from the logits of one item."""
+
+    __slots__ = ("item", "logprobs", "sequence", "token_ids")
+
+    def __init__(self, item: Scheduled, sequence: Sequence) -> None:
+        self.item = item
+        self.sequence = sequence
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob | None] = []
+
+    def take(self, sampled: Sampled, first: int) -> None:
+        """Copy the rows of this sequence."""
+        rows = slice(first, first + self.item.num_logits)
+        self.token_ids = sampled.token_ids[rows]
+        self.logprobs = sampled.logprobs[rows]
+
+
+def describe_error(error: BaseException) -> str:
+    """Return a one-line description for clients."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,184 @@
+"""The offline API: `LLM(path).generate(prompts)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from stemma.config.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, TokenLogprob
+from stemma.engine.build import build_engine
+from stemma.engine.output import OutputProcessor
+from stemma.engine.sampling_params import SamplingParams
+from stemma.errors import ConfigError, Overloaded, StemmaError
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.types import FinishReason, TokenArray, as_tokens
+
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: ``[{"role": "user", "content": "..."}]``."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Empty unless `SamplingParams.logprobs` is set."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """A prompt, its answers, and what was reused."""
+
+    prompt_token_ids: TokenArray
+    completions: list[Completion]
+    cache: CacheReport
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.completions[0].text
+
+
+class LLM:
+    """A model and its prefix cache in this process. Not thread-safe.
+
+    Keyword arguments are fields of `ModelSettings`, `CacheSettings` and `SchedulerSettings`, e.g.
+    ``LLM("Qwen2.5-0.5B", kv_cache_memory="2GB", block_size=64)``.
+    """
+
+    def __init__(self, path: str | Path, **settings: Any) -> None:
+        parts = build_engine(engine_settings(path, **settings))
+        self.engine = parts.engine
+        self.tokenizer = parts.tokenizer
+        self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
+        """What the checkpoint's `generation_config.json` recommends."""
+        self._processor = OutputProcessor(parts.tokenizer, parts.engine.limits)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> list[Generation]:
+        """Continue each prompt; return the results in their order. One SamplingParams serves all.
+
+        Raises InvalidRequest or PromptTooLong if a prompt can't be served, and StemmaError if a step failed.
+        """
+        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else as_tokens(p) for p in batch]
+        return self._run(token_ids, params, namespace)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> list[Generation]:
+        """Answer each conversation, rendered by the checkpoint's chat template."""
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        token_ids = [self.tokenizer.apply_chat_template(c) for c in conversations]
+        return self._run(token_ids, params, namespace)
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters and gauges."""
+        return self.engine.stats()
+
+    def _run(
+        self,
+        prompts: list[TokenArray],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        namespace: Namespace,
+    ) -> list[Generation]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self.default_sampling] * len(prompts)
+        requests: dict[str, GenerationRequest] = {}
+        for prompt, one in zip(prompts, params, strict=True):
+            request_id = f"offline-{self._num_requests}"
+            self._num_requests += 1
+            requests[request_id] = GenerationRequest(request_id, prompt, one, namespace)
+            self.engine.validate(requests[request_id])
+        results = {
+            i: Generation(
+                r.prompt_token_ids,
+                [Completion(k) for k in range(r.params.n)],
+                CacheReport(len(r.prompt_token_ids)),
+            )
+            for i, r in requests.items()
+        }
+        queue = list(reversed(requests.values()))
+        try:
+            while queue or self.engine.has_work:
+                self._feed(queue)
+                outputs, stopped = self._processor.process(self.engine.step())
+                for one_stopped in stopped:
+                    self.engine.stop_sequence(one_stopped.request_id, one_stopped.index)
+                for output in outputs:
+                    _merge(results[output.request_id], output)
+        finally:
+            for request_id in requests:
+                self._processor.process(self.engine.abort(request_id))
+        return list(results.values())
+
+    def _feed(self, queue: list[GenerationRequest]) -> None:
+        """Queue as many requests as the engine takes."""
+        while queue:
+            try:
+                self.engine.add(queue[-1])
+            except Overloaded:
+                return
+            queue.pop()
+
+
+def engine_settings(path: str | Path, **fields: Any) -> EngineSettings:
+    """Sort flat keyword arguments into settings. Raises ConfigError for an unknown or bad one."""
+    parts: dict[str, dict[str, Any]] = {"model": {"path": Path(path)}, "cache": {}, "scheduler": {}}
+    components: dict[str, type[BaseModel]] = {
+        "model": ModelSettings,
+        "cache": CacheSettings,
+        "scheduler": SchedulerSettings,
+    }
+    for name, value in fields.items():
+        owner = next((c for c, model in components.items() if name in model.model_fields), None)
+        if owner is None:
+            known = sorted(f for model in components.values() for f in model.model_fields)
+            raise ConfigError(f"unknown setting {name!r}; known: {', '.join(known)}")
+        parts[owner][name] = value
+    try:
+        return EngineSettings.model_validate(parts)
+    except ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Return whether this is text or a list of ids, not a list of prompts."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+
+
+def _merge(result: Generation, output: RequestOutput) -> None:
+    if output.error is not None:
+        raise StemmaError(output.error)
+    result.cache = output.cache
+    for delta in output.deltas:
+        completion = result.completions[delta.index]
+        completion.text += delta.text
+        completion.token_ids.extend(delta.token_ids)
+        completion.logprobs.extend(delta.logprobs or ())
+        completion.finish_reason = delta.finish_reason or completion.finish_reason
+        completion.stop_reason = delta.stop_reason if delta.finish_reason else completion.stop_reason

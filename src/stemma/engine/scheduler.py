@@ -1,0 +1,265 @@
+"""Which tokens of which sequences the next step computes.
+
+Decodes come first, oldest first, then prefill chunks of those that run, then newcomers, all within a budget
+of tokens a step: no long prompt ever stops the others (vLLM's chunked prefill, MindIE's SplitFuse). When
+blocks run out, the youngest running sequence yields: its blocks go back, what was computed stays cached as
+long as there is room, and it resumes later from what is left.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from stemma.config.settings import SchedulerSettings
+from stemma.engine.ordering import order_waiting
+from stemma.engine.request import Limits, Sequence, Status
+from stemma.memory.cache import PrefixCache
+from stemma.types import TokenArray
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """Tokens ``[start, start + num_tokens)`` of a sequence in one step, and a draft behind its last token."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    """Rows of the batch: known tokens, then draft tokens."""
+    num_logits: int
+    """Of the last so many rows logits are wanted: 0 for a chunk with more to come, else 1 + the draft."""
+    draft: tuple[int, ...] = ()
+
+
+class Drafter(Protocol):
+    """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway."""
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
+        """Return up to `max_tokens` tokens to follow a sequence that decodes; empty where it doesn't pay."""
+
+    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Learn how many of a draft's tokens held."""
+
+
+class Scheduler:
+    """Waiting, loading and running sequences. Not thread-safe: one owner, the step loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        cache: PrefixCache,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
+        on_start: Callable[[Sequence], None] = lambda _sequence: None,
+    ) -> None:
+        """`on_start` is told of each admission, the first and those after preemptions."""
+        self._settings = settings
+        self._cache = cache
+        self._limits = limits
+        self._clock = clock
+        self._drafter = drafter
+        self._on_start = on_start
+        self._waiting: dict[tuple[int, int], Sequence] = {}
+        self._loading: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, those that wait for a lower tier included."""
+        return len(self._waiting) + len(self._loading)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence isn't finished."""
+        return bool(self._running or self._waiting or self._loading)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        sequence.status = Status.WAITING
+        self._waiting[sequence.age] = sequence
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more sequence may run."""
+        return len(self._running) + len(self._loading) < self._settings.max_num_seqs
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Let `child` run on from where `parent` is, sharing its blocks; False if there is no room."""
+        assert parent.lease is not None
+        lease = self._cache.fork(parent.lease, parent.num_computed) if self.has_seat else None
+        if lease is None:
+            return False
+        child.lease = lease
+        child.num_computed = parent.num_computed
+        child.status = Status.RUNNING
+        insort(self._running, child, key=lambda s: s.age)
+        return True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if sequence.status is Status.WAITING:
+            del self._waiting[sequence.age]
+            sequence.status = Status.FINISHED
+        elif sequence.status in (Status.RUNNING, Status.LOADING):
+            (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
+            self._free(sequence, Status.FINISHED)
+
+    def schedule(self) -> list[Scheduled]:
+        """Return the work of the next step, in no particular order of rows; empty if there is none."""
+        self._finish_loads()
+        plan: list[Scheduled] = []
+        budget = self._settings.max_batch_tokens
+        num_before = self.num_preemptions
+        for sequence in [s for s in self._running if s.num_missing == 1]:
+            if budget == 0 or sequence.status is not Status.RUNNING:
+                continue
+            item = self._schedule_decode(sequence, budget)
+            if item is not None:
+                plan.append(item)
+                budget -= item.num_tokens
+        for sequence in self._running:
+            if sequence.num_missing > 1 and budget:
+                plan.append(item := self._chunk(sequence, budget))
+                budget -= item.num_tokens
+        if budget and self._waiting and self.num_preemptions == num_before:
+            self._admit(plan, budget)
+        return plan
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Block until a load from a lower tier ends, if only loads stand between us and work."""
+        futures = [s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending]
+        if futures:
+            wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
+
+    def commit(self, item: Scheduled) -> None:
+        """Enter in the cache what a step computed of an item; `sequence.num_computed` is up to date."""
+        lease = item.sequence.lease
+        assert lease is not None
+        # The partial tail of a finished prefill enters too: an identical prompt may be waiting for it.
+        is_prefill = item.num_tokens - len(item.draft) > 1
+        self._cache.commit(lease, item.sequence.num_computed, tail=is_prefill and item.num_logits > 0)
+
+    def _schedule_decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
+        lease = sequence.lease
+        assert lease is not None
+        draft: tuple[int, ...] = ()
+        if self._drafter is not None:
+            num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
+            if (most := min(budget, num_left) - 1) > 0:
+                draft = self._drafter.propose(sequence, most)
+            if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
+                draft = ()
+        while not self._cache.extend(lease, sequence.num_tokens):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        return Scheduled(sequence, sequence.num_computed, 1 + len(draft), 1 + len(draft), draft)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Scheduled:
+        num_tokens = min(sequence.num_missing, budget)
+        is_last = num_tokens == sequence.num_missing
+        return Scheduled(sequence, sequence.num_computed, num_tokens, int(is_last))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence, Status.WAITING)
+        sequence.was_preempted = True
+        self.add(sequence)
+        self.num_preemptions += 1
+
+    def _free(self, sequence: Sequence, status: Status) -> None:
+        assert sequence.lease is not None
+        self._cache.free(sequence.lease, sequence.num_computed)
+        sequence.stop(status)
+
+    def _admit(self, plan: list[Scheduled], budget: int) -> None:
+        """Start waiting sequences while seats, blocks and budget last."""
+        prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
+        order = order_waiting(self._waiting.values(), self._settings, self._num_cached, self._clock())
+        for sequence in order:
+            if not budget or not self.has_seat:
+                return
+            if self._is_being_computed(sequence, prefilling):
+                continue
+            request = sequence.state.request
+            lease = self._cache.reserve(
+                request.namespace, sequence.tokens, priority=request.priority, ttl_s=request.ttl_s
+            )
+            if lease is None:
+                return
+            del self._waiting[sequence.age]
+            sequence.start(lease)
+            if lease.pending is not None:
+                sequence.status = Status.LOADING
+                self._loading.append(sequence)
+                prefilling.append(sequence)
+                continue
+            self._run(sequence)
+            plan.append(item := self._chunk(sequence, budget))
+            budget -= item.num_tokens
+            prefilling.append(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=lambda s: s.age)
+        self._on_start(sequence)
+
+    def _finish_loads(self) -> None:
+        for sequence in list(self._loading):
+            lease = sequence.lease
+            assert lease is not None
+            assert lease.pending is not None
+            if lease.pending.num_loaded.done():
+                self._cache.finish_load(lease)
+                self._loading.remove(sequence)
+                sequence.start(lease)
+                self._run(sequence)
+
+    def _num_cached(self, sequence: Sequence) -> int:
+        """Return the cached prefix of a waiting sequence, matched again only if the cache changed."""
+        if sequence.match_version != self._cache.version:
+            sequence.match_tokens = self._cache.match(sequence.state.request.namespace, sequence.tokens)
+            sequence.match_version = self._cache.version
+        return sequence.match_tokens
+
+    def _is_being_computed(self, sequence: Sequence, prefilling: Seq[Sequence]) -> bool:
+        """Return whether a running prefill will soon give at least a block more than is cached.
+
+        Waiting for it is never slower than computing the same tokens beside it. The one that computes never
+        waits for anybody, so this can't deadlock.
+        """
+        if not self._cache.enabled:
+            return False
+        for other in prefilling:
+            if other.state.request.namespace != sequence.state.request.namespace:
+                continue
+            common = sequence.common_with.get(other.state.order)
+            if common is None:
+                common = _common_prefix(sequence.tokens[:-1], other.tokens)
+                sequence.common_with[other.state.order] = common
+            if common - self._num_cached(sequence) >= self._cache.block_size:
+                return True
+        return False
+
+
+def _common_prefix(one: TokenArray, other: TokenArray) -> int:
+    """Return how many leading tokens are equal."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,69 @@
+"""Reference-counted allocation of block ids. Knows nothing of requests, prefixes or bytes.
+
+Free ids lie on a stack, so a block that was just given back, and may still be in a CPU cache, is used next;
+a fresh allocator hands out 0, 1, 2, ... Every operation is O(number of ids), in numpy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import IntegrityError, OutOfBlocks
+from stemma.types import BlockIds
+
+
+class BlockAllocator:
+    """Hands out ids ``0 .. num_blocks - 1`` and counts who holds them. Not thread-safe."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._counts: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self._stack: BlockIds = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Ids that nobody holds."""
+        return self._num_free
+
+    def allocate(self, num_blocks: int) -> BlockIds:
+        """Return that many free ids, each held once. Raises OutOfBlocks, and then takes nothing."""
+        if num_blocks > self._num_free:
+            raise OutOfBlocks(f"{num_blocks} blocks wanted, {self._num_free} of {self.num_blocks} free")
+        start = self._num_free - num_blocks
+        ids = self._stack[start : self._num_free][::-1].copy()
+        self._num_free = start
+        self._counts[ids] = 1
+        return ids
+
+    def acquire(self, block_ids: BlockIds) -> None:
+        """Hold each of these distinct ids once more. Somebody must hold them already."""
+        assert (self._counts[block_ids] > 0).all(), "acquire of a free block"
+        self._counts[block_ids] += 1
+
+    def release(self, block_ids: BlockIds) -> int:
+        """Give up one hold of each of these distinct ids; return how many became free."""
+        counts = self._counts[block_ids] - 1
+        assert (counts >= 0).all(), "release of a free block"
+        self._counts[block_ids] = counts
+        freed = block_ids[counts == 0]
+        # Reversed, so that a chain released from its root comes back off the stack in the same order.
+        self._stack[self._num_free : self._num_free + len(freed)] = freed[::-1]
+        self._num_free += len(freed)
+        return len(freed)
+
+    def counts(self) -> npt.NDArray[np.int32]:
+        """Return how often each id is held, shape [num_blocks], a copy."""
+        return self._counts.copy()
+
+    def check(self) -> None:
+        """Raise IntegrityError unless the stack holds exactly the ids whose count is 0, each once."""
+        free = np.sort(self._stack[: self._num_free])
+        expected = np.flatnonzero(self._counts == 0)
+        if not np.array_equal(free, expected):
+            raise IntegrityError(f"free stack {free.tolist()} is not the unheld ids {expected.tolist()}")
+        if (self._counts < 0).any():
+            raise IntegrityError("negative reference count")

@@ -1,0 +1,164 @@
+"""A lease: what one sequence holds of the KV cache while it runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.explain import Miss
+from stemma.prefix.keys import Namespace, chain_keys
+from stemma.types import BlockIds, BlockKey, Fingerprints, Tier, TokenArray
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLoad:
+    """Blocks on their way up from lower tiers: ``block_table[first : first + len(tiers)]``."""
+
+    first: int
+    tiers: tuple[Tier, ...]
+    """Where each block comes from."""
+    num_loaded: Future[int]
+    """How many leading blocks arrived; fewer than asked is a miss, not an error."""
+
+
+class Lease:
+    """Tokens of a sequence and the blocks that hold their KV. Only `PrefixCache` changes the blocks.
+
+    Ownership of the block table, as half-open intervals of its indices::
+
+        [0, num_committed)            full blocks in the index: one reference and one pin each
+        [num_committed, num_blocks)   blocks still being written: one reference each
+
+    With the cache disabled `num_committed` stays 0.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_keys",
+        "_tokens",
+        "block_size",
+        "cached_by_tier",
+        "miss",
+        "namespace",
+        "num_blocks",
+        "num_committed",
+        "num_keys",
+        "num_tokens",
+        "pending",
+        "priority",
+        "root",
+        "ttl_s",
+    )
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        root: BlockKey,
+        tokens: TokenArray,
+        block_size: int,
+        *,
+        priority: int = 50,
+        ttl_s: float | None = None,
+    ) -> None:
+        self.namespace = namespace
+        self.root = root
+        self.block_size = block_size
+        self.priority = priority
+        self.ttl_s = ttl_s
+        self.num_tokens = len(tokens)
+        self._tokens: TokenArray = np.empty(len(tokens) + block_size, dtype=np.int32)
+        self._tokens[: len(tokens)] = tokens
+        capacity_blocks = len(tokens) // block_size + 2
+        self._blocks: BlockIds = np.empty(capacity_blocks, dtype=np.int32)
+        self._keys: npt.NDArray[np.uint8] = np.empty((capacity_blocks, KEY_BYTES), dtype=np.uint8)
+        self.num_blocks = 0
+        self.num_committed = 0
+        self.num_keys = 0
+        """Leading full blocks whose keys are known."""
+        self.cached_by_tier: dict[Tier, int] = {}
+        self.miss: Miss | None = None
+        self.pending: PendingLoad | None = None
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Prompt and output so far; a view, valid until the next `append`."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def block_table(self) -> BlockIds:
+        """Logical -> physical block; a view, valid until the lease changes."""
+        return self._blocks[: self.num_blocks]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens served from any tier when the lease was made."""
+        return sum(self.cached_by_tier.values())
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit in the blocks held."""
+        return self.num_blocks * self.block_size
+
+    def append(self, token_id: int) -> None:
+        """Add an output token; amortised O(1)."""
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * len(self._tokens))
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget tokens from position `num_tokens` on (rejected drafts); their KV is overwritten later."""
+        assert self.num_committed * self.block_size <= num_tokens <= self.num_tokens
+        self.num_tokens = num_tokens
+        self.num_keys = min(self.num_keys, num_tokens // self.block_size)
+
+    def append_blocks(self, block_ids: BlockIds) -> None:
+        """Add blocks at the end of the table."""
+        total = self.num_blocks + len(block_ids)
+        if total > len(self._blocks):
+            self._blocks = np.resize(self._blocks, 2 * total)
+        self._blocks[self.num_blocks : total] = block_ids
+        self.num_blocks = total
+
+    def adopt_keys(self, keys: npt.NDArray[np.uint8]) -> None:
+        """Take the keys, [n, 32], of the leading blocks from the cache instead of hashing again."""
+        self._reserve_keys(len(keys))
+        self._keys[: len(keys)] = keys
+        self.num_keys = len(keys)
+
+    def keys(self, num_blocks: int) -> npt.NDArray[np.uint8]:
+        """Return the keys of the leading full blocks, [num_blocks, 32]; each is hashed only once."""
+        if num_blocks > self.num_keys:
+            size = self.block_size
+            new = chain_keys(
+                self.key(self.num_keys - 1), self._tokens[self.num_keys * size : num_blocks * size], size
+            )
+            self._reserve_keys(num_blocks)
+            self._keys[self.num_keys : num_blocks] = np.frombuffer(b"".join(new), dtype=np.uint8).reshape(
+                -1, KEY_BYTES
+            )
+            self.num_keys = num_blocks
+        return self._keys[:num_blocks]
+
+    def key(self, block: int) -> BlockKey:
+        """Return the key of full block number `block` of the table; -1 is the root."""
+        return self.root if block < 0 else BlockKey(self.keys(block + 1)[block].tobytes())
+
+    def traits(self, num_full: int, *, tail: BlockKey | None = None) -> BlockTraits:
+        """Return what the eviction policy may know of the leading `num_full` blocks (and a partial one)."""
+        prints: Fingerprints = self.keys(num_full)[:, :8].copy().view("<u8")[:, 0]
+        if tail is not None:
+            prints = np.append(prints, np.frombuffer(tail[:8], dtype="<u8"))
+        return BlockTraits(
+            fingerprints=prints.astype(np.uint64, copy=False), priority=self.priority, ttl_s=self.ttl_s
+        )
+
+    def _reserve_keys(self, num_blocks: int) -> None:
+        if num_blocks > len(self._keys):
+            self._keys = np.resize(self._keys, (2 * num_blocks, KEY_BYTES))

@@ -1,0 +1,156 @@
+"""Why the first token of a prompt that wasn't served from cache wasn't.
+
+Peers' users ask for this most ("0 % hit, and no word why"). The answer is a reason that programs can count
+and a sentence that people can read. It needs three facts: how far the prompt matched, what the cache knows
+to follow at that point, and whether the missing block is a *ghost*: a block that was here and was evicted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stemma.prefix.keys import partial_key
+from stemma.types import BlockKey, TokenArray
+
+
+class MissReason(StrEnum):
+    """Machine-readable reasons, most telling first."""
+
+    DISABLED = "disabled"
+    """The prefix cache is off."""
+    LAST_TOKEN = "last_token"
+    """Everything reusable was reused; the last prompt token is always computed."""
+    EVICTED = "evicted"
+    """The next block was cached once and was evicted to make room."""
+    FLUSHED = "flushed"
+    """The next block was cached once and was dropped by a flush."""
+    NO_ROOM = "no_room"
+    """The head of a block could have been reused, but no block was free to copy it to."""
+    DIVERGED = "diverged"
+    """Cached sequences go on differently from here."""
+    EXTENDS = "extends"
+    """The cached sequence ends here; the prompt goes on with new text."""
+    COLD = "cold"
+    """Nothing cached begins like this prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """The reason and the sentence."""
+
+    reason: MissReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """A block that was here."""
+
+    gone_at: float
+    """The injected clock, seconds."""
+    reason: MissReason
+    """EVICTED or FLUSHED."""
+    policy: str
+    """Name of the eviction policy that chose it."""
+    num_tokens: int
+
+
+class Ghosts:
+    """The last `capacity` blocks that left the index, by key; the oldest are forgotten first.
+
+    Keyed by the first 8 bytes of the block key: a collision could only give a wrong explanation. About 250
+    bytes an entry.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
+        self._num_by_length: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def add(self, key: bytes, ghost: Ghost) -> None:
+        """Remember that the block named `key` left."""
+        self.remove(key)
+        self._ghosts[key[:8]] = ghost
+        self._num_by_length[ghost.num_tokens] = self._num_by_length.get(ghost.num_tokens, 0) + 1
+        if len(self._ghosts) > self._capacity:
+            self._forget_length(self._ghosts.popitem(last=False)[1].num_tokens)
+
+    def remove(self, key: bytes) -> None:
+        """Forget the ghost of a block that came back; unknown keys are ignored."""
+        ghost = self._ghosts.pop(key[:8], None)
+        if ghost is not None:
+            self._forget_length(ghost.num_tokens)
+
+    def find(self, parent: BlockKey, tokens: TokenArray) -> Ghost | None:
+        """Return the ghost that would have served the most of `tokens`, which follow the block `parent`.
+
+        Looks only for blocks of lengths that some ghost has: at most `block_size` hashes.
+        """
+        for num_tokens in sorted(self._num_by_length, reverse=True):
+            if num_tokens <= len(tokens):
+                ghost = self._ghosts.get(partial_key(parent, tokens[:num_tokens])[:8])
+                if ghost is not None:
+                    return ghost
+        return None
+
+    def _forget_length(self, num_tokens: int) -> None:
+        self._num_by_length[num_tokens] -= 1
+        if not self._num_by_length[num_tokens]:
+            del self._num_by_length[num_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class MissFacts:
+    """What is known where the match ended."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    goes_on: bool
+    """Whether cached sequences continue past the matched tokens."""
+    ghost: Ghost | None = None
+    num_tokens_without_room: int = 0
+    """Tokens that matched in part of a block which could not be copied."""
+
+
+def explain_miss(facts: MissFacts, now: float) -> Miss:
+    """Return why token `num_cached_tokens` of the prompt had to be computed."""
+    at, total = facts.num_cached_tokens, facts.num_prompt_tokens
+    if at >= total - 1:
+        return Miss(
+            MissReason.LAST_TOKEN,
+            "Everything reusable was reused; only the last prompt token was computed.",
+        )
+    if facts.num_tokens_without_room:
+        return Miss(
+            MissReason.NO_ROOM,
+            f"{facts.num_tokens_without_room} more tokens from position {at} are cached in part of a block, "
+            "but no block was free to copy them to.",
+        )
+    if facts.ghost is not None:
+        verb = "flushed" if facts.ghost.reason is MissReason.FLUSHED else "evicted"
+        by = f" by policy {facts.ghost.policy}" if verb == "evicted" else ""
+        return Miss(
+            facts.ghost.reason,
+            f"The block of {facts.ghost.num_tokens} tokens after position {at} was cached and was {verb}"
+            f"{by} {max(0.0, now - facts.ghost.gone_at):.1f} s ago.",
+        )
+    if at == 0:
+        return Miss(MissReason.COLD, "Nothing in the cache begins like this prompt.")
+    if facts.goes_on:
+        return Miss(
+            MissReason.DIVERGED,
+            f"The first {at} of {total} prompt tokens are cached; cached sequences go on differently at "
+            f"position {at}.",
+        )
+    return Miss(
+        MissReason.EXTENDS,
+        f"The cached sequence ends after {at} of {total} prompt tokens; the rest is new text.",
+    )
+
+
+DISABLED_MISS = Miss(MissReason.DISABLED, "The prefix cache is disabled.")

@@ -1,0 +1,67 @@
+"""A tiny real checkpoint for every engine test, and engines over it in any configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stemma.engine.build import make_index
+from stemma.engine.engine import Engine
+from stemma.engine.llm import engine_settings
+from stemma.engine.output import OutputProcessor
+from stemma.engine.request import Limits
+from stemma.engine.runner import Runner
+from stemma.memory.cache import PrefixCache
+from stemma.memory.device import DeviceKV
+from stemma.model.causal_lm import CausalLM
+from stemma.model.loading import load_model
+from stemma.model.tokenizer import Tokenizer
+from stemma.prefix.keys import KeySpace
+from tests.checkpoints import build
+from tests.engine.harness import Harness
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return build("qwen2", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Path) -> CausalLM:
+    return load_model(engine_settings(checkpoint).model)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable[..., Harness]:
+    """Return a maker of engines: ``harness(num_blocks=8, block_size=16, max_batch_tokens=64, ...)``."""
+
+    def make(*, num_blocks: int = 64, clock: Any = None, drafter: Any = None, **fields: Any) -> Harness:
+        settings = engine_settings(checkpoint, **fields)
+        layout = model.layout(settings.cache.block_size)
+        kv = DeviceKV(layout, num_blocks)
+        key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
+        options = {} if clock is None else {"clock": clock}
+        cache = PrefixCache(kv, make_index(settings.cache, key_space), key_space, **options)
+        limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
+        engine = Engine(
+            Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),
+            cache,
+            limits,
+            settings.scheduler,
+            vocab_size=model.vocab_size,
+            drafter=drafter,
+            **options,
+        )
+        return Harness(engine, OutputProcessor(tokenizer, limits))
+
+    return make

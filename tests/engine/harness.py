@@ -1,0 +1,122 @@
+"""Drives an `Engine` step by step and collects what clients would see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.engine.engine import Engine
+from stemma.engine.output import OutputProcessor
+from stemma.engine.sampling_params import SamplingParams
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.types import FinishReason, as_tokens
+
+MAX_STEPS = 20_000
+
+
+@dataclass
+class Answer:
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    finish: dict[int, FinishReason] = field(default_factory=dict)
+    stop_reason: dict[int, str | int | None] = field(default_factory=dict)
+    cache: CacheReport | None = None
+    error: str | None = None
+    finished: bool = False
+
+
+class CountingRunner:
+    """Counts the tokens that each step computes."""
+
+    def __init__(self, runner) -> None:
+        self._runner = runner
+        self.plans: list[list[tuple[str, int, int]]] = []
+        self.fail_next = False
+
+    def forward(self, plan):
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device is on fire")
+        self.plans.append([(i.sequence.state.request.request_id, i.start, i.num_tokens) for i in plan])
+        return self._runner.forward(plan)
+
+    @property
+    def num_computed(self) -> int:
+        return sum(n for plan in self.plans for _, _, n in plan)
+
+
+class Harness:
+    def __init__(self, engine: Engine, processor: OutputProcessor) -> None:
+        self.engine = engine
+        self.cache = engine.cache
+        self.processor = processor
+        self.answers: dict[str, Answer] = {}
+        self.runner = CountingRunner(engine._runner)
+        engine._runner = self.runner
+        self._numbers = count()
+
+    def add(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> str:
+        request_id = request_id or f"r{next(self._numbers)}"
+        params = params or greedy(4)
+        self.engine.add(GenerationRequest(request_id, as_tokens(prompt), params, namespace))
+        self.answers[request_id] = Answer()
+        return request_id
+
+    def step(self) -> None:
+        self._take(self.engine.step())
+
+    def abort(self, request_id: str) -> None:
+        self._take(self.engine.abort(request_id))
+
+    def run(self, *, check: bool = False) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_work:
+                self.engine.check()
+                return
+            self.step()
+            if check:
+                self.engine.check()
+        raise AssertionError("the engine doesn't come to an end")
+
+    def serve(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> Answer:
+        request_id = self.add(prompt, params)
+        self.run()
+        return self.answers[request_id]
+
+    def _take(self, news) -> None:
+        outputs, stopped = self.processor.process(news)
+        for one in stopped:
+            self.engine.stop_sequence(one.request_id, one.index)
+        for output in outputs:
+            answer = self.answers[output.request_id]
+            answer.cache, answer.finished = output.cache, output.finished
+            answer.error = answer.error or output.error
+            for delta in output.deltas:
+                i = delta.index
+                answer.token_ids.setdefault(i, []).extend(delta.token_ids)
+                answer.text[i] = answer.text.get(i, "") + delta.text
+                if delta.finish_reason is not None:
+                    assert i not in answer.finish, "a sequence ended twice"
+                    answer.finish[i] = delta.finish_reason
+                    answer.stop_reason[i] = delta.stop_reason
+
+
+def greedy(num_tokens: int, **options) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | options)
+
+
+def prompt(seed: int, num_tokens: int) -> np.ndarray:
+    """Return random token ids below the tiny vocabulary."""
+    return np.random.default_rng(seed).integers(3, 500, num_tokens).astype(np.int32)
