@@ -67,10 +67,11 @@ class BlockLedger:
     def states_of(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
         """Return the state of each id; raise ValueError if one isn't in the index."""
         try:
-            states = self.states[block_ids]
+            # As unsigned, a negative id is out of range instead of counting from the end.
+            states = self.states[block_ids.astype(np.uint32)]
         except IndexError:
             raise ValueError("a block isn't in the index") from None
-        if not states.all() or (len(block_ids) and int(block_ids.min()) < 0):
+        if not states.all():
             raise ValueError("a block isn't in the index")
         return states
 
