@@ -1,0 +1,88 @@
+"""Backend calls in threads of their own, so that a caller waits no longer than it wants to.
+
+A call that is given up goes on in its thread until the backend answers (Mooncake: 4.3 s with its master gone);
+what it reads into or writes from must stay untouched so long. `Call.when_over` says when that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """One backend call: waiting, running or over."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = False
+        self._over = threading.Event()
+        self._after: list[Callable[[], None]] = []
+        self.value: T | None = None
+        """What the backend returned, once the call is over without an error."""
+        self.error: BaseException | None = None
+        """What the backend raised, whatever it was."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether the call was over within `timeout_s` (None: however long it takes)."""
+        return self._over.wait(timeout_s)
+
+    def give_up(self) -> None:
+        """Take the call back if it hasn't begun; one that runs goes on."""
+        if self._begin():
+            self._end()
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Run `then` (short, never failing) once the call no longer touches its buffers; now, if it is over."""
+        with self._lock:
+            if not self._over.is_set():
+                self._after.append(then)
+                return
+        then()
+
+    def _begin(self) -> bool:
+        with self._lock:
+            if self._begun:
+                return False
+            self._begun = True
+            return True
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()
+        for then in self._after:
+            then()
+
+
+class Calls:
+    """A fixed number of daemon threads that make backend calls."""
+
+    def __init__(self, num_threads: int) -> None:
+        # ThreadPool, not ThreadPoolExecutor: its threads are daemons, so a backend that never answers can't
+        # keep the process from ending.
+        self._threads = ThreadPool(num_threads)
+
+    def start(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
+        """Queue ``function(*arguments)``."""
+        call: Call[T] = Call()
+
+        def run() -> None:
+            if call._begin():
+                call.value = function(*arguments)
+
+        def failed(error: BaseException) -> None:
+            call.error = error
+            call._end()
+
+        self._threads.apply_async(run, callback=lambda _: call._end(), error_callback=failed)
+        return call
+
+    def close(self) -> None:
+        """Take no more calls; those that run are left to themselves."""
+        self._threads.close()

@@ -1,0 +1,185 @@
+"""The pool tier: a `BlockStore` in front of one backend, which survives whatever the backend does.
+
+Everything that pools were seen to do wrong is dealt with here, once: a blocked call (deadline), a dead server
+(circuit breaker), keys that are named but can't be read (negative cache), a full server (retry, then NO_SPACE),
+lost, torn or foreign bytes (header), a slow write (queue). Each has a counted reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from stemma.config.settings import PoolSettings
+from stemma.errors import StorageError
+from stemma.memory.pool.absent import AbsentKeys
+from stemma.memory.pool.backend import PoolBackend
+from stemma.memory.pool.breaker import Circuit, CircuitBreaker
+from stemma.memory.pool.guard import Guard
+from stemma.memory.pool.keys import PoolKeys
+from stemma.memory.pool.reads import Reader
+from stemma.memory.pool.registered import RegisteredMemory
+from stemma.memory.pool.staging import Staging
+from stemma.memory.pool.writes import WriteQueue, Writer
+from stemma.memory.store import BlockPut, BlockStore, PutResult, ReadResult, StoreCounters, check_buffers
+from stemma.types import BlockKey, Tier
+
+_NUM_THREADS = 4
+_PROBE_BLOCKS = 64
+_ABSENT_FOR_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What `/admin/pool` shows of a pool in use."""
+
+    name: str
+    circuit: Circuit
+    """Closed: it answers. Anything else: every block is a miss until a probe succeeds."""
+    num_opened: int
+    """Times the circuit opened."""
+    last_error: str | None
+    queued_bytes: int
+    """Blocks taken over by the write queue and not yet written."""
+    counters: StoreCounters
+
+
+class PoolStore(BlockStore):
+    """One pool as a tier."""
+
+    tier: ClassVar[Tier] = Tier.POOL
+
+    def __init__(
+        self,
+        backend: PoolBackend,
+        names: PoolKeys,
+        block_bytes: int,
+        settings: PoolSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._settings = settings
+        self._names = names
+        self._guard = Guard(
+            backend,
+            deadline_s=settings.deadline_s,
+            num_threads=_NUM_THREADS,
+            breaker=CircuitBreaker(clock),
+        )
+        self.counters = self._guard.counters
+        self._absent = AbsentKeys(clock)
+        self._registered = RegisteredMemory()
+        self._staging = self._new_staging(settings.staging)
+        self._reader = Reader(self._guard, names, self._staging, self._registered, self._absent)
+        self._writer = Writer(self._guard, names, self._staging, self._registered, self._absent)
+        self._queue: WriteQueue | None = None
+        if settings.async_write:
+            staging = self._new_staging(settings.write_queue)
+            writer = Writer(self._guard, names, staging, self._registered, self._absent)
+            self._queue = WriteQueue(writer, self._guard, staging, block_bytes)
+        self._closed = False
+
+    def register(self, memory: memoryview) -> None:
+        """Announce memory (a tier's arena) that blocks are read into and written from in place.
+
+        Only backends that gain by it (`PoolBackend.zero_copy`) take notice. A read into registered memory is
+        waited for to its very end, even past the deadline.
+        """
+        if self._guard.backend.zero_copy:
+            self._guard.backend.register(memory)
+            self._registered.add(memory)
+
+    def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Probe a prompt's chain of keys, in order; every tensor-parallel rank must hold its part.
+
+        Asks for 64 blocks at a time. After a batch with a gap the later ones count as absent, unasked: they
+        couldn't be used, and a probe costs something (Mooncake can't evict what was probed for 10 s).
+        """
+        self._require_open()
+        present = [False] * len(keys)
+        for start in range(0, len(keys), _PROBE_BLOCKS):
+            some = range(start, min(start + _PROBE_BLOCKS, len(keys)))
+            asked = [at for at in some if keys[at] not in self._absent]
+            if not asked or not self._probe(asked, keys, present) or len(asked) < len(some):
+                break
+        return present
+
+    def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        """Read this rank's part of each block."""
+        self._require_open()
+        check_buffers(keys, into, self.block_bytes)
+        results = self._reader.read(keys, into)
+        self._guard.count_reads(results, self.block_bytes)
+        return results
+
+    def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
+        """Write this rank's part of each block: at once, or through the queue (QUEUED) if settings say so."""
+        self._require_open()
+        check_buffers([block.key for block in blocks], [block.data for block in blocks], self.block_bytes)
+        results = self._writer.write(blocks) if self._queue is None else self._queue.write(blocks)
+        self._guard.count_puts(results, self.block_bytes)
+        return results
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Drop this rank's part of each block, which makes the block absent for all ranks."""
+        self._require_open()
+        if not keys or not self._guard.admits():
+            return 0
+        names = [self._names.own(key) for key in keys]
+        answer = self._guard.ask(self._guard.backend.remove, names, num_blocks=len(names))
+        return answer.value or 0
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until queued writes are done; return whether they are."""
+        return self._queue is None or self._queue.flush(timeout_s)
+
+    def status(self) -> PoolStatus:
+        """Return how the pool is now; sends a probe if the circuit is open and one is due."""
+        if not self._closed:
+            self._guard.admits()
+        return PoolStatus(
+            name=self._settings.name,
+            circuit=self._guard.breaker.state,
+            num_opened=self._guard.breaker.num_opened,
+            last_error=self._guard.last_error,
+            queued_bytes=0 if self._queue is None else self._queue.num_bytes,
+            counters=self.counters.snapshot(),
+        )
+
+    def close(self) -> None:
+        """Drop queued writes and leave the pool; waits no longer than the deadline."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._queue is not None:
+            self._queue.close()
+        self._guard.close()
+
+    def _probe(self, asked: list[int], keys: Sequence[BlockKey], present: list[bool]) -> bool:
+        """Fill in `present` for some keys; return whether all are there."""
+        if not self._guard.admits():
+            self._guard.count_reason("circuit_open", len(asked))
+            return False
+        names = [name for at in asked for name in self._names.all_ranks(keys[at])]
+        answer = self._guard.ask(self._guard.backend.exists_many, names, num_blocks=len(asked))
+        if answer.value is None:
+            return False
+        size = self._names.tp_size
+        for number, at in enumerate(asked):
+            present[at] = all(answer.value[number * size : (number + 1) * size])
+            if not present[at]:
+                self._absent.add(keys[at], _ABSENT_FOR_S)
+        return all(present[at] for at in asked)
+
+    def _new_staging(self, capacity_bytes: int) -> Staging:
+        staging = Staging(capacity_bytes, self.block_bytes)
+        if self._guard.backend.zero_copy:
+            self._guard.backend.register(staging.memory)
+        return staging
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StorageError("the pool is closed")
