@@ -30,6 +30,23 @@ class ModelSettings(_Frozen):
     """CPU threads of the step loop; default: all cores."""
 
 
+class PoolSettings(_Frozen):
+    """The pool tier: blocks shared by machines."""
+
+    name: str
+    """Backend by name (`memory/pool/registry.py`)."""
+    config: Path | None = None
+    """The backend's own file, JSON or TOML, e.g. ``mooncake.json``."""
+    async_write: bool = True
+    """Write through a queue, off the thread that hands blocks over."""
+    write_queue: ByteSize = Field(default=256 * 2**20, gt=0)
+    """Most bytes that wait to be written; when it is full the newest blocks are dropped."""
+    staging: ByteSize = Field(default=64 * 2**20, gt=0)
+    """Memory for blocks on their way in; with `async_write` off, on their way out too."""
+    deadline_s: float = Field(default=1.0, gt=0)
+    """Longest wait for one backend call (up to 16 blocks); then its blocks are misses."""
+
+
 class CacheSettings(_Frozen):
     """The device tier and its index."""
 
@@ -42,6 +59,8 @@ class CacheSettings(_Frozen):
     index: Literal["radix", "hash"] = "radix"
     eviction: str = "lru"
     """Policy by name (`prefix/eviction/registry.py`)."""
+    pool: PoolSettings | None = None
+    """None: no pool; one can be attached while the server runs."""
 
 
 class SchedulerSettings(_Frozen):

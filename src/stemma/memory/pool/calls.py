@@ -1,7 +1,7 @@
 """Backend calls in threads of their own, so that a caller waits no longer than it wants to.
 
-A call that is given up goes on in its thread until the backend answers (Mooncake: 4.3 s with its master gone);
-what it reads into or writes from must stay untouched so long. `Call.when_over` says when that is.
+A call that is given up goes on in its thread until the backend answers (Mooncake: 4.3 s with its master
+gone); what it reads into or writes from must stay untouched so long. `Call.when_over` says when that is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Call(Generic[T]):
             self._end()
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Run `then` (short, never failing) once the call no longer touches its buffers; now, if it is over."""
+        """Run `then` (short, never failing) once the call leaves its buffers alone; now, if it is over."""
         with self._lock:
             if not self._over.is_set():
                 self._after.append(then)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from stemma.memory.pool.calls import Call, Calls
 from stemma.memory.store import PutResult, ReadResult, StoreCounters
 
 T = TypeVar("T")
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 PROBE_KEY = "probe"
@@ -59,9 +60,9 @@ class Guard:
             self._probe()
         return False
 
-    def start(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
-        """Begin a call."""
-        return self._calls.start(function, *arguments)
+    def start(self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> Call[list[R]]:
+        """Begin a call that gives one result per name."""
+        return self._calls.start(_one_per_name, function, names, *arguments)
 
     def finish(self, call: Call[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
         """Wait for a call about `num_blocks` blocks; tell the breaker how it went, and count why it failed.
@@ -85,9 +86,9 @@ class Guard:
         self.breaker.succeeded()
         return Answer(call.value)
 
-    def ask(self, function: Callable[..., T], *arguments: Any, num_blocks: int) -> Answer[T]:
-        """Start and finish a call."""
-        return self.finish(self.start(function, *arguments), num_blocks)
+    def remove(self, names: Sequence[str]) -> int:
+        """Drop names; return how many were there, as far as is known."""
+        return self.finish(self._calls.start(self.backend.remove, names), 0).value or 0
 
     def count_reads(self, results: Iterable[ReadResult], block_bytes: int) -> None:
         """Add what became of some reads."""
@@ -132,3 +133,10 @@ class Guard:
                 _log.warning("pool: answers again")
 
         call.when_over(judge)
+
+
+def _one_per_name(function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> list[R]:
+    results = function(names, *arguments)
+    if len(results) != len(names):
+        raise StorageError(f"the pool's backend gave {len(results)} results for {len(names)} keys")
+    return results

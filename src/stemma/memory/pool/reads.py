@@ -1,8 +1,9 @@
 """Reading blocks from a pool: in batches, the next one under way while this one is checked and copied.
 
-A block is read into a staging slot and copied out once its header proves it. So a read that comes late writes
-into a slot that nobody uses any more, and never into memory that its caller has given to something else. Where
-the destination lies in registered memory it is read in place; such a call is waited for to its very end.
+A block is read into a staging slot and copied out once its header proves it. So a read that comes late
+writes into a slot that nobody uses any more, and never into memory that its caller has given to something
+else. Where the destination lies in registered memory it is read in place; such a call is waited for to its
+very end.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Reader:
             self._remember(keys[at], results[at])
         batch.call.when_over(partial(self._staging.give, batch.slots))
         if spoiled:
-            self._guard.ask(self._guard.backend.remove, spoiled, num_blocks=0)
+            self._guard.remove(spoiled)
         return answer.late
 
     def _checked(self, name: str, header: memoryview, payload: memoryview, result: ReadResult) -> ReadResult:

@@ -1,8 +1,8 @@
 """The pool tier: a `BlockStore` in front of one backend, which survives whatever the backend does.
 
-Everything that pools were seen to do wrong is dealt with here, once: a blocked call (deadline), a dead server
-(circuit breaker), keys that are named but can't be read (negative cache), a full server (retry, then NO_SPACE),
-lost, torn or foreign bytes (header), a slow write (queue). Each has a counted reason.
+Everything that pools were seen to do wrong is dealt with here, once: a blocked call (deadline), a dead
+server (circuit breaker), keys that are named but can't be read (negative cache), a full server (retry, then
+NO_SPACE), lost, torn or foreign bytes (header), a slow write (queue). Each has a counted reason.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class PoolStore(BlockStore):
         self._require_open()
         if not keys or not self._guard.admits():
             return 0
-        names = [self._names.own(key) for key in keys]
-        answer = self._guard.ask(self._guard.backend.remove, names, num_blocks=len(names))
-        return answer.value or 0
+        return self._guard.remove([self._names.own(key) for key in keys])
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until queued writes are done; return whether they are."""
@@ -164,7 +162,8 @@ class PoolStore(BlockStore):
             self._guard.count_reason("circuit_open", len(asked))
             return False
         names = [name for at in asked for name in self._names.all_ranks(keys[at])]
-        answer = self._guard.ask(self._guard.backend.exists_many, names, num_blocks=len(asked))
+        call = self._guard.start(self._guard.backend.exists_many, names)
+        answer = self._guard.finish(call, len(asked))
         if answer.value is None:
             return False
         size = self._names.tp_size

@@ -1,8 +1,8 @@
 """Writing blocks to a pool, at once or through a queue that is bounded in bytes.
 
-A cache may forget, it may not stall: when the queue is full the newest blocks are dropped and counted. A block
-is sealed with a header before it leaves, so a put that a backend finishes after its memory was reused stores a
-value that fails its check, not a wrong block.
+A cache may forget, it may not stall: when the queue is full the newest blocks are dropped and counted. A
+block is sealed with a header before it leaves, so a put that a backend finishes after its memory was reused
+stores a value that fails its check, not a wrong block.
 """
 
 from __future__ import annotations

@@ -1,0 +1,375 @@
+"""The pool tier over real backends, healthy and broken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.contracts.block_store_suite import (
+    BLOCK_BYTES,
+    ROOT,
+    BlockStoreContract,
+    bytes_of,
+    chain,
+    key_of,
+    keys,
+    read,
+)
+from tests.memory.pool.faulty import DeadBackend, FaultyBackend
+from tests.memory.pool.servers import MooncakeMaster, RedisServer
+
+from stemma.config.settings import PoolSettings
+from stemma.errors import StorageError
+from stemma.memory.pool.backend import Parts, PoolBackend
+from stemma.memory.pool.breaker import Circuit
+from stemma.memory.pool.directory import open_backend
+from stemma.memory.pool.envelope import seal
+from stemma.memory.pool.keys import PoolKeys
+from stemma.memory.pool.registry import open_pool_backend
+from stemma.memory.pool.store import PoolStore
+from stemma.memory.store import BlockPut, BlockStore, PutResult, ReadResult
+
+NAMES = PoolKeys("tiny")
+SYNC = PoolSettings(name="directory", async_write=False, deadline_s=5.0)
+
+
+class TestDirectoryStore(BlockStoreContract):
+    def make_store(self, tmp_path: Path, capacity_blocks: int) -> BlockStore:
+        return PoolStore(open_backend({"path": str(tmp_path / "pool")}), NAMES, BLOCK_BYTES, SYNC)
+
+
+class TestRedisStore(BlockStoreContract):
+    @pytest.fixture(scope="class")
+    def server(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+        server = RedisServer(tmp_path_factory.mktemp("redis"))
+        yield server
+        server.stop()
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: RedisServer) -> None:
+        self._url = server.url
+
+    def make_store(self, tmp_path: Path, capacity_blocks: int) -> BlockStore:
+        backend = open_pool_backend("redis", {"url": self._url, "prefix": f"{tmp_path.name}:"})
+        return PoolStore(backend, NAMES, BLOCK_BYTES, SYNC)
+
+
+class _KeptOpen(FaultyBackend):
+    """Closing a Mooncake client takes a second: one serves all tests."""
+
+    def close(self) -> None:
+        return None
+
+
+class TestMooncakeStore(BlockStoreContract):
+    @pytest.fixture(scope="class")
+    def client(self) -> Iterator[PoolBackend]:
+        master = MooncakeMaster()
+        client = open_pool_backend("mooncake", master.config())
+        yield client
+        client.close()
+        master.stop()
+
+    @pytest.fixture(autouse=True)
+    def _client(self, client: PoolBackend) -> None:
+        self._backend = client
+
+    def make_store(self, tmp_path: Path, capacity_blocks: int) -> BlockStore:
+        return PoolStore(_KeptOpen(self._backend), PoolKeys(tmp_path.name), BLOCK_BYTES, SYNC)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FaultyBackend:
+    return FaultyBackend(open_backend({"path": str(tmp_path / "pool")}))
+
+
+def store_over(backend: FaultyBackend, clock: Clock, **changes: object) -> PoolStore:
+    settings = PoolSettings.model_validate(
+        {"name": "directory", "async_write": False, "deadline_s": 0.2} | changes
+    )
+    return PoolStore(backend, NAMES, BLOCK_BYTES, settings, clock=clock)
+
+
+def test_a_late_read_is_late_and_its_bytes_never_reach_the_caller(
+    backend: FaultyBackend, clock: Clock
+) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 40)
+    store.put_many(blocks)
+    backend.gate.clear()
+    mine = [bytearray(BLOCK_BYTES) for _ in blocks]
+    assert store.get_many(keys(blocks), [memoryview(b) for b in mine]) == [ReadResult.LATE] * 40
+    assert store.counters.reasons["late"] == 32  # two batches were asked, the rest wasn't
+    assert store.status().circuit is Circuit.OPEN
+    backend.gate.set()
+    assert store.flush(1)
+    _until(lambda: store._staging.num_taken == 0)
+    assert mine == [bytearray(BLOCK_BYTES)] * 40
+
+
+def test_an_open_circuit_answers_at_once_and_a_probe_closes_it(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 2)
+    store.put_many(blocks)
+    backend.gate.clear()
+    assert store.exists_many(keys(blocks)) == [False, False]
+    num_calls = len(backend.calls)
+    assert store.exists_many(keys(blocks)) == [False, False]
+    assert read(store, keys(blocks)) == [ReadResult.ERROR] * 2
+    assert store.put_many(blocks) == [PutResult.ERROR] * 2
+    assert store.remove(keys(blocks)) == 0
+    assert len(backend.calls) == num_calls
+    assert store.counters.reasons["circuit_open"] == 6
+    backend.gate.set()
+    clock.now = 1.5
+    store.status()  # sends the probe
+    _until(lambda: store.status().circuit is Circuit.CLOSED)
+    assert read(store, keys(blocks)) == [ReadResult.HIT] * 2
+
+
+@pytest.mark.parametrize("error", [StorageError("gone"), RuntimeError("a bug of a third party")])
+def test_quick_failures_are_misses_and_open_the_circuit(
+    backend: FaultyBackend, clock: Clock, error: Exception
+) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 1)
+    store.put_many(blocks)
+    backend.error = error
+    for _ in range(3):
+        assert read(store, keys(blocks)) == [ReadResult.ERROR]
+    status = store.status()
+    assert (status.circuit, status.last_error) == (Circuit.OPEN, str(error))
+    assert sum(store.counters.reasons[name] for name in ("unreachable", "backend_error")) == 3
+
+
+def test_a_backend_that_raises_from_everything_can_even_be_closed() -> None:
+    store = PoolStore(DeadBackend(), NAMES, BLOCK_BYTES, SYNC)
+    block = chain("a", 1)
+    assert store.put_many(block) == [PutResult.ERROR]
+    assert store.exists_many(keys(block)) == [False]
+    assert read(store, keys(block)) == [ReadResult.ERROR]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"), [(0, "bad_header"), (30, "bad_header"), (64, "checksum"), (-1, "checksum")]
+)
+def test_garbage_is_a_counted_corrupt_miss_and_is_replaced(
+    backend: FaultyBackend, clock: Clock, at: int, reason: str
+) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 1)
+    store.put_many(blocks)
+
+    def flip(parts: Parts) -> None:
+        parts[0][at] ^= 1
+
+    backend.spoil = flip
+    assert read(store, keys(blocks)) == [ReadResult.CORRUPT]
+    assert store.counters.reasons[reason] == 1
+    backend.spoil = None
+    assert store.put_many(blocks) == [PutResult.STORED]  # the bad value was removed
+    assert read(store, keys(blocks)) == [ReadResult.HIT]
+
+
+def test_a_value_of_another_key_is_corrupt(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    mine, other = chain("mine", 1)[0], chain("other", 1)[0]
+    header = memoryview(bytearray(64))
+    seal(NAMES.own(other.key), other.data, header)
+    backend.inner.put_many([NAMES.own(mine.key)], [(header, other.data)])
+    assert read(store, [mine.key]) == [ReadResult.CORRUPT]
+    assert store.counters.reasons["wrong_key"] == 1
+
+
+def test_no_space_is_tried_again_and_then_reported(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    backend.full_for = 3
+    assert store.put_many(chain("a", 2)) == [PutResult.STORED] * 2
+    backend.full_for = 4
+    assert store.put_many(chain("b", 2)) == [PutResult.NO_SPACE] * 2
+    assert store.counters.reasons["no_space"] == 2
+    assert store._staging.num_taken == 0
+
+
+def test_absent_keys_are_not_asked_for_again_at_once(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 2)
+    assert store.exists_many(keys(blocks)) == [False, False]
+    assert read(store, keys(blocks)) == [ReadResult.MISS] * 2
+    assert store.counters.reasons["negative_cache"] == 2
+    assert (backend.num_asked("exists"), backend.num_asked("get")) == (2, 0)
+    store.put_many(blocks[:1])  # a put of ours is known at once
+    assert store.exists_many(keys(blocks)) == [True, False]
+    clock.now = 1.0  # a put of another server's after half a second
+    store_over(backend, clock).put_many(blocks[1:])
+    assert store.exists_many(keys(blocks)) == [True, True]
+
+
+def test_a_probe_stops_at_the_batch_with_a_gap(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 200)
+    store.put_many(blocks[:70])
+    assert store.exists_many(keys(blocks)) == [True] * 70 + [False] * 130
+    assert backend.num_asked("exists") == 128
+
+
+def test_a_block_is_present_only_while_every_rank_holds_its_part(tmp_path: Path, clock: Clock) -> None:
+    def rank(number: int) -> PoolStore:
+        pool = open_backend({"path": str(tmp_path)})
+        return PoolStore(pool, PoolKeys("tiny", number, 2), BLOCK_BYTES, SYNC, clock=clock)
+
+    first, second = rank(0), rank(1)
+    blocks = chain("a", 2)
+    first.put_many(blocks)
+    assert first.exists_many(keys(blocks)) == [False, False]
+    second.put_many(blocks)
+    clock.now = 1.0
+    assert first.exists_many(keys(blocks)) == second.exists_many(keys(blocks)) == [True, True]
+    second.remove([blocks[1].key])
+    assert first.exists_many(keys(blocks)) == [True, False]
+
+
+def test_a_missing_answer_is_a_failed_call(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 3)
+    store.put_many(blocks)
+    backend.num_results_lost = 1
+    assert store.exists_many(keys(blocks)) == [False] * 3
+    assert read(store, keys(blocks)) == [ReadResult.ERROR] * 3
+    assert store.counters.reasons["unreachable"] == 6
+
+
+def test_slots_held_by_stuck_calls_make_reads_late_not_stuck(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock, staging=1)
+    assert store._staging.num_slots == 2
+    blocks = chain("a", 6)
+    assert store.put_many(blocks) == [PutResult.STORED] * 6
+    assert read(store, keys(blocks)) == [ReadResult.HIT] * 6
+    backend.gate.clear()
+    assert read(store, keys(blocks)) == [ReadResult.LATE] * 6
+    clock.now = 100.0
+    assert read(store, keys(blocks)) == [ReadResult.ERROR] * 6
+    backend.gate.set()
+
+
+class TestQueue:
+    def test_queued_blocks_are_written(self, backend: FaultyBackend, clock: Clock) -> None:
+        store = store_over(backend, clock, async_write=True)
+        blocks = chain("a", 40)
+        assert store.put_many(blocks) == [PutResult.QUEUED] * 40
+        assert store.flush(5)
+        assert read(store, keys(blocks)) == [ReadResult.HIT] * 40
+        assert store.counters.puts == {PutResult.QUEUED: 40, PutResult.STORED: 40}
+        assert store.counters.written_bytes == 40 * BLOCK_BYTES
+        store.close()
+
+    def test_the_newest_are_dropped_when_it_is_full(self, backend: FaultyBackend, clock: Clock) -> None:
+        store = store_over(backend, clock, async_write=True, write_queue=8 * 8192, deadline_s=20)
+        backend.gate.clear()
+        blocks = chain("a", 12)
+        results = store.put_many(blocks)
+        assert results == [PutResult.QUEUED] * 8 + [PutResult.DROPPED] * 4
+        assert store.status().queued_bytes == 8 * BLOCK_BYTES
+        assert store.counters.reasons["queue_full"] == 4
+        backend.gate.set()
+        assert store.flush(5)
+        assert read(store, keys(blocks)) == [ReadResult.HIT] * 8 + [ReadResult.MISS] * 4
+        store.close()
+
+    def test_a_block_already_queued_is_dropped(self, backend: FaultyBackend, clock: Clock) -> None:
+        store = store_over(backend, clock, async_write=True, deadline_s=20)
+        backend.gate.clear()
+        block = chain("a", 1)
+        assert store.put_many(block * 2) == [PutResult.QUEUED, PutResult.DROPPED]
+        backend.gate.set()
+        store.close()
+
+    def test_the_caller_may_reuse_its_buffer_while_the_pool_hangs(
+        self, backend: FaultyBackend, clock: Clock
+    ) -> None:
+        store = store_over(backend, clock, async_write=True, deadline_s=20)
+        backend.gate.clear()
+        key = key_of("a")
+        data = bytes_of(key)
+        store.put_many([BlockPut(key, ROOT, memoryview(data))])
+        data[:] = bytes(BLOCK_BYTES)
+        backend.gate.set()
+        assert store.flush(5)
+        assert read(store, [key]) == [ReadResult.HIT]
+        store.close()
+
+    def test_a_broken_pool_empties_the_queue_by_failing(self, backend: FaultyBackend, clock: Clock) -> None:
+        store = store_over(backend, clock, async_write=True)
+        backend.error = StorageError("gone")
+        store.put_many(chain("a", 100))
+        assert store.flush(5)
+        assert store.counters.puts[PutResult.ERROR] == 100
+        store.close()
+
+
+def test_registered_memory_is_used_in_place(tmp_path: Path, clock: Clock) -> None:
+    class InPlace(FaultyBackend):
+        def register(self, memory: memoryview) -> None:
+            return None
+
+    backend = InPlace(open_backend({"path": str(tmp_path)}))
+    backend.zero_copy = True
+    store = store_over(backend, clock)
+    arena = np.zeros(8 * BLOCK_BYTES, dtype=np.uint8)
+    store.register(memoryview(arena))
+    block = memoryview(arena)[:BLOCK_BYTES]
+    block[:] = bytes_of(key_of("a"))
+    seen: list[Parts] = []
+    original = backend.inner.put_many
+    backend.inner.put_many = lambda names, values: (seen.extend(values), original(names, values))[1]  # type: ignore[method-assign]
+    assert store.put_many([BlockPut(key_of("a"), ROOT, block)]) == [PutResult.STORED]
+    assert seen[0][1] is block
+    into = memoryview(arena)[BLOCK_BYTES : 2 * BLOCK_BYTES]
+    assert store.get_many([key_of("a")], [into]) == [ReadResult.HIT]
+    assert into == block
+
+
+def test_a_late_read_into_registered_memory_is_waited_for(tmp_path: Path, clock: Clock) -> None:
+    backend = FaultyBackend(open_backend({"path": str(tmp_path)}))
+    backend.zero_copy = True
+    store = store_over(backend, clock, deadline_s=0.05)
+    arena = np.zeros(2 * BLOCK_BYTES, dtype=np.uint8)
+    store.register(memoryview(arena))
+    store.put_many(chain("a", 1))
+    backend.gate.clear()
+    results: list[list[ReadResult]] = []
+    reader = threading.Thread(
+        target=lambda: results.append(store.get_many(keys(chain("a", 1)), [memoryview(arena)[:BLOCK_BYTES]]))
+    )
+    reader.start()
+    _until(lambda: store.status().circuit is Circuit.OPEN)
+    assert not results  # the backend may still write into the caller's memory
+    backend.gate.set()
+    reader.join()
+    assert results == [[ReadResult.LATE]]
+
+
+def _until(condition: object) -> None:
+    """Wait for a background thread, up to 10 s."""
+    pause = threading.Event()
+    for _ in range(1000):
+        if condition():  # type: ignore[operator]
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came to be")
