@@ -33,7 +33,7 @@ class Staging:
         self.num_slots = max(2, capacity_bytes // stride)
         raw = np.empty(self.num_slots * stride + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
-        self.memory = memoryview(raw[start : start + self.num_slots * stride])
+        self.memory = raw[start : start + self.num_slots * stride].data
         """All slots, for `PoolBackend.register`."""
         self._free = [self._slot(index * stride, block_bytes) for index in range(self.num_slots)]
         self._changed = threading.Condition()
