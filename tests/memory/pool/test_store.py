@@ -66,19 +66,23 @@ class _KeptOpen(FaultyBackend):
 
 class TestMooncakeStore(BlockStoreContract):
     @pytest.fixture(scope="class")
-    def client(self) -> Iterator[PoolBackend]:
+    def client(self) -> Iterator[tuple[PoolBackend, list[PoolStore]]]:
         master = MooncakeMaster()
         client = open_pool_backend("mooncake", master.config())
-        yield client
+        # What a client has registered must live as long as the client: keep the stores and their slots.
+        yield client, []
         client.close()
         master.stop()
 
     @pytest.fixture(autouse=True)
-    def _client(self, client: PoolBackend) -> None:
-        self._backend = client
+    def _client(self, client: tuple[PoolBackend, list[PoolStore]]) -> None:
+        self._backend, self._stores = client
 
     def make_store(self, tmp_path: Path, capacity_blocks: int) -> BlockStore:
-        return PoolStore(_KeptOpen(self._backend), PoolKeys(tmp_path.name), BLOCK_BYTES, SYNC)
+        settings = SYNC.model_copy(update={"staging": 1 << 20})
+        store = PoolStore(_KeptOpen(self._backend), PoolKeys(tmp_path.name), BLOCK_BYTES, settings)
+        self._stores.append(store)
+        return store
 
 
 class Clock:
