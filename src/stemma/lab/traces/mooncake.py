@@ -1,0 +1,47 @@
+"""Mooncake's JSONL (FAST'25 release): ``timestamp`` in ms, lengths, ``hash_ids`` of 512-token blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from stemma.lab.traces.json_lines import parse_object
+from stemma.lab.traces.request import (
+    TraceFormat,
+    TraceRequest,
+    check_block_count,
+    take_count,
+    take_ids,
+    take_number,
+)
+
+MOONCAKE_BLOCK_SIZE = 512
+
+
+class MooncakeFormat(TraceFormat):
+    """The last block of a prompt is partial and has an id of its own."""
+
+    name: ClassVar[str] = "mooncake"
+    caveats: ClassVar[tuple[str, ...]] = ("generated tokens have no ids: they count as missed one turn later",)
+
+    def __init__(self) -> None:
+        self.block_size = MOONCAKE_BLOCK_SIZE
+
+    @staticmethod
+    def recognises(record: Mapping[str, object]) -> bool:
+        """Tell whether a first record looks like this format."""
+        return {"timestamp", "input_length", "hash_ids"} <= record.keys() and "chat_id" not in record
+
+    def parse(self, line: bytes, number: int) -> TraceRequest | None:
+        """Read one line."""
+        record = parse_object(line, number)
+        ids = take_ids(record, "hash_ids", number)
+        input_tokens = take_count(record, "input_length", number)
+        check_block_count(len(ids), input_tokens, self.block_size, number)
+        return TraceRequest(
+            timestamp_s=take_number(record, "timestamp", number) / 1000.0,
+            block_ids=ids,
+            input_tokens=input_tokens,
+            output_tokens=take_count(record, "output_length", number),
+            num_prompt_blocks=len(ids),
+        )

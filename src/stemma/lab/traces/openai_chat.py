@@ -1,0 +1,91 @@
+"""OpenAI chat requests as JSONL, turned into blocks by a tokenizer and its chat template.
+
+A line is a request body (``{"messages": [...]}``) or a line of the batch format (``{"body": {...}}``). Fields
+beside the body that help if they are there: ``timestamp`` (seconds; default: one second per line),
+``output_length`` or ``max_tokens``, ``user``. Prompts are hashed here and forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import ClassVar, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import TraceError
+from stemma.lab.traces.json_lines import parse_object
+from stemma.lab.traces.request import RawIds, TraceFormat, TraceRequest, take, take_number
+
+
+class ChatTokenizer(Protocol):
+    """What the reader needs of a tokenizer."""
+
+    def encode_chat(self, messages: list[dict[str, object]]) -> list[int]:
+        """Return the token ids of a conversation, the generation prompt included."""
+
+
+class OpenAIChatFormat(TraceFormat):
+    """Needs a tokenizer: block boundaries fall on tokens."""
+
+    name: ClassVar[str] = "openai"
+    caveats: ClassVar[tuple[str, ...]] = (
+        "arrival times are one second per line unless a line has `timestamp`",
+    )
+
+    def __init__(self, tokenizer: ChatTokenizer, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self._tokenizer = tokenizer
+
+    @staticmethod
+    def recognises(record: Mapping[str, object]) -> bool:
+        """Tell whether a first record looks like this format."""
+        return "messages" in record or isinstance(record.get("body"), dict)
+
+    def parse(self, line: bytes, number: int) -> TraceRequest | None:
+        """Read one line."""
+        record = parse_object(line, number)
+        body = record.get("body", record)
+        if not isinstance(body, dict):
+            raise TraceError("field 'body' isn't an object", line_number=number)
+        messages = take(body, "messages", number)
+        if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+            raise TraceError("field 'messages' isn't a list of objects", line_number=number)
+        try:
+            tokens = self._tokenizer.encode_chat(cast(list[dict[str, object]], messages))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"the tokenizer rejects the messages: {error}", line_number=number) from error
+        ids = chain_ids(np.asarray(tokens, dtype=np.int32), self.block_size)
+        user = record.get("user", body.get("user"))
+        return TraceRequest(
+            timestamp_s=take_number(record, "timestamp", number) if "timestamp" in record else float(number),
+            block_ids=ids,
+            input_tokens=len(tokens),
+            output_tokens=_output_tokens(record, body),
+            num_prompt_blocks=len(ids),
+            session=None if user is None else _hash64(str(user).encode()),
+        )
+
+
+def chain_ids(tokens: npt.NDArray[np.int32], block_size: int) -> RawIds:
+    """Return one 63-bit id per block of `tokens` (the last may be partial), chained over all before it."""
+    state = b""
+    ids = []
+    for start in range(0, len(tokens), block_size):
+        block = tokens[start : start + block_size].astype("<i4").tobytes()
+        state = hashlib.blake2b(state + block, digest_size=16).digest()
+        ids.append(int.from_bytes(state[:8], "little") >> 1)
+    return np.asarray(ids, dtype=np.int64)
+
+
+def _hash64(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def _output_tokens(record: Mapping[str, object], body: Mapping[str, object]) -> int:
+    for source, key in ((record, "output_length"), (body, "max_completion_tokens"), (body, "max_tokens")):
+        value = source.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+    return 0

@@ -1,0 +1,64 @@
+"""Stemma's own traces, written by `stemma serve --record-trace` (`engine/trace_log.py` has the schema)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from stemma.engine.trace_log import TRACE_FORMAT, TRACE_VERSION
+from stemma.errors import TraceError
+from stemma.lab.traces.json_lines import parse_object
+from stemma.lab.traces.request import TraceFormat, TraceRequest, take, take_count, take_number
+
+
+class RecordedFormat(TraceFormat):
+    """A header line, then one line per finished request: salted chained hashes, lengths, no text."""
+
+    name: ClassVar[str] = "stemma"
+
+    def __init__(self) -> None:
+        self.block_size = 0
+
+    @staticmethod
+    def recognises(record: Mapping[str, object]) -> bool:
+        """Tell whether a first record looks like this format."""
+        return record.get("format") == TRACE_FORMAT
+
+    def parse(self, line: bytes, number: int) -> TraceRequest | None:
+        """Read one line. A server that was restarted appends another header; its salt differs."""
+        record = parse_object(line, number)
+        if "format" in record:
+            self._read_header(record, number)
+            return None
+        if self.block_size == 0:
+            raise TraceError("a request stands before the header line", line_number=number)
+        input_tokens = take_count(record, "input_tokens", number)
+        text = take(record, "blocks", number)
+        try:
+            ids = np.frombuffer(base64.b64decode(str(text), validate=True), dtype="<i8").astype(np.int64)
+        except (ValueError, binascii.Error) as error:
+            raise TraceError(f"field 'blocks' isn't base64 of 64-bit hashes: {error}", line_number=number) from error
+        num_prompt_blocks = -(-input_tokens // self.block_size)
+        if len(ids) < num_prompt_blocks:
+            message = f"{len(ids)} block hashes, but the prompt alone has {num_prompt_blocks} blocks"
+            raise TraceError(message, line_number=number)
+        return TraceRequest(
+            timestamp_s=take_number(record, "timestamp_s", number),
+            block_ids=ids,
+            input_tokens=input_tokens,
+            output_tokens=take_count(record, "output_tokens", number),
+            num_prompt_blocks=num_prompt_blocks,
+        )
+
+    def _read_header(self, record: Mapping[str, object], number: int) -> None:
+        if record.get("format") != TRACE_FORMAT or record.get("version") != TRACE_VERSION:
+            message = f"not {TRACE_FORMAT} version {TRACE_VERSION}: {record.get('format')!r} {record.get('version')!r}"
+            raise TraceError(message, line_number=number)
+        block_size = take_count(record, "block_size", number)
+        if block_size < 1 or (self.block_size and block_size != self.block_size):
+            raise TraceError(f"block size {block_size} after {self.block_size}", line_number=number)
+        self.block_size = block_size

@@ -1,0 +1,98 @@
+"""One request of a trace, and the contract of a trace format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import TraceError
+
+RawIds: TypeAlias = npt.NDArray[np.int64]
+"""Ids of chained prefix blocks as the trace names them, shape [num_blocks]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: which prefix blocks it has, and how long it is."""
+
+    timestamp_s: float
+    """Arrival, seconds from any origin."""
+    block_ids: RawIds
+    """Chained ids from the root: equal ids mean equal whole prefixes. Empty if the format has lengths only."""
+    input_tokens: int
+    output_tokens: int
+    num_prompt_blocks: int
+    """How many of `block_ids` the prompt has (a partial last one counts); the rest was generated."""
+    session: int | None = None
+    """Conversation, if the trace knows it."""
+    turn: int | None = None
+    """1 for the first request of a conversation, if the trace knows it."""
+
+
+class TraceFormat(ABC):
+    """Parses the lines of one format. An instance reads one file: a header line may set `block_size`."""
+
+    name: ClassVar[str]
+    caveats: ClassVar[tuple[str, ...]] = ()
+    """What this format can't tell; shown with every result."""
+
+    block_size: int
+    """Tokens that one block id stands for; 0 if there are no ids."""
+
+    @abstractmethod
+    def parse(self, line: bytes, number: int) -> TraceRequest | None:
+        """Return the request of this line, None for a header. Raises TraceError."""
+
+
+def take(record: Mapping[str, object], key: str, number: int) -> object:
+    """Return a field or raise TraceError."""
+    if key not in record:
+        raise TraceError(f"field {key!r} is missing", line_number=number)
+    return record[key]
+
+
+def take_number(record: Mapping[str, object], key: str, number: int) -> float:
+    """Return a finite number or raise TraceError."""
+    value = take(record, key, number)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise TraceError(f"field {key!r} isn't a number: {value!r}", line_number=number)
+    return float(value)
+
+
+def take_count(record: Mapping[str, object], key: str, number: int) -> int:
+    """Return a count of at least 0 or raise TraceError."""
+    value = take(record, key, number)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TraceError(f"field {key!r} isn't a count: {value!r}", line_number=number)
+    return value
+
+
+def take_ids(record: Mapping[str, object], key: str, number: int) -> RawIds:
+    """Return a list of distinct 64-bit ids or raise TraceError."""
+    value = take(record, key, number)
+    if not isinstance(value, list):
+        raise TraceError(f"field {key!r} isn't a list", line_number=number)
+    try:
+        ids = np.asarray(value, dtype=np.int64) if value else np.empty(0, np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"field {key!r} isn't a list of integers", line_number=number) from error
+    if ids.ndim != 1 or not all(type(item) is int for item in value):
+        raise TraceError(f"field {key!r} isn't a list of integers", line_number=number)
+    if len(set(value)) != len(value):
+        raise TraceError(f"field {key!r} repeats an id: these aren't chained prefix ids", line_number=number)
+    return ids
+
+
+def check_block_count(num_ids: int, input_tokens: int, block_size: int, number: int) -> None:
+    """Raise TraceError unless `num_ids` blocks can hold `input_tokens` (one block of slack either way)."""
+    expected = -(-input_tokens // block_size)
+    if abs(num_ids - expected) > 1:
+        raise TraceError(
+            f"{num_ids} block ids, but {input_tokens} tokens need {expected} of {block_size}",
+            line_number=number,
+        )
