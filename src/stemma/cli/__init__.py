@@ -1,1 +1,35 @@
 """One file per command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from stemma.errors import StemmaError
+
+EXIT_USAGE = 2
+
+
+def make_app() -> typer.Typer:
+    """Return the command line: a file of this package per command, a line here for each."""
+    from stemma.cli.replay import replay_command
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_describe)
+    app.command("replay")(replay_command)
+    return app
+
+
+def main() -> None:
+    """Run a command. An error that Stemma raises on purpose is one line on stderr and exit status 2."""
+    try:
+        make_app()()
+    except StemmaError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False)
+        sys.exit(EXIT_USAGE)
+
+
+def _describe() -> None:
+    """Stemma serves language models and reuses every prefix it has computed."""

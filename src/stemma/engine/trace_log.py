@@ -37,7 +37,9 @@ _HASH_BYTES = 8
 class TraceLog:
     """Appends finished requests to a file. Safe to call from any thread; one `write` per line."""
 
-    def __init__(self, path: Path, block_size: int, server_block_size: int, salt: bytes | None = None) -> None:
+    def __init__(
+        self, path: Path, block_size: int, server_block_size: int, salt: bytes | None = None
+    ) -> None:
         """Open `path` for appending; `block_size` tokens get one hash. Raises StorageError."""
         self.block_size = block_size
         self._salt = secrets.token_bytes(32) if salt is None else salt

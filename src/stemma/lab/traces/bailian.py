@@ -22,7 +22,9 @@ class BailianFormat(TraceFormat):
     """Timestamps are seconds. ``parent_chat_id`` (-1: none) chains the requests of one conversation."""
 
     name: ClassVar[str] = "bailian"
-    caveats: ClassVar[tuple[str, ...]] = ("generated tokens have no ids: they count as missed one turn later",)
+    caveats: ClassVar[tuple[str, ...]] = (
+        "generated tokens have no ids: they count as missed one turn later",
+    )
 
     def __init__(self) -> None:
         self.block_size = BAILIAN_BLOCK_SIZE

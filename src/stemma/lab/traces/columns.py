@@ -6,7 +6,7 @@ with `block_size=1`. 10 million blocks take some 40 MB here and some 400 MB whil
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,8 +107,15 @@ class Trace:
         )
 
 
-def collect(name: str, block_size: int, requests: Iterable[TraceRequest], caveats: tuple[str, ...] = ()) -> Trace:
+def collect(
+    name: str,
+    block_size: Callable[[], int],
+    requests: Iterable[TraceRequest],
+    caveats: tuple[str, ...] = (),
+) -> Trace:
     """Read all requests into columns, sorted by arrival (stable). Raises ConfigError if there are none.
+
+    `block_size` is asked at the end: a trace may state it in a header line.
 
     Ids that occur behind different predecessors are not chained prefix ids; they are chained here, since
     equal blocks behind different prefixes have different KV.
@@ -137,7 +144,7 @@ def collect(name: str, block_size: int, requests: Iterable[TraceRequest], caveat
     block_ids, num_unique = _densify(raw, offsets)
     return Trace(
         name=name,
-        block_size=block_size,
+        block_size=block_size(),
         timestamps_s=times[order] - times.min(),
         input_tokens=columns[:, 0],
         output_tokens=columns[:, 1],

@@ -22,7 +22,9 @@ class MooncakeFormat(TraceFormat):
     """The last block of a prompt is partial and has an id of its own."""
 
     name: ClassVar[str] = "mooncake"
-    caveats: ClassVar[tuple[str, ...]] = ("generated tokens have no ids: they count as missed one turn later",)
+    caveats: ClassVar[tuple[str, ...]] = (
+        "generated tokens have no ids: they count as missed one turn later",
+    )
 
     def __init__(self) -> None:
         self.block_size = MOONCAKE_BLOCK_SIZE

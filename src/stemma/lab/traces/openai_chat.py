@@ -8,21 +8,23 @@ beside the body that help if they are there: ``timestamp`` (seconds; default: on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import ClassVar, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from stemma.errors import TraceError
+from stemma.errors import InvalidRequest, TraceError
 from stemma.lab.traces.json_lines import parse_object
 from stemma.lab.traces.request import RawIds, TraceFormat, TraceRequest, take, take_number
+from stemma.types import TokenArray
 
 
 class ChatTokenizer(Protocol):
     """What the reader needs of a tokenizer."""
 
-    def encode_chat(self, messages: list[dict[str, object]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> TokenArray:
         """Return the token ids of a conversation, the generation prompt included."""
 
 
@@ -53,10 +55,10 @@ class OpenAIChatFormat(TraceFormat):
         if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
             raise TraceError("field 'messages' isn't a list of objects", line_number=number)
         try:
-            tokens = self._tokenizer.encode_chat(cast(list[dict[str, object]], messages))
-        except (KeyError, TypeError, ValueError) as error:
+            tokens = self._tokenizer.apply_chat_template(messages, tools=_tools(body))
+        except (InvalidRequest, KeyError, TypeError, ValueError) as error:
             raise TraceError(f"the tokenizer rejects the messages: {error}", line_number=number) from error
-        ids = chain_ids(np.asarray(tokens, dtype=np.int32), self.block_size)
+        ids = chain_ids(tokens, self.block_size)
         user = record.get("user", body.get("user"))
         return TraceRequest(
             timestamp_s=take_number(record, "timestamp", number) if "timestamp" in record else float(number),
@@ -68,7 +70,7 @@ class OpenAIChatFormat(TraceFormat):
         )
 
 
-def chain_ids(tokens: npt.NDArray[np.int32], block_size: int) -> RawIds:
+def chain_ids(tokens: TokenArray, block_size: int) -> RawIds:
     """Return one 63-bit id per block of `tokens` (the last may be partial), chained over all before it."""
     state = b""
     ids = []
@@ -89,3 +91,8 @@ def _output_tokens(record: Mapping[str, object], body: Mapping[str, object]) -> 
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return value
     return 0
+
+
+def _tools(body: Mapping[str, object]) -> list[Mapping[str, Any]] | None:
+    tools = body.get("tools")
+    return tools if isinstance(tools, list) and tools else None

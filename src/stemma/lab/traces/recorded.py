@@ -41,7 +41,9 @@ class RecordedFormat(TraceFormat):
         try:
             ids = np.frombuffer(base64.b64decode(str(text), validate=True), dtype="<i8").astype(np.int64)
         except (ValueError, binascii.Error) as error:
-            raise TraceError(f"field 'blocks' isn't base64 of 64-bit hashes: {error}", line_number=number) from error
+            raise TraceError(
+                f"field 'blocks' isn't base64 of 64-bit hashes: {error}", line_number=number
+            ) from error
         num_prompt_blocks = -(-input_tokens // self.block_size)
         if len(ids) < num_prompt_blocks:
             message = f"{len(ids)} block hashes, but the prompt alone has {num_prompt_blocks} blocks"
@@ -56,7 +58,8 @@ class RecordedFormat(TraceFormat):
 
     def _read_header(self, record: Mapping[str, object], number: int) -> None:
         if record.get("format") != TRACE_FORMAT or record.get("version") != TRACE_VERSION:
-            message = f"not {TRACE_FORMAT} version {TRACE_VERSION}: {record.get('format')!r} {record.get('version')!r}"
+            found = f"{record.get('format')!r} version {record.get('version')!r}"
+            message = f"not {TRACE_FORMAT} version {TRACE_VERSION}: {found}"
             raise TraceError(message, line_number=number)
         block_size = take_count(record, "block_size", number)
         if block_size < 1 or (self.block_size and block_size != self.block_size):

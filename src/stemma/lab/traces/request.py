@@ -23,7 +23,7 @@ class TraceRequest:
     timestamp_s: float
     """Arrival, seconds from any origin."""
     block_ids: RawIds
-    """Chained ids from the root: equal ids mean equal whole prefixes. Empty if the format has lengths only."""
+    """Chained ids from the root: equal ids mean equal whole prefixes. Empty if only lengths are known."""
     input_tokens: int
     output_tokens: int
     num_prompt_blocks: int

@@ -1,0 +1,196 @@
+"""`stemma replay`: what would a cache of this size save my traffic, and under which policy?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stemma.errors import ConfigError
+from stemma.lab.replay import ReplayResult, known_policies, replay
+from stemma.lab.report import Row, hit_ratio_table, make_rows, savings_table, write_json
+from stemma.lab.savings import PrefillModel, Prices
+from stemma.lab.traces.columns import Trace, collect
+from stemma.lab.traces.openai_chat import ChatTokenizer
+from stemma.lab.traces.reader import open_trace
+
+DEFAULT_CAPACITIES = "1000,3000,5000,10000,20000,30000,50000,100000"
+LIMIT_OPTION = typer.Option("--limit", min=1, help="Read only the first N requests.")
+
+
+def replay_command(
+    trace_path: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file, plain or .gz.")],
+    policy: Annotated[
+        str, typer.Option(help="Policies, comma-separated; `min` is the clairvoyant bound.")
+    ] = ("lru,min"),
+    capacity: Annotated[
+        str, typer.Option(help="Cache sizes in blocks of the trace, comma-separated; `unlimited` is one.")
+    ] = DEFAULT_CAPACITIES,
+    cost: Annotated[
+        str, typer.Option(help="What a block is worth: `blocks` (all equal) or `prefill-time`.")
+    ] = "blocks",
+    trace_format: Annotated[
+        str | None,
+        typer.Option("--format", help="mooncake, bailian, stemma, openai or azure; default: by looks."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose tokenizer reads an OpenAI chat trace.")
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count unreadable lines and go on.")] = False,
+    limit: Annotated[int | None, LIMIT_OPTION] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")
+    ] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained report with plots.")
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float, typer.Option(min=1e-6, help="Measured or assumed speed.")
+    ] = 10_000.0,
+    attention_equal_at: Annotated[
+        float, typer.Option(min=1.0, help="Position at which attending costs as much as the weights.")
+    ] = 32_768.0,
+    price_miss: Annotated[float, typer.Option(min=0.0, help="Per million prompt tokens computed.")] = 1.0,
+    price_hit: Annotated[float, typer.Option(min=0.0, help="Per million prompt tokens from cache.")] = 0.1,
+) -> None:
+    """Replay a trace through the index and the eviction policies that serve requests."""
+    console = Console()
+    policies = parse_policies(policy)
+    sizes = parse_capacities(capacity)
+    model, prices = PrefillModel(prefill_tokens_per_s, attention_equal_at), Prices(price_miss, price_hit)
+    trace = load_trace(console, trace_path, trace_format, skip_bad, tokenizer, limit)
+    if trace.num_blocks == 0:
+        raise ConfigError(f"{trace.name} can't be replayed: {'; '.join(trace.caveats)}")
+    costs = parse_cost(cost, trace, model)
+    results = _replay_with_bar(console, trace, policies, sizes, costs)
+    rows = make_rows(trace, results, model, prices)
+    console.print(hit_ratio_table(trace, rows))
+    console.print(savings_table(trace, rows, model, prices))
+    for caveat in trace.caveats:
+        console.print(f"note: {caveat}", style="dim")
+    _write_files(console, trace, results, rows, json_path, html_path)
+
+
+def parse_policies(text: str) -> list[str]:
+    """Return the names; raise ConfigError for one that doesn't exist."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = known_policies()
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown eviction policy {name!r}; known: {', '.join(known)}")
+    if not names:
+        raise ConfigError("name at least one policy")
+    return list(dict.fromkeys(names))
+
+
+def parse_capacities(text: str) -> list[int | None]:
+    """Return the sizes in blocks, None for `unlimited`; raise ConfigError if one is no count."""
+    sizes: list[int | None] = []
+    for part in (part.strip().replace("_", "") for part in text.split(",")):
+        if part in ("unlimited", "inf"):
+            sizes.append(None)
+        elif part.isdigit() and int(part) > 0:
+            sizes.append(int(part))
+        else:
+            raise ConfigError(f"not a capacity in blocks: {part!r}")
+    return list(dict.fromkeys(sizes))
+
+
+def parse_cost(name: str, trace: Trace, model: PrefillModel) -> npt.NDArray[np.float32] | None:
+    """Return seconds per block by depth for `prefill-time`, None for `blocks`."""
+    if name == "blocks":
+        return None
+    if name == "prefill-time":
+        return model.block_seconds(int(np.diff(trace.offsets).max(initial=0)), trace.block_size)
+    raise ConfigError(f"unknown cost {name!r}; known: blocks, prefill-time")
+
+
+def load_trace(
+    console: Console,
+    path: Path,
+    trace_format: str | None,
+    skip_bad: bool,
+    tokenizer: Path | None,
+    limit: int | None,
+) -> Trace:
+    """Read a trace with a progress bar; say how many lines were skipped."""
+    with _progress(console, "bytes") as bar:
+        task = bar.add_task(f"reading {path.name}", total=path.stat().st_size if path.is_file() else None)
+
+        def advance(num_bytes: int) -> None:
+            bar.advance(task, num_bytes)
+
+        make_tokenizer = None if tokenizer is None else _tokenizer_loader(tokenizer)
+        reader = open_trace(path, trace_format, skip_bad=skip_bad, tokenizer=make_tokenizer, progress=advance)
+        requests = iter(reader)
+        if limit is not None:
+            requests = (request for _, request in zip(range(limit), requests, strict=False))
+        # The block size may stand in a header line, so it is read after the first request.
+        collected = collect(path.name, lambda: reader.format.block_size, requests, reader.format.caveats)
+    if reader.num_bad:
+        console.print(f"{reader.num_bad} bad lines skipped", style="yellow")
+        for reason in reader.bad_lines:
+            console.print(f"  {reason}", style="yellow")
+    return collected
+
+
+def _tokenizer_loader(path: Path) -> Callable[[], ChatTokenizer]:
+    def load() -> ChatTokenizer:
+        from stemma.model.tokenizer import Tokenizer  # takes seconds to import, and only one format needs it
+
+        return Tokenizer(path)
+
+    return load
+
+
+def _replay_with_bar(
+    console: Console,
+    trace: Trace,
+    policies: list[str],
+    sizes: list[int | None],
+    costs: npt.NDArray[np.float32] | None,
+) -> list[ReplayResult]:
+    results = []
+    with _progress(console, "requests") as bar:
+        task = bar.add_task("replaying", total=len(policies) * len(sizes) * trace.num_requests)
+        for name in policies:
+            for size in sizes:
+                bar.update(task, description=f"{name}, {size or 'unlimited'} blocks")
+                results.append(replay(trace, name, size, costs, lambda served: bar.advance(task, served)))
+    return results
+
+
+def _write_files(
+    console: Console,
+    trace: Trace,
+    results: list[ReplayResult],
+    rows: list[Row],
+    json_path: Path | None,
+    html_path: Path | None,
+) -> None:
+    if json_path is not None:
+        write_json(json_path, rows)
+        console.print(f"rows: {json_path}")
+    if html_path is not None:
+        from stemma.lab.html import write_replay_report  # plotly is an extra
+
+        write_replay_report(html_path, trace, results, rows)
+        console.print(f"report: {html_path}")
+
+
+def _progress(console: Console, unit: str) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )

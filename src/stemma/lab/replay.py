@@ -1,0 +1,171 @@
+"""Replaying a trace through the very index and policy objects that serve requests.
+
+The index has `block_size=1`: each block of the trace is one "token", its dense id. A request is served in an
+instant: look up, use the hits, enter the rest, then evict until the cache fits. So the blocks of the request
+itself may be the first to go (a policy may decline to keep them), and nothing is pinned while it runs; what a
+live server needs for running requests is not part of `capacity_blocks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.lab.clairvoyant import replay_min
+from stemma.lab.savings import PrefillModel
+from stemma.lab.traces.columns import Trace
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.registry import make_policy, policy_names
+from stemma.prefix.keys import DEFAULT_NAMESPACE
+from stemma.prefix.radix import RadixIndex
+from stemma.types import BlockIds, Fingerprints
+
+MIN_POLICY = "min"
+"""Name of the clairvoyant bound beside the real policies."""
+
+Progress = Callable[[int], None]
+"""Called with the number of requests served since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """Hits of one policy at one capacity."""
+
+    policy: str
+    capacity_blocks: int | None
+    """None: no limit."""
+    num_hit_blocks: npt.NDArray[np.int32]
+    """Leading prompt blocks served from the cache, shape [num_requests]."""
+    num_evicted: int
+    elapsed_s: float
+
+    def hit_tokens(self, trace: Trace) -> npt.NDArray[np.int64]:
+        """Return hit tokens of each request; the last token of a prompt is always computed."""
+        blocks = self.num_hit_blocks.astype(np.int64)
+        return np.minimum(blocks * trace.block_size, np.maximum(trace.input_tokens - 1, 0))
+
+    def block_hit_ratio(self, trace: Trace) -> float:
+        """Return hit blocks over looked-up blocks; a partial last block counts as a block."""
+        return float(self.num_hit_blocks.sum()) / max(1, trace.num_looked_up_blocks)
+
+    def token_hit_ratio(self, trace: Trace) -> float:
+        """Return hit tokens over prompt tokens."""
+        return float(self.hit_tokens(trace).sum()) / max(1, int(trace.input_tokens.sum()))
+
+    def prefill_seconds_saved(self, trace: Trace, model: PrefillModel) -> float:
+        """Return the prefill time that the hits avoid."""
+        tokens = self.hit_tokens(trace)
+        return float(model.seconds(np.zeros_like(tokens), tokens).sum())
+
+
+class TraceCache:
+    """One pool of `capacity_blocks` under a policy, driven by the chains of a trace."""
+
+    def __init__(
+        self,
+        policy: str,
+        capacity_blocks: int | None,
+        costs: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """`costs` are seconds to recompute a block by its depth; None: all equal."""
+        self._index = RadixIndex(1, make_policy(policy))
+        self._capacity = capacity_blocks
+        self._costs = costs
+        self._free: list[int] = []
+        self._num_ids = 0
+        self.num_evicted = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held now."""
+        return self._index.num_blocks
+
+    def serve(self, chain: BlockIds, now: float) -> int:
+        """Look up `chain` (dense ids of the trace), use the hits, enter the rest; return the hit blocks."""
+        index = self._index
+        match = index.match(DEFAULT_NAMESPACE, chain)
+        num_hit = match.num_tokens
+        if num_hit:
+            index.touch(match.block_ids, now)
+        if num_hit < len(chain):
+            ids = np.concatenate((match.block_ids, self._take(len(chain) - num_hit)))
+            index.insert(DEFAULT_NAMESPACE, chain, ids, now, self._traits(chain))
+            self._make_room(now)
+        return num_hit
+
+    def _traits(self, chain: BlockIds) -> BlockTraits:
+        fingerprints: Fingerprints = chain.astype(np.uint64)
+        return BlockTraits(fingerprints, None if self._costs is None else self._costs[: len(chain)])
+
+    def _take(self, num_blocks: int) -> BlockIds:
+        """Return ids of slots that hold nothing; slots are reused so that ids stay dense."""
+        num_reused = min(num_blocks, len(self._free))
+        ids = self._free[len(self._free) - num_reused :]
+        del self._free[len(self._free) - num_reused :]
+        fresh = num_blocks - num_reused
+        if fresh:
+            ids.extend(range(self._num_ids, self._num_ids + fresh))
+            self._num_ids += fresh
+        return np.asarray(ids, dtype=np.int32)
+
+    def _make_room(self, now: float) -> None:
+        if self._capacity is None:
+            return
+        excess = self._index.num_blocks - self._capacity
+        if excess > 0:
+            evicted = self._index.evict(excess, now)
+            self.num_evicted += len(evicted)
+            self._free.extend(evicted.tolist())
+
+
+def replay(
+    trace: Trace,
+    policy: str,
+    capacity_blocks: int | None,
+    costs: npt.NDArray[np.float32] | None = None,
+    progress: Progress | None = None,
+) -> ReplayResult:
+    """Replay the whole trace under one policy (`min` is the clairvoyant bound).
+
+    Raises ConfigError for an unknown policy.
+    """
+    started = time.perf_counter()
+    if policy == MIN_POLICY:
+        bound = replay_min(trace, capacity_blocks)
+        if progress is not None:
+            progress(trace.num_requests)
+        return ReplayResult(policy, capacity_blocks, bound.num_hit_blocks, 0, time.perf_counter() - started)
+    cache = TraceCache(policy, capacity_blocks, costs)
+    hits = np.zeros(trace.num_requests, dtype=np.int32)
+    offsets, ids = trace.offsets.tolist(), trace.block_ids
+    reported = 0
+    for request, now in enumerate(trace.timestamps_s.tolist()):
+        hits[request] = cache.serve(ids[offsets[request] : offsets[request + 1]], now)
+        if progress is not None and request - reported >= 200:
+            progress(request - reported)
+            reported = request
+    if progress is not None:
+        progress(trace.num_requests - reported)
+    np.minimum(hits, trace.num_prompt_blocks, out=hits, casting="unsafe")
+    return ReplayResult(policy, capacity_blocks, hits, cache.num_evicted, time.perf_counter() - started)
+
+
+def replay_all(
+    trace: Trace,
+    policies: Iterable[str],
+    capacities: Iterable[int | None],
+    costs: npt.NDArray[np.float32] | None = None,
+    progress: Progress | None = None,
+) -> list[ReplayResult]:
+    """Replay every policy at every capacity, policies outermost."""
+    sizes = list(capacities)
+    return [replay(trace, policy, size, costs, progress) for policy in policies for size in sizes]
+
+
+def known_policies() -> list[str]:
+    """Return the names that `replay` takes."""
+    return [*policy_names(), MIN_POLICY]

@@ -1,0 +1,137 @@
+"""Replay results as rows: for a terminal table and for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from rich.table import Table
+
+from stemma.errors import StorageError
+from stemma.lab.replay import MIN_POLICY, ReplayResult
+from stemma.lab.savings import PrefillModel, Prices
+from stemma.lab.traces.columns import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one capacity."""
+
+    policy: str
+    capacity_blocks: int | None
+    block_hit_ratio: float
+    token_hit_ratio: float
+    gap_closed: float | None
+    """Share of the way from LRU to the clairvoyant bound; None if either is unknown or they are equal."""
+    prefill_s_saved: float
+    cost_saved: float
+    num_evicted: int
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def make_rows(trace: Trace, results: list[ReplayResult], model: PrefillModel, prices: Prices) -> list[Row]:
+    """Return a row per result, in the same order."""
+    ratios = {(result.policy, result.capacity_blocks): result.block_hit_ratio(trace) for result in results}
+    rows = []
+    for result in results:
+        size = result.capacity_blocks
+        tokens = int(result.hit_tokens(trace).sum())
+        rows.append(
+            Row(
+                policy=result.policy,
+                capacity_blocks=size,
+                block_hit_ratio=ratios[result.policy, size],
+                token_hit_ratio=result.token_hit_ratio(trace),
+                gap_closed=_gap_closed(
+                    ratios[result.policy, size], ratios.get(("lru", size)), ratios.get((MIN_POLICY, size))
+                ),
+                prefill_s_saved=result.prefill_seconds_saved(trace, model),
+                cost_saved=prices.saved(tokens),
+                num_evicted=result.num_evicted,
+                elapsed_s=result.elapsed_s,
+            )
+        )
+    return rows
+
+
+def _gap_closed(ratio: float, lru: float | None, bound: float | None) -> float | None:
+    if lru is None or bound is None or bound - lru < 1e-4:
+        return None
+    return (ratio - lru) / (bound - lru)
+
+
+def hit_ratio_table(trace: Trace, rows: list[Row]) -> Table:
+    """Return block hit ratios, a line per policy and a column per capacity."""
+    sizes = list(dict.fromkeys(row.capacity_blocks for row in rows))
+    table = Table(title=f"{trace.name}: block hit ratio", title_justify="left")
+    table.add_column("policy")
+    for size in sizes:
+        table.add_column(name_of_size(size), justify="right")
+    by_key = {(row.policy, row.capacity_blocks): row for row in rows}
+    best = {
+        size: max(
+            row.block_hit_ratio for row in rows if row.capacity_blocks == size and row.policy != MIN_POLICY
+        )
+        for size in sizes
+        if any(row.capacity_blocks == size and row.policy != MIN_POLICY for row in rows)
+    }
+    for policy in dict.fromkeys(row.policy for row in rows):
+        cells = []
+        for size in sizes:
+            row = by_key[policy, size]
+            text = f"{row.block_hit_ratio:.4f}"
+            cells.append(f"[bold]{text}[/bold]" if row.block_hit_ratio == best.get(size) else text)
+        table.add_row(policy, *cells)
+    return table
+
+
+def savings_table(trace: Trace, rows: list[Row], model: PrefillModel, prices: Prices) -> Table:
+    """Return tokens, predicted prefill time and money saved, a line per policy and capacity."""
+    total_tokens = int(trace.input_tokens.sum())
+    total_s = float(model.seconds(0, trace.input_tokens).sum())
+    title = (
+        f"{trace.num_requests:,} requests, {total_tokens:,} prompt tokens: {total_s:,.0f} s of prefill at "
+        f"{model.tokens_per_s:,.0f} tokens/s, {prices.bill(total_tokens, 0):,.2f} without a cache"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in (
+        "policy",
+        "blocks",
+        "token hit ratio",
+        "of the gap LRU to min",
+        "prefill saved",
+        "cost saved",
+    ):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in rows:
+        gap = "" if row.gap_closed is None else f"{row.gap_closed:.1%}"
+        table.add_row(
+            row.policy,
+            name_of_size(row.capacity_blocks),
+            f"{row.token_hit_ratio:.4f}",
+            gap,
+            f"{row.prefill_s_saved:,.0f} s",
+            f"{row.cost_saved:,.2f}",
+        )
+    return table
+
+
+def name_of_size(capacity_blocks: int | None) -> str:
+    """Return a capacity as the tables show it."""
+    return "unlimited" if capacity_blocks is None else f"{capacity_blocks:,}"
+
+
+def write_json(path: Path, rows: list[Row]) -> None:
+    """Write a list of rows. Raises StorageError."""
+    data = orjson.dumps(
+        [row.as_dict() for row in rows], option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    )
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StorageError(f"can't write {path}: {error}") from error

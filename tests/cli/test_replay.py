@@ -1,0 +1,64 @@
+"""`stemma replay` from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stemma.cli import make_app
+from stemma.cli.replay import parse_capacities, parse_policies
+from stemma.errors import ConfigError
+
+SAMPLE = Path(__file__).parent.parent / "data" / "mooncake_conversation_head.jsonl"
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(make_app(), ["replay", *map(str, arguments)])
+
+
+def test_rows_and_report(tmp_path):
+    rows_path, report_path = tmp_path / "rows.json", tmp_path / "report.html"
+    sizes = "100,500,unlimited"
+    options = ("--policy", "lru,min", "--capacity", sizes, "--json", rows_path, "--html", report_path)
+    result = run(SAMPLE, *options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(rows_path.read_text())
+    assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [
+        (policy, size) for policy in ("lru", "min") for size in (100, 500, None)
+    ]
+    by_key = {(row["policy"], row["capacity_blocks"]): row["block_hit_ratio"] for row in rows}
+    assert by_key["lru", 100] <= by_key["min", 100] <= by_key["min", None] == by_key["lru", None]
+    assert all(0 <= row["token_hit_ratio"] <= 1 for row in rows)
+    report = report_path.read_text()
+    assert "Plotly.newPlot" in report
+    assert 'src="http' not in report
+
+
+def test_lengths_alone_are_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    result = run(path)
+    assert isinstance(result.exception, ConfigError)
+    assert "lengths only" in str(result.exception)
+
+
+def test_skip_bad(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"{\n" + SAMPLE.read_bytes())
+    result = run(path, "--policy", "lru", "--capacity", "10", "--skip-bad")
+    assert result.exit_code == 0, result.output
+    assert "1 bad lines skipped" in result.output
+
+
+def test_prefill_time_is_a_cost():
+    assert run(SAMPLE, "--policy", "lru", "--capacity", "50", "--cost", "prefill-time").exit_code == 0
+    assert isinstance(run(SAMPLE, "--cost", "gold").exception, ConfigError)
+
+
+def test_bad_arguments():
+    with pytest.raises(ConfigError, match="unknown eviction policy 'x'"):
+        parse_policies("lru,x")
+    with pytest.raises(ConfigError, match="not a capacity"):
+        parse_capacities("10,-3")
+    assert parse_capacities("1_000,unlimited,1000") == [1000, None]

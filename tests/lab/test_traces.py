@@ -1,0 +1,238 @@
+"""Trace readers: what each format gives, and what they say of bad lines."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stemma.engine.trace_log import TraceLog
+from stemma.errors import ConfigError, StorageError, TraceError
+from stemma.lab.traces.columns import Trace, collect
+from stemma.lab.traces.openai_chat import chain_ids
+from stemma.lab.traces.reader import open_trace
+from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+
+SAMPLE = Path(__file__).parent.parent / "data" / "mooncake_conversation_head.jsonl"
+
+
+def read(path: Path, **options: object) -> Trace:
+    reader = open_trace(path, **options)  # type: ignore[arg-type]
+    return collect(path.name, lambda: reader.format.block_size, reader, reader.format.caveats)
+
+
+def write_lines(path: Path, *records: object) -> Path:
+    lines = (record if isinstance(record, str) else json.dumps(record) for record in records)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def mooncake(timestamp: int, ids: list[int], tokens: int | None = None) -> dict[str, object]:
+    length = 512 * len(ids) if tokens is None else tokens
+    return {"timestamp": timestamp, "input_length": length, "output_length": 7, "hash_ids": ids}
+
+
+class TestMooncake:
+    def test_sample(self):
+        trace = read(SAMPLE)
+        assert (trace.block_size, trace.num_requests) == (512, 120)
+        assert trace.blocks_of(0).tolist() == list(range(14))
+        assert trace.blocks_of(1).tolist() == [0, *range(14, 28)]
+        assert trace.input_tokens[0] == 6758
+
+    def test_gzip(self, tmp_path):
+        packed = tmp_path / "t.jsonl.gz"
+        packed.write_bytes(gzip.compress(SAMPLE.read_bytes()))
+        assert read(packed).num_blocks == read(SAMPLE).num_blocks
+
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ("{", "line 2: not JSON"),
+            ("[1]", "line 2: not a JSON object"),
+            (json.dumps({"timestamp": 1, "input_length": 512, "output_length": 1}), "'hash_ids' is missing"),
+            (json.dumps(mooncake(1, [1, 1])), "repeats an id"),
+            (json.dumps(mooncake(1, [1], tokens=5120)), "1 block ids, but 5120 tokens need 10 of 512"),
+            (json.dumps({**mooncake(1, [1]), "input_length": -4}), "isn't a count: -4"),
+            (json.dumps({**mooncake(1, [1]), "timestamp": "soon"}), "isn't a number: 'soon'"),
+            (json.dumps({**mooncake(1, [1]), "hash_ids": ["a"]}), "isn't a list of integers"),
+            (json.dumps({**mooncake(1, [1]), "hash_ids": [1.5]}), "isn't a list of integers"),
+            (json.dumps({**mooncake(1, [1]), "hash_ids": [2**70]}), "isn't a list of integers"),
+        ],
+    )
+    def test_bad_line(self, tmp_path, line, reason):
+        path = write_lines(tmp_path / "t.jsonl", mooncake(0, [1]), line, mooncake(2, [2]))
+        with pytest.raises(TraceError, match=reason) as caught:
+            read(path)
+        assert caught.value.line_number == 2
+        reader = open_trace(path, skip_bad=True)
+        assert [request.block_ids.tolist() for request in reader] == [[1], [2]]
+        assert reader.num_bad == 1
+        assert "line 2" in reader.bad_lines[0]
+
+
+class TestBailian:
+    def test_sessions(self, tmp_path):
+        def record(chat: int, parent: int, turn: int, ids: list[int]) -> dict[str, object]:
+            return {
+                "chat_id": chat,
+                "parent_chat_id": parent,
+                "timestamp": 1.5 * chat,
+                "input_length": 16 * len(ids) - 3,
+                "output_length": 5,
+                "type": "text",
+                "turn": turn,
+                "hash_ids": ids,
+            }
+
+        trace = read(
+            write_lines(
+                tmp_path / "t.jsonl",
+                record(1, -1, 1, [10, 11]),
+                record(2, -1, 1, [12]),
+                record(3, 1, 2, [10, 11, 13]),
+                record(4, 3, 3, [10, 11, 13, 14]),
+            )
+        )
+        assert trace.block_size == 16
+        assert trace.sessions.tolist() == [1, 2, 1, 1]
+        assert trace.turns.tolist() == [1, 1, 2, 3]
+        assert trace.timestamps_s.tolist() == [0.0, 1.5, 3.0, 4.5]
+
+
+class TestAzure:
+    def test_lengths_only(self, tmp_path):
+        path = write_lines(
+            tmp_path / "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens",
+            "2023-11-16 18:15:46.6805900,374,44",
+            "2023-11-16 18:15:50.9951690,396,109",
+        )
+        trace = read(path)
+        assert trace.input_tokens.tolist() == [374, 396]
+        assert trace.num_blocks == 0
+        assert trace.timestamps_s[1] == pytest.approx(4.314579)
+        assert "no hit ratio" in trace.caveats[0]
+
+    def test_bad_line(self, tmp_path):
+        path = write_lines(
+            tmp_path / "t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,x,3"
+        )
+        with pytest.raises(TraceError, match="line 2: field 'input' isn't a count: 'x'"):
+            read(path)
+
+
+class LetterTokenizer:
+    """One token a letter."""
+
+    def apply_chat_template(self, messages, *, tools=None):
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+
+class TestOpenAIChat:
+    def test_turns_share_a_prefix(self, tmp_path):
+        first = [{"role": "user", "content": "x" * 40}]
+        second = [*first, {"role": "assistant", "content": "y"}]
+        batch = {"custom_id": "a", "body": {"messages": second, "max_tokens": 9}}
+        path = write_lines(tmp_path / "t.jsonl", {"messages": first}, batch)
+        trace = read(path, tokenizer=LetterTokenizer)
+        assert trace.blocks_of(0)[:2].tolist() == trace.blocks_of(1)[:2].tolist()
+        assert trace.output_tokens.tolist() == [0, 9]
+        with pytest.raises(ConfigError, match="name a tokenizer"):
+            open_trace(path)
+
+    def test_ids_are_chained(self):
+        tokens = np.array([1, 2, 3, 4, 1, 2], dtype=np.int32)
+        ids = chain_ids(tokens, 2)
+        assert len(set(ids.tolist())) == 3
+        assert chain_ids(tokens[:4], 2).tolist() == ids[:2].tolist()
+
+
+class TestRecorded:
+    def test_round_trip(self, tmp_path):
+        path = tmp_path / "trace.jsonl"
+        prompt = np.arange(10, dtype=np.int32)
+        output = np.array([50, 51, 52], dtype=np.int32)
+        other = Namespace(salt="tenant")
+        with TraceLog(path, 4, 16) as log:
+            log.record(1.0, DEFAULT_NAMESPACE, prompt, output, 0)
+            log.record(2.0, DEFAULT_NAMESPACE, np.concatenate([prompt, output]), output, 12)
+            log.record(3.0, other, prompt, output, 0)
+        trace = read(path)
+        assert trace.block_size == 4
+        # 10 prompt tokens and the two generated ones that have KV are three blocks.
+        assert trace.blocks_of(0).tolist() == [0, 1, 2]
+        assert trace.blocks_of(1).tolist() == [0, 1, 2, 3]
+        assert trace.num_prompt_blocks.tolist() == [3, 4, 3]
+        assert not set(trace.blocks_of(2).tolist()) & set(trace.blocks_of(0).tolist())
+        assert trace.output_tokens.tolist() == [3, 3, 3]
+
+    def test_salt_differs_between_recordings(self, tmp_path):
+        texts = []
+        for name in ("a", "b"):
+            with TraceLog(tmp_path / name, 4, 16) as log:
+                log.record(1.0, DEFAULT_NAMESPACE, np.arange(8, dtype=np.int32), np.empty(0, np.int32), 0)
+            texts.append((tmp_path / name).read_text().splitlines()[1])
+        assert texts[0] != texts[1]
+
+    def test_appends_after_a_restart(self, tmp_path):
+        path = tmp_path / "trace.jsonl"
+        for start in (0.0, 5.0):
+            with TraceLog(path, 4, 16) as log:
+                log.record(start, DEFAULT_NAMESPACE, np.arange(8, dtype=np.int32), np.empty(0, np.int32), 0)
+        assert read(path).num_unique_blocks == 4
+
+    def test_too_few_hashes(self, tmp_path):
+        header = {"format": "stemma-trace", "version": 1, "block_size": 4}
+        line = {"timestamp_s": 0, "input_tokens": 9, "output_tokens": 0, "blocks": ""}
+        with pytest.raises(TraceError, match="0 block hashes, but the prompt alone has 3"):
+            read(write_lines(tmp_path / "t.jsonl", header, line))
+
+    def test_unwritable(self, tmp_path):
+        with pytest.raises(StorageError, match="can't record"):
+            TraceLog(tmp_path / "no" / "dir", 4, 16)
+
+
+class TestCollect:
+    def test_sorts_by_arrival(self, tmp_path):
+        path = write_lines(
+            tmp_path / "t.jsonl", mooncake(2000, [5]), mooncake(0, [6]), mooncake(1000, [5, 7])
+        )
+        trace = read(path)
+        assert [trace.blocks_of(i).tolist() for i in range(3)] == [[0], [1, 2], [1]]
+        assert trace.timestamps_s.tolist() == [0.0, 1.0, 2.0]
+
+    def test_chains_ids_that_are_not(self, tmp_path):
+        """Equal blocks behind different prefixes have different KV."""
+        path = write_lines(
+            tmp_path / "t.jsonl", mooncake(0, [1, 2]), mooncake(1, [3, 2]), mooncake(2, [1, 2])
+        )
+        trace = read(path)
+        assert [trace.blocks_of(i).tolist() for i in range(3)] == [[0, 1], [2, 3], [0, 1]]
+
+    def test_next_and_previous_use(self, tmp_path):
+        path = write_lines(
+            tmp_path / "t.jsonl", mooncake(0, [1, 2]), mooncake(1, [1, 3]), mooncake(2, [1, 2])
+        )
+        trace = read(path)
+        assert trace.next_request.tolist() == [1, 2, 2, 3, 3, 3]
+        assert trace.previous_use.tolist() == [-1, -1, 0, -1, 2, 1]
+        assert trace.depth_of_block.tolist() == [0, 1] * 3
+
+    def test_empty(self, tmp_path):
+        path = write_lines(tmp_path / "t.jsonl", mooncake(0, [1]))
+        reader = open_trace(path)
+        with pytest.raises(ConfigError, match="no requests"):
+            collect("t", lambda: 512, [request for request in reader if request.timestamp_s > 1])
+
+
+def test_unknown_format(tmp_path):
+    path = write_lines(tmp_path / "t.txt", {"a": 1}, "hello")
+    with pytest.raises(TraceError, match="no known format fits"):
+        open_trace(path)
+    with pytest.raises(ConfigError, match="unknown trace format 'xml'"):
+        open_trace(path, "xml")
+    with pytest.raises(StorageError, match="can't read"):
+        open_trace(tmp_path / "missing")
