@@ -67,4 +67,4 @@ def _unlimited(trace: Trace) -> npt.NDArray[np.int32]:
     seen = trace.previous_use >= 0
     in_prompt = trace.depth_of_block < np.repeat(trace.num_prompt_blocks, np.diff(trace.offsets))
     totals = np.concatenate([[0], np.cumsum(seen & in_prompt)])
-    return (totals[trace.offsets[1:]] - totals[trace.offsets[:-1]]).astype(np.int32)
+    return np.asarray(totals[trace.offsets[1:]] - totals[trace.offsets[:-1]], dtype=np.int32)
