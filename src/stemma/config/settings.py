@@ -77,6 +77,23 @@ class SchedulerSettings(_Frozen):
     """A request that waited this long goes before any younger one, whatever its prefix."""
 
 
+class SpeculationSettings(_Frozen):
+    """Drafts: tokens guessed at no cost and verified in the step that runs anyway. Never changes the text."""
+
+    mode: Literal["off", "auto", "prompt_lookup", "tree", "la"] = "auto"
+    """Where drafts come from. `prompt_lookup`: the request itself; `tree`: other requests of its namespace in
+    the prefix cache; `auto`: both; `la`: lookahead, the model's own earlier guesses."""
+    max_draft_tokens: int = Field(default=16, ge=1, le=64)
+    adaptive: bool = True
+    """Draft as many tokens as pay by measured cost and acceptance, maybe none; False: all there are."""
+    la_level: int = Field(default=4, ge=2, le=16)
+    """Length of lookahead's n-grams."""
+    la_window: int = Field(default=5, ge=1, le=16)
+    """Positions that lookahead iterates."""
+    la_guess_set_size: int = Field(default=5, ge=1, le=16)
+    """n-grams kept for each first token."""
+
+
 class ServerSettings(_Frozen):
     """The HTTP plane."""
 
@@ -97,6 +114,7 @@ class EngineSettings(_Frozen):
     model: ModelSettings
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
 
 
 class Settings(_Frozen):

@@ -1,0 +1,149 @@
+"""How many draft tokens are worth verifying: learned acceptance against measured cost.
+
+A draft of k tokens whose tokens hold with probability a each yields a + a^2 + ... + a^k tokens beyond the one
+that the step gives anyway. Verifying them makes the step longer by k times what a row costs. The best k is
+where the yield, at the time a token takes now, exceeds that by most; where it never does, k is 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_COST_DECAY = 0.98
+_SOLVE_EVERY = 8
+_MAX_ROWS_LEARNED = 512
+"""Steps with more rows are prefills: their cost a row says nothing about a draft's."""
+_FIRST_PROBE_AFTER = 8
+_LAST_PROBE_AFTER = 256
+_PROBE_TOKENS = 2
+_PRIOR_WEIGHT = 3.0
+_ACCEPTANCE_DECAY = 0.85
+_GLOBAL_DECAY = 0.995
+
+
+class StepCost:
+    """Step time as a + b rows + c context tokens, fitted online to the steps that ran.
+
+    Least squares with exponential forgetting; a weak prior (b = c = 0) keeps it solvable while all steps look
+    alike, so the first drafts are tried, and then known.
+    """
+
+    def __init__(self) -> None:
+        self._products: npt.NDArray[np.float64] = np.zeros((3, 3))
+        self._targets: npt.NDArray[np.float64] = np.zeros(3)
+        self._weights: npt.NDArray[np.float64] = np.zeros(3)
+        self._num_steps = 0
+        self._duration_s = 0.0
+        self._num_tokens = 0.0
+
+    @property
+    def row_s(self) -> float:
+        """Seconds that one more row adds to a step."""
+        return max(0.0, float(self._weights[1]))
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token takes at present: time of recent steps over the tokens they gave."""
+        return self._duration_s / self._num_tokens if self._num_tokens else 1.0
+
+    def observe(self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float) -> None:
+        """Learn from a step of decodes alone that gave `num_tokens` tokens."""
+        if num_rows > _MAX_ROWS_LEARNED or num_tokens == 0:
+            return
+        features = np.array([1.0, num_rows, num_context_tokens / 1024])
+        self._products = self._products * _COST_DECAY + np.outer(features, features)
+        self._targets = self._targets * _COST_DECAY + features * duration_s
+        self._duration_s = self._duration_s * _COST_DECAY + duration_s
+        self._num_tokens = self._num_tokens * _COST_DECAY + num_tokens
+        self._num_steps += 1
+        if self._num_steps < _SOLVE_EVERY or self._num_steps % _SOLVE_EVERY == 0:
+            ridge = np.diag([1e-9, 0.1, 0.1])
+            self._weights = np.linalg.solve(self._products + ridge, self._targets)
+
+
+class Acceptance:
+    """Probability that a draft token of one kind of evidence holds, decayed counts over a prior.
+
+    With a `parent`, that one's probability is the prior: a request starts with what others learned.
+    """
+
+    def __init__(self, prior: float | Acceptance, *, decay: float = _ACCEPTANCE_DECAY) -> None:
+        self._prior = prior
+        self._decay = decay
+        self._num_held = 0.0
+        self._num_tried = 0.0
+
+    @property
+    def probability(self) -> float:
+        """The present estimate."""
+        prior = self._prior.probability if isinstance(self._prior, Acceptance) else self._prior
+        return (self._num_held + _PRIOR_WEIGHT * prior) / (self._num_tried + _PRIOR_WEIGHT)
+
+    def observe(self, num_drafted: int, num_held: int) -> None:
+        """Learn from a verified draft; tokens behind the first that failed say nothing."""
+        self._num_held = self._num_held * self._decay + num_held
+        self._num_tried = self._num_tried * self._decay + min(num_drafted, num_held + 1)
+        if isinstance(self._prior, Acceptance):
+            self._prior.observe(num_drafted, num_held)
+
+
+PRIORS = {
+    "tree": 0.8,
+    "lookup-long": 0.8,
+    "lookup-medium": 0.5,
+    "lookup-short": 0.2,
+    "branch-long": 0.8,
+    "branch-medium": 0.5,
+    "branch-short": 0.2,
+    "pool": 0.4,
+    "window": 0.2,
+}
+"""Probabilities assumed before anything was verified, by evidence."""
+
+
+class AcceptanceTable:
+    """What all requests together know of each kind of evidence; requests derive their own from it."""
+
+    def __init__(self) -> None:
+        self._shared = {kind: Acceptance(prior, decay=_GLOBAL_DECAY) for kind, prior in PRIORS.items()}
+
+    def for_request(self) -> dict[str, Acceptance]:
+        """Return estimates for a new request, which also teach the shared ones."""
+        return {kind: Acceptance(shared) for kind, shared in self._shared.items()}
+
+
+def best_length(probability: float, most: int, cost: StepCost) -> tuple[int, float]:
+    """Return the draft length, 0 to `most`, with the largest gain, and this gain in seconds."""
+    token_s, row_s = cost.token_s, cost.row_s
+    best, best_gain, gain, holds = 0, 0.0, 0.0, 1.0
+    for length in range(1, most + 1):
+        holds *= probability
+        gain += holds * token_s - row_s
+        if gain > best_gain:
+            best, best_gain = length, gain
+        elif holds * token_s < row_s:
+            break
+    return best, best_gain
+
+
+class Probe:
+    """When to verify a short draft that isn't expected to pay: things change. Rarer each time it fails."""
+
+    def __init__(self) -> None:
+        self._wait = _FIRST_PROBE_AFTER
+        self._num_declined = 0
+
+    def decline(self) -> int:
+        """Count a step without a draft where one was at hand; return how many tokens to try after all."""
+        self._num_declined += 1
+        if self._num_declined < self._wait:
+            return 0
+        self._num_declined = 0
+        self._wait = min(2 * self._wait, _LAST_PROBE_AFTER)
+        return _PROBE_TOKENS
+
+    def succeed(self) -> None:
+        """Drafts hold again: probe as often as in the beginning."""
+        self._wait = _FIRST_PROBE_AFTER
+        self._num_declined = 0
