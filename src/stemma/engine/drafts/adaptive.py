@@ -59,7 +59,7 @@ class StepCost:
         self._num_steps += 1
         if self._num_steps < _SOLVE_EVERY or self._num_steps % _SOLVE_EVERY == 0:
             ridge = np.diag([1e-9, 0.1, 0.1])
-            self._weights = np.linalg.solve(self._products + ridge, self._targets)
+            self._weights = np.linalg.solve(self._products + ridge, self._targets).astype(np.float64)
 
 
 class Acceptance:
