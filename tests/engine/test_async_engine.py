@@ -1,0 +1,194 @@
+"""The engine behind asyncio: streams, aborts, errors, drain; the event loop never blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.async_engine import AsyncEngine
+from stemma.engine.llm import engine_settings
+from stemma.engine.sampling_params import SamplingParams
+from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.types import FinishReason
+from tests.engine.harness import greedy, prompt
+
+
+@pytest.fixture
+def engine(checkpoint):
+    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, max_waiting=20)
+    engine = AsyncEngine.from_settings(settings)
+    yield engine
+    engine.close()
+
+
+def request(name: str, tokens: np.ndarray, params: SamplingParams | None = None) -> GenerationRequest:
+    return GenerationRequest(name, tokens, params or greedy(6))
+
+
+async def collect(engine: AsyncEngine, req: GenerationRequest) -> list:
+    return [output async for output in engine.generate(req)]
+
+
+async def test_streams_tokens_as_they_come(engine):
+    outputs = await collect(engine, request("a", prompt(1, 20)))
+    assert len(outputs) == 6
+    assert [o.finished for o in outputs] == [False] * 5 + [True]
+    assert outputs[-1].deltas[0].finish_reason is FinishReason.LENGTH
+    assert outputs[-1].num_generated_tokens == 6
+    assert all(o.cache.num_prompt_tokens == 20 for o in outputs)
+    again = await collect(engine, request("a", prompt(1, 20)))
+    assert again[0].cache.num_cached_tokens == 19
+    text = "".join(d.text for o in outputs for d in o.deltas)
+    assert text == "".join(d.text for o in again for d in o.deltas)
+
+
+async def test_many_at_once_and_nothing_left(engine):
+    shared = prompt(2, 40)
+    requests = [
+        request(f"r{i}", np.concatenate([shared, prompt(10 + i, 5)]), greedy(5, n=1 + i % 3))
+        for i in range(20)
+    ]
+    results = await asyncio.gather(*(collect(engine, r) for r in requests))
+    assert all(r[-1].finished for r in results)
+    await engine.check()
+    stats = await engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.num_generated_tokens == sum(5 * r.params.n for r in requests)
+
+
+async def test_closing_the_stream_aborts(engine):
+    stream = engine.generate(request("a", prompt(3, 20), greedy(1500)))
+    await anext(stream)
+    await stream.aclose()
+    for _ in range(200):
+        if (await engine.stats()).num_running == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert (await engine.stats()).num_running == 0
+    await engine.check()
+
+
+async def test_abort_by_id_ends_the_stream(engine):
+    stream = engine.generate(request("a", prompt(3, 20), greedy(1500)))
+    await anext(stream)
+    await engine.abort("a")
+    await engine.abort("unknown")
+    outputs = [output async for output in stream]
+    assert outputs[-1].finished
+    assert outputs[-1].deltas[0].finish_reason is FinishReason.ABORT
+
+
+async def test_stop_strings_reach_the_step_loop(engine):
+    full = "".join(
+        d.text for o in await collect(engine, request("a", prompt(4, 9), greedy(30))) for d in o.deltas
+    )
+    stop = full[6:9]
+    outputs = await collect(engine, request("b", prompt(4, 9), greedy(1500, stop=(stop,))))
+    assert "".join(d.text for o in outputs for d in o.deltas) == full[: full.index(stop)]
+    assert outputs[-1].deltas[0].stop_reason == stop
+
+
+async def test_bad_requests_fail_before_the_first_output(engine):
+    with pytest.raises(InvalidRequest, match="empty"):
+        await collect(engine, request("a", prompt(1, 0)))
+    with pytest.raises(PromptTooLong):
+        await collect(engine, request("a", prompt(1, 5000)))
+    stream = engine.generate(request("a", prompt(1, 5), greedy(1000)))
+    await anext(stream)
+    with pytest.raises(InvalidRequest, match="in use"):
+        await collect(engine, request("a", prompt(1, 5)))
+    await stream.aclose()
+
+
+async def test_a_full_queue_is_overloaded(engine):
+    tasks = [asyncio.create_task(collect(engine, request(f"r{i}", prompt(i, 30)))) for i in range(60)]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(r, Overloaded) for r in results)
+    assert all(isinstance(r, Overloaded) or r[-1].finished for r in results)
+
+
+async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
+    forward = engine._engine._runner.forward
+    calls = 0
+
+    def fail_once(plan):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("the device is on fire")
+        return forward(plan)
+
+    engine._engine._runner.forward = fail_once
+    outputs = await collect(engine, request("a", prompt(5, 9)))
+    assert outputs[-1].deltas[0].finish_reason is FinishReason.ERROR
+    assert "on fire" in outputs[-1].error
+    assert (await collect(engine, request("b", prompt(5, 9))))[-1].error is None
+    await engine.check()
+
+
+async def test_a_bug_in_the_scheduler_does_not_kill_the_server(engine):
+    schedule = engine._engine._scheduler.schedule
+
+    def fail():
+        engine._engine._scheduler.schedule = schedule
+        raise ZeroDivisionError("bug")
+
+    engine._engine._scheduler.schedule = fail
+    outputs = await collect(engine, request("a", prompt(5, 9)))
+    assert outputs[-1].error == "ZeroDivisionError: bug"
+    assert (await collect(engine, request("b", prompt(5, 9))))[-1].error is None
+
+
+async def test_the_event_loop_is_not_blocked_by_a_step(engine):
+    forward = engine._engine._runner.forward
+
+    def slow(plan):
+        time.sleep(0.2)
+        return forward(plan)
+
+    engine._engine._runner.forward = slow
+    task = asyncio.create_task(collect(engine, request("a", prompt(6, 9), greedy(3))))
+    ticks = 0
+    while not task.done():
+        await asyncio.sleep(0.005)
+        ticks += 1
+    assert ticks > 20
+
+
+async def test_flush_and_drawing(engine):
+    await collect(engine, request("a", prompt(7, 40)))
+    assert "block" in await engine.draw_tree()
+    assert await engine.flush_cache() == 3
+    assert await engine.draw_tree() == "(empty)"
+    outputs = await collect(engine, request("b", prompt(7, 40)))
+    assert outputs[0].cache.miss_reason == "flushed"
+
+
+async def test_drain_waits_and_then_aborts(engine):
+    short = asyncio.create_task(collect(engine, request("a", prompt(8, 9), greedy(5))))
+    await asyncio.sleep(0)
+    assert await engine.drain(20.0)
+    assert (await short)[-1].deltas[0].finish_reason is FinishReason.LENGTH
+    with pytest.raises(ShuttingDown):
+        await collect(engine, request("b", prompt(8, 9)))
+
+
+async def test_drain_aborts_what_takes_too_long(engine):
+    long = asyncio.create_task(collect(engine, request("a", prompt(8, 9), greedy(1500))))
+    await asyncio.sleep(0.05)
+    assert not await engine.drain(0.0)
+    assert (await long)[-1].deltas[0].finish_reason is FinishReason.ABORT
+
+
+async def test_close_ends_open_requests(engine):
+    task = asyncio.create_task(collect(engine, request("a", prompt(8, 9), greedy(1500))))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(engine.close)
+    assert (await task)[-1].deltas[0].finish_reason is FinishReason.ABORT
+    engine.close()
+    with pytest.raises(ShuttingDown):
+        await engine.stats()
