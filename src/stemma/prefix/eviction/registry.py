@@ -7,12 +7,27 @@ from types import MappingProxyType
 from typing import Any
 
 from stemma.errors import ConfigError
+from stemma.prefix.eviction.arc import ARCPolicy
+from stemma.prefix.eviction.fifo import FIFOPolicy
+from stemma.prefix.eviction.gdsf import GDSFPolicy
+from stemma.prefix.eviction.lfu import LFUPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
+from stemma.prefix.eviction.retention import RetentionPolicy
+from stemma.prefix.eviction.s3fifo import S3FIFOPolicy
+from stemma.prefix.eviction.sieve import SievePolicy
 
-POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
-    {policy.name: policy for policy in (LRUPolicy,)},
+_ALL: tuple[type[EvictionPolicy], ...] = (
+    ARCPolicy,
+    FIFOPolicy,
+    GDSFPolicy,
+    LFUPolicy,
+    LRUPolicy,
+    RetentionPolicy,
+    S3FIFOPolicy,
+    SievePolicy,
 )
+POLICIES: Mapping[str, type[EvictionPolicy]] = MappingProxyType({policy.name: policy for policy in _ALL})
 """Every policy, by its name. A new policy is one file and one entry here."""
 
 

@@ -1,0 +1,78 @@
+"""Retention hints: what has outlived its time first, then the lowest priority, then LRU.
+
+`BlockTraits.ttl_s` counts from the last use, and each use starts it anew; `BlockTraits.priority` runs from 0
+to 100. Without hints this is LRU. A block that has outlived its time may still be a hit until its room is
+needed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.prefix.eviction.candidates import CandidateHeap
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.stamped import STAMP_BITS, RankedPolicy, resized
+from stemma.types import BlockIds
+
+
+class RetentionPolicy(RankedPolicy):
+    """Evicts by time to live, priority and last use, in this order."""
+
+    name: ClassVar[str] = "retention"
+
+    def __init__(self) -> None:
+        super().__init__()
+        num_ids = len(self._stamps)
+        self._priorities: npt.NDArray[np.int64] = np.zeros(num_ids, dtype=np.int64)
+        self._ttls_s: npt.NDArray[np.float64] = np.full(num_ids, math.inf)
+        self._expiries_s: npt.NDArray[np.float64] = np.full(num_ids, math.inf)
+        self._mortal = CandidateHeap(self._expiry_rank)
+        """The candidates that have a time to live, by its end."""
+
+    def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Note the hints and start the blocks' time."""
+        self._reserve(block_ids)
+        self._priorities[block_ids] = traits.priority
+        self._ttls_s[block_ids] = math.inf if traits.ttl_s is None else traits.ttl_s
+        self.access(block_ids, now)
+
+    def access(self, block_ids: BlockIds, now: float) -> None:
+        """Start the blocks' time anew."""
+        self._stamp(block_ids)
+        self._expiries_s[block_ids] = now + self._ttls_s[block_ids]
+
+    def offer(self, block_id: int) -> None:
+        """Make the block a candidate."""
+        super().offer(block_id)
+        if self._expiries_s[block_id] < math.inf:
+            self._mortal.offer(block_id)
+
+    def withdraw(self, block_id: int) -> None:
+        """Take the candidate back."""
+        super().withdraw(block_id)
+        self._mortal.withdraw(block_id)
+
+    def victim(self, now: float) -> int | None:
+        """Return a candidate that outlived its time, or else the least worthy."""
+        first = self._mortal.lowest()
+        if first is not None and self._expiries_s[first] <= now:
+            return first
+        return self.lowest()
+
+    def _rank(self, block_id: int) -> int:
+        return self._priorities.item(block_id) << STAMP_BITS | self._stamps.item(block_id)
+
+    def _expiry_rank(self, block_id: int) -> int:
+        # The bits of non-negative floats have the order of the floats.
+        bits = self._expiries_s.view(np.int64).item(block_id)
+        return bits << STAMP_BITS | self._stamps.item(block_id)
+
+    def _resize(self, num_ids: int) -> None:
+        super()._resize(num_ids)
+        self._priorities = resized(self._priorities, num_ids)
+        self._ttls_s = resized(self._ttls_s, num_ids)
+        self._expiries_s = resized(self._expiries_s, num_ids)

@@ -1,0 +1,34 @@
+from stemma.prefix.eviction.candidates import CandidateHeap
+from stemma.prefix.eviction.ghosts import GhostQueue
+
+
+def test_ranks_may_grow_while_a_block_is_a_candidate() -> None:
+    ranks = {1: 10, 2: 20, 3: 30}
+    heap = CandidateHeap(ranks.__getitem__)
+    for block_id in ranks:
+        heap.offer(block_id)
+    ranks[1] = 25
+    assert heap.lowest() == 2
+    heap.withdraw(2)
+    assert (heap.lowest(), len(heap), 2 in heap) == (1, 2, False)
+
+
+def test_memory_is_that_of_the_candidates() -> None:
+    heap = CandidateHeap(lambda block_id: block_id)
+    heap.offer(0)
+    for block_id in range(1, 50_000):
+        heap.offer(block_id)
+        heap.withdraw(block_id)
+    assert len(heap) == 1
+    assert len(heap._heap) < 200
+
+
+def test_ghosts_are_the_latest() -> None:
+    ghosts = GhostQueue()
+    for fingerprint in (1, 2, 3, 1, 4):
+        ghosts.remember(fingerprint, 3)
+    assert [fingerprint in ghosts for fingerprint in (1, 2, 3, 4)] == [True, False, True, True]
+    ghosts.recall(3)
+    assert len(ghosts) == 2
+    ghosts.remember(9, 0)
+    assert len(ghosts) == 0
