@@ -92,7 +92,7 @@ class MooncakePool(PoolBackend):
         self._master = config.master_server_address
         _set_environment(config)
         try:
-            from mooncake.store import MooncakeDistributedStore
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
             raise ConfigError(
                 f"pool mooncake: {error}; pip install 'stemma[mooncake]', and Debian needs libibverbs1"
@@ -111,6 +111,10 @@ class MooncakePool(PoolBackend):
         )
         if code != _OK:
             raise StorageError(f"pool mooncake: the client's setup failed with code {code}")
+        self._replicate = ReplicateConfig()
+        if config.global_segment_size:
+            # Our own segment first: no network, and never a dead machine's memory. Full: any other.
+            self._replicate.preferred_segment = self._client.get_hostname()
         self._closed = False
 
     def register(self, memory: memoryview) -> None:
@@ -148,9 +152,10 @@ class MooncakePool(PoolBackend):
         parts = [values[index] for index in absent]
         if all(len(value) == 1 for value in parts):
             pointers, sizes = [_address(value[0]) for value in parts], [value[0].nbytes for value in parts]
-            codes = self._call(self._client.batch_put_from, names, pointers, sizes)
+            codes = self._call(self._client.batch_put_from, names, pointers, sizes, self._replicate)
         else:
-            codes = self._call(self._client.batch_put_from_multi_buffers, names, *_scattered(parts))
+            put = self._client.batch_put_from_multi_buffers
+            codes = self._call(put, names, *_scattered(parts), self._replicate)
         for index, code in zip(absent, codes, strict=True):
             results[index] = _put_result(code)
         return results
