@@ -44,7 +44,7 @@ class PoolSettings(_Frozen):
     staging: ByteSize = Field(default=64 * 2**20, gt=0)
     """Memory for blocks on their way in; with `async_write` off, on their way out too."""
     deadline_s: float = Field(default=1.0, gt=0)
-    """Longest wait for one backend call (up to 16 blocks); then its blocks are misses."""
+    """Longest wait for one backend call (up to 64 blocks); then its blocks are misses."""
 
 
 class CacheSettings(_Frozen):

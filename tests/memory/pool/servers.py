@@ -72,7 +72,7 @@ class MooncakeMaster:
             f"--rpc_port={self.port}",
             "--metrics_host=127.0.0.1",
             f"--metrics_port={free_port()}",
-            "--default_kv_lease_ttl=200",
+            "--default_kv_lease_ttl=1000",
             f"--client_ttl={client_ttl_s}",
         ]
         self.start()

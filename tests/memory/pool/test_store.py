@@ -113,17 +113,17 @@ def test_a_late_read_is_late_and_its_bytes_never_reach_the_caller(
     backend: FaultyBackend, clock: Clock
 ) -> None:
     store = store_over(backend, clock)
-    blocks = chain("a", 40)
+    blocks = chain("a", 80)
     store.put_many(blocks)
     backend.gate.clear()
     mine = [bytearray(BLOCK_BYTES) for _ in blocks]
-    assert store.get_many(keys(blocks), [memoryview(b) for b in mine]) == [ReadResult.LATE] * 40
-    assert store.counters.reasons["late"] == 32  # two batches were asked, the rest wasn't
+    assert store.get_many(keys(blocks), [memoryview(b) for b in mine]) == [ReadResult.LATE] * 80
+    assert store.counters.reasons["late"] == 64  # one batch was asked, the rest wasn't
     assert store.status().circuit is Circuit.OPEN
     backend.gate.set()
     assert store.flush(1)
     _until(lambda: store._staging.num_taken == 0)
-    assert mine == [bytearray(BLOCK_BYTES)] * 40
+    assert mine == [bytearray(BLOCK_BYTES)] * 80
 
 
 def test_an_open_circuit_answers_at_once_and_a_probe_closes_it(backend: FaultyBackend, clock: Clock) -> None:

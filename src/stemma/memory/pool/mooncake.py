@@ -41,8 +41,10 @@ _INVALID_PARAMS = -600
 _REPLICA_IS_NOT_READY = -703
 _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
+_LEASE_EXPIRED = -707
 _TRANSFER_FAIL = -800
-_RPC_FAIL = -900
+_RPC_FAIL = (-900, -901)
+"""The master didn't answer: connection lost, or timed out."""
 
 _MIN_SEGMENT_BYTES = 16 << 20
 _KNOCK_TIMEOUT_S = 1.0
@@ -195,7 +197,7 @@ class MooncakePool(PoolBackend):
         codes: list[int] = method(keys, *arguments)
         if len(codes) != len(keys):
             raise StorageError(f"pool mooncake: {len(codes)} answers for {len(keys)} keys")
-        if all(code == _RPC_FAIL for code in codes):
+        if all(code in _RPC_FAIL for code in codes):
             raise StorageError(f"pool mooncake: the master at {self._master} doesn't answer")
         return codes
 
@@ -246,6 +248,9 @@ def _read_result(code: int, num_bytes: int) -> ReadResult:
         return ReadResult.MISS
     if code == num_bytes:
         return ReadResult.HIT
+    if code == _LEASE_EXPIRED:
+        # The transfer took longer than the master promised to keep the value (`default_kv_lease_ttl`).
+        return ReadResult.LATE
     # Any other length, or parameters that can only be wrong because the value's length is another one.
     return ReadResult.CORRUPT if code >= 0 or code == _INVALID_PARAMS else ReadResult.ERROR
 

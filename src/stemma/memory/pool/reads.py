@@ -1,14 +1,16 @@
-"""Reading blocks from a pool: in batches, the next one under way while this one is checked and copied.
+"""Reading blocks from a pool, batch by batch.
 
 A block is read into a staging slot and copied out once its header proves it. So a read that comes late
 writes into a slot that nobody uses any more, and never into memory that its caller has given to something
 else. Where the destination lies in registered memory it is read in place; such a call is waited for to its
 very end.
+
+One batch at a time: Mooncake's client spins while it waits, so a second batch under way takes from the
+first (docs/log.md). Callers that want more overlap call from several threads.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,6 @@ import numpy as np
 
 from stemma.memory.pool.absent import AbsentKeys
 from stemma.memory.pool.backend import Parts
-from stemma.memory.pool.calls import Call
 from stemma.memory.pool.envelope import damage
 from stemma.memory.pool.guard import Guard
 from stemma.memory.pool.keys import PoolKeys
@@ -26,24 +27,22 @@ from stemma.memory.pool.staging import Slot, Staging
 from stemma.memory.store import ReadResult
 from stemma.types import BlockKey
 
-BATCH_BLOCKS = 16
-"""Blocks a backend call; where Mooncake's bandwidth over TCP levels off."""
-_NUM_IN_FLIGHT = 2
-_FAILED_FOR_S = 5.0
-_ABSENT_FOR_S = 0.5
+BATCH_BLOCKS = 64
+"""Most blocks of one backend call."""
+FAILED_FOR_S = 5.0
+ABSENT_FOR_S = 0.5
+"""How long the negative cache keeps a key that couldn't be read, or wasn't there."""
 
 
-@dataclass(slots=True)
-class _Batch:
-    """One backend call of `read`."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One block to read."""
 
-    positions: list[int]
-    """Which of the caller's keys."""
-    names: list[str]
-    slots: list[Slot]
-    direct: bool
-    """Whether the payloads go straight to the caller's buffers."""
-    call: Call[list[ReadResult]]
+    at: int
+    """Its place in the caller's list."""
+    key: BlockKey
+    name: str
+    into: memoryview
 
 
 class Reader:
@@ -64,80 +63,69 @@ class Reader:
         self._absent = absent
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        """Read each key into its buffer; after the first late batch the rest is late unasked."""
+        """Read each key into its buffer; after a late batch the rest is late, unasked."""
         results = [ReadResult.MISS] * len(keys)
-        waiting = [at for at, key in enumerate(keys) if key not in self._absent]
+        waiting = [
+            _Wanted(at, key, self._names.own(key), buffer)
+            for at, (key, buffer) in enumerate(zip(keys, into, strict=True))
+            if key not in self._absent
+        ]
         self._guard.count_reason("negative_cache", len(keys) - len(waiting))
-        in_flight: deque[_Batch] = deque()
-        verdict: ReadResult | None = None
-        while waiting or in_flight:
-            if waiting and verdict is None and not self._guard.admits():
-                verdict = ReadResult.ERROR
-                self._guard.count_reason("circuit_open", len(waiting))
-            if verdict is not None:
-                for at in waiting:
-                    results[at] = verdict
-                waiting = []
-            elif waiting and len(in_flight) < _NUM_IN_FLIGHT:
-                batch = self._start(waiting, keys, into, may_wait=not in_flight)
-                if batch is not None:
-                    in_flight.append(batch)
-                    waiting = waiting[len(batch.positions) :]
-                    continue
-                if not in_flight:  # every slot is held by calls that don't come back
-                    verdict = ReadResult.LATE
-                    self._guard.count_reason("no_slot", len(waiting))
-                    continue
-            if in_flight and self._finish(in_flight.popleft(), keys, into, results):
-                verdict = verdict or ReadResult.LATE
+        while waiting:
+            found = self._read_batch(waiting)
+            for wanted, result in zip(waiting, found, strict=False):
+                results[wanted.at] = result
+            waiting = waiting[len(found) :]
         return results
 
-    def _start(
-        self, waiting: list[int], keys: Sequence[BlockKey], into: Sequence[memoryview], *, may_wait: bool
-    ) -> _Batch | None:
-        slots = self._staging.take(
-            min(BATCH_BLOCKS, len(waiting)), self._guard.deadline_s if may_wait else 0.0
-        )
-        if not slots:
-            return None
-        positions = waiting[: len(slots)]
-        names = [self._names.own(keys[at]) for at in positions]
-        direct = all(self._registered.covers(into[at]) for at in positions)
+    def _read_batch(self, waiting: list[_Wanted]) -> list[ReadResult]:
+        """Return results of the first few of `waiting`; of all, if it makes no sense to go on."""
+        if not self._guard.admits():
+            self._guard.count_reason("circuit_open", len(waiting))
+            return [ReadResult.ERROR] * len(waiting)
+        slots = self._staging.take(min(BATCH_BLOCKS, len(waiting)), self._guard.deadline_s)
+        if not slots:  # all are held by calls that don't come back
+            self._guard.count_reason("no_slot", len(waiting))
+            return [ReadResult.LATE] * len(waiting)
+        batch = waiting[: len(slots)]
+        direct = all(self._registered.covers(wanted.into) for wanted in batch)
         parts: list[Parts] = [
-            (slot.header, into[at]) if direct else (slot.whole,)
-            for at, slot in zip(positions, slots, strict=True)
+            (slot.header, wanted.into) if direct else (slot.whole,)
+            for wanted, slot in zip(batch, slots, strict=True)
         ]
-        call = self._guard.start(self._guard.backend.get_many, names, parts)
-        return _Batch(positions, names, slots, direct, call)
-
-    def _finish(
-        self,
-        batch: _Batch,
-        keys: Sequence[BlockKey],
-        into: Sequence[memoryview],
-        results: list[ReadResult],
-    ) -> bool:
-        """Fill in the results of a batch; return whether it was late."""
-        answer = self._guard.finish(batch.call, len(batch.positions), settle=batch.direct)
-        batch_failed = ReadResult.LATE if answer.late else ReadResult.ERROR
-        found = answer.value or [batch_failed] * len(batch.positions)
-        spoiled: list[str] = []
-        for at, name, slot, result in zip(batch.positions, batch.names, batch.slots, found, strict=True):
-            payload = into[at] if batch.direct else slot.payload
+        call = self._guard.start(self._guard.backend.get_many, [wanted.name for wanted in batch], parts)
+        answer = self._guard.finish(call, len(batch), settle=direct)
+        try:
+            if answer.late:
+                return [ReadResult.LATE] * len(waiting)
             if answer.value is None:
-                results[at] = result
-                continue
-            results[at] = self._checked(name, slot.header, payload, result)
-            if results[at] is ReadResult.CORRUPT:
-                spoiled.append(name)
-            elif results[at] is ReadResult.HIT and not batch.direct:
+                return [ReadResult.ERROR] * len(batch)
+            return self._take(batch, slots, answer.value, direct=direct)
+        finally:
+            call.when_over(partial(self._staging.give, slots))
+
+    def _take(
+        self, batch: list[_Wanted], slots: list[Slot], found: list[ReadResult], *, direct: bool
+    ) -> list[ReadResult]:
+        """Check each block and copy it to its place; remove what is spoiled."""
+        results: list[ReadResult] = []
+        for wanted, slot, result in zip(batch, slots, found, strict=True):
+            payload = wanted.into if direct else slot.payload
+            checked = self._checked(wanted.name, slot.header, payload, result)
+            if checked is ReadResult.HIT and not direct:
                 # Not a slice assignment: numpy lets other threads run meanwhile.
-                np.copyto(np.frombuffer(into[at], np.uint8), np.frombuffer(slot.payload, np.uint8))
-            self._remember(keys[at], results[at])
-        batch.call.when_over(partial(self._staging.give, batch.slots))
+                np.copyto(np.frombuffer(wanted.into, np.uint8), np.frombuffer(payload, np.uint8))
+            elif checked in (ReadResult.MISS, ReadResult.CORRUPT):
+                self._absent.add(wanted.key, ABSENT_FOR_S)
+            elif checked is ReadResult.ERROR:
+                self._absent.add(wanted.key, FAILED_FOR_S)
+            results.append(checked)
+        spoiled = [
+            wanted.name for wanted, result in zip(batch, results, strict=True) if result is ReadResult.CORRUPT
+        ]
         if spoiled:
             self._guard.remove(spoiled)
-        return answer.late
+        return results
 
     def _checked(self, name: str, header: memoryview, payload: memoryview, result: ReadResult) -> ReadResult:
         if result is ReadResult.HIT:
@@ -150,10 +138,6 @@ class Reader:
             self._guard.count_reason("wrong_length")
         elif result is ReadResult.ERROR:
             self._guard.count_reason("read_failed")
+        elif result is ReadResult.LATE:
+            self._guard.count_reason("late")
         return result
-
-    def _remember(self, key: BlockKey, result: ReadResult) -> None:
-        if result in (ReadResult.MISS, ReadResult.CORRUPT):
-            self._absent.add(key, _ABSENT_FOR_S)
-        elif result is ReadResult.ERROR:
-            self._absent.add(key, _FAILED_FOR_S)

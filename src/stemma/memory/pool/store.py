@@ -19,7 +19,7 @@ from stemma.memory.pool.backend import PoolBackend
 from stemma.memory.pool.breaker import Circuit, CircuitBreaker
 from stemma.memory.pool.guard import Guard
 from stemma.memory.pool.keys import PoolKeys
-from stemma.memory.pool.reads import Reader
+from stemma.memory.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
 from stemma.memory.pool.registered import RegisteredMemory
 from stemma.memory.pool.staging import Staging
 from stemma.memory.pool.writes import WriteQueue, Writer
@@ -27,8 +27,6 @@ from stemma.memory.store import BlockPut, BlockStore, PutResult, ReadResult, Sto
 from stemma.types import BlockKey, Tier
 
 _NUM_THREADS = 4
-_PROBE_BLOCKS = 64
-_ABSENT_FOR_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,8 @@ class PoolStore(BlockStore):
         """
         self._require_open()
         present = [False] * len(keys)
-        for start in range(0, len(keys), _PROBE_BLOCKS):
-            some = range(start, min(start + _PROBE_BLOCKS, len(keys)))
+        for start in range(0, len(keys), BATCH_BLOCKS):
+            some = range(start, min(start + BATCH_BLOCKS, len(keys)))
             asked = [at for at in some if keys[at] not in self._absent]
             if not asked or not self._probe(asked, keys, present) or len(asked) < len(some):
                 break
@@ -170,7 +168,7 @@ class PoolStore(BlockStore):
         for number, at in enumerate(asked):
             present[at] = all(answer.value[number * size : (number + 1) * size])
             if not present[at]:
-                self._absent.add(keys[at], _ABSENT_FOR_S)
+                self._absent.add(keys[at], ABSENT_FOR_S)
         return all(present[at] for at in asked)
 
     def _new_staging(self, capacity_bytes: int) -> Staging:
