@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -188,7 +188,7 @@ def redis(directory: Path) -> Iterator[PoolBackend]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("pools", nargs="*", default=["mooncake", "redis", "directory"])
+    parser.add_argument("pools", nargs="*", default=["mooncake", "redis", "directory"], help="which")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     console = Console()
@@ -197,12 +197,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         for name in arguments.pools:
-            opened = {
-                "mooncake": mooncake,
-                "redis": lambda: redis(directory),
-                "directory": lambda: _directory(directory / "pool"),
-            }[name]
-            with opened() as backend:
+            with _opened(name, directory) as backend:
                 for what, ours, bare in measure(name, backend, arguments.rounds):
                     table.add_row(name, what, f"{ours:.2f}", f"{bare:.2f}", f"{ours / bare:.2f}")
                     failed |= name == "mooncake" and what.startswith("get, reg") and ours / bare < LIMIT
@@ -211,9 +206,12 @@ def main() -> None:
     sys.exit(failed)
 
 
-@contextmanager
-def _directory(path: Path) -> Iterator[PoolBackend]:
-    yield open_pool_backend("directory", {"path": str(path)})
+def _opened(name: str, directory: Path) -> AbstractContextManager[PoolBackend]:
+    if name == "mooncake":
+        return mooncake()
+    if name == "redis":
+        return redis(directory)
+    return nullcontext(open_pool_backend("directory", {"path": str(directory / "pool")}))
 
 
 if __name__ == "__main__":
