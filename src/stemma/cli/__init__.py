@@ -1,4 +1,7 @@
-"""One file per command."""
+"""The ``stemma`` command; one file (or package) per subcommand.
+
+Subcommands import torch, transformers and the server only when they run, so that ``--help`` is quick.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,15 @@ EXIT_USAGE = 2
 
 def make_app() -> typer.Typer:
     """Return the command line: a file of this package per command, a line here for each."""
+    from stemma.cli import bench, chat, demo, serve
     from stemma.cli.replay import replay_command
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_describe)
+    app.command("serve")(serve.command)
+    app.command("chat")(chat.command)
+    app.command("bench")(bench.command)
+    app.command("demo")(demo.command)
     app.command("replay")(replay_command)
     return app
 
@@ -27,7 +35,8 @@ def main() -> None:
     try:
         make_app()()
     except StemmaError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False)
+        console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"error: {error}", style="red")
         sys.exit(EXIT_USAGE)
 
 

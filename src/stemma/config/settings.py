@@ -21,9 +21,11 @@ class ModelSettings(_Frozen):
     served_name: str | None = None
     """Name in the API; default: the directory's name."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights and KV; `auto` is what the checkpoint says."""
     device: str = "auto"
     """`auto` is CUDA if there is one, else CPU."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Tokens of prompt plus output; default: what the checkpoint's config says."""
     num_threads: int | None = Field(default=None, ge=1)
@@ -51,12 +53,15 @@ class CacheSettings(_Frozen):
     """The device tier and its index."""
 
     enable_prefix_cache: bool = True
+    """Reuse what earlier requests computed."""
     block_size: int = Field(default=64, ge=1, le=1024)
     """Tokens a block."""
     kv_cache_memory: ByteSize | None = None
     """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
     index: Literal["radix", "hash"] = "radix"
+    """How prefixes are found: a radix tree, or a table of chained hashes."""
     eviction: str = "lru"
     """Policy by name (`prefix/eviction/registry.py`)."""
     pool: PoolSettings | None = None
@@ -73,6 +78,7 @@ class SchedulerSettings(_Frozen):
     max_waiting: int = Field(default=1024, ge=1)
     """Requests in the queue before new ones are refused as Overloaded."""
     order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
+    """Which waiting request goes next: the first that came, or the one with most tokens cached."""
     ageing_s: float = Field(default=5.0, gt=0.0)
     """A request that waited this long goes before any younger one, whatever its prefix."""
 
@@ -98,6 +104,7 @@ class ServerSettings(_Frozen):
     """The HTTP plane."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; the default takes local connections only."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port."""
     drain_timeout_s: float = Field(default=30.0, ge=0.0)

@@ -1,0 +1,225 @@
+"""What is asked: a workload is a list of sessions, a session is one or more turns in order.
+
+All randomness comes from one seed, so two servers get the same prompts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from stemma.errors import ConfigError
+
+T = TypeVar("T")
+
+_CHOICES = "ABCD"
+_NOUNS = (
+    "time year people way day man thing woman life child world school state family student group country "
+    "problem hand part place case week company system program question work government number night point "
+    "home water room mother area money story fact month lot right study book eye job word business issue "
+    "side kind head house service friend father power hour game line end member law car city name team "
+    "minute idea body back parent face others level office door health person art war history party result "
+    "change morning reason research girl guy moment air teacher force education"
+)
+WORDS = _NOUNS.split()
+"""Frequent nouns, about one token each in most vocabularies; for prompts where only the length matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One user: what they say, turn by turn. Each turn waits for the answer to the one before."""
+
+    turns: tuple[str, ...]
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """Sizes of a workload; each workload uses those that concern it."""
+
+    num_requests: int = 32
+    """Sessions of a single turn."""
+    num_sessions: int = 8
+    num_turns: int = 6
+    input_tokens: int = 256
+    """Tokens of a prompt's own part."""
+    prefix_tokens: int = 512
+    """Tokens of what prompts share."""
+    num_prefixes: int = 1
+    num_repeats: int = 4
+    num_shots: int = 5
+    data: Path | None = None
+    seed: int = 0
+
+
+class TextMaker:
+    """Makes random text of about so many tokens; exact up to the tokenizer's merges if there is one."""
+
+    def __init__(self, rng: random.Random, count_tokens: Callable[[str], int] | None = None) -> None:
+        self._rng = rng
+        self._count = count_tokens
+
+    def num_tokens(self, text: str) -> int:
+        """Return the tokens of `text`; without a tokenizer four for three words, as English mostly has."""
+        return self._count(text) if self._count is not None else -(-4 * len(text.split()) // 3)
+
+    def text(self, num_tokens: int) -> str:
+        """Return random words of about `num_tokens` tokens; at least one word."""
+        words = [self._rng.choice(WORDS) for _ in range(max(1, num_tokens))]
+        if self._count is None:
+            return " ".join(words)
+        low, high = 1, len(words)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if self._count(" ".join(words[:middle])) <= num_tokens else (low, middle - 1)
+            )
+        return " ".join(words[:low])
+
+
+Builder = Callable[[WorkloadOptions, TextMaker, random.Random], list[Session]]
+
+
+def random_prompts(options: WorkloadOptions, maker: TextMaker, _: random.Random) -> list[Session]:
+    """Nothing shared: what a cache costs when it can't help."""
+    return [Session((maker.text(options.input_tokens),)) for _ in range(options.num_requests)]
+
+
+def shared_prefix(options: WorkloadOptions, maker: TextMaker, _: random.Random) -> list[Session]:
+    """`num_prefixes` long beginnings, each shared by its part of the prompts."""
+    prefixes = [maker.text(options.prefix_tokens) for _ in range(options.num_prefixes)]
+    return [
+        Session((f"{prefixes[number % len(prefixes)]}\n\n{maker.text(options.input_tokens)}",))
+        for number in range(options.num_requests)
+    ]
+
+
+def multi_turn(options: WorkloadOptions, maker: TextMaker, _: random.Random) -> list[Session]:
+    """Chats that grow: one system prompt for all, `num_turns` questions each."""
+    system = maker.text(options.prefix_tokens) if options.prefix_tokens else None
+    return [
+        Session(tuple(maker.text(options.input_tokens) for _ in range(options.num_turns)), system)
+        for _ in range(options.num_sessions)
+    ]
+
+
+def repeats(options: WorkloadOptions, maker: TextMaker, _: random.Random) -> list[Session]:
+    """The same prompts `num_repeats` times over, all of them before any comes again."""
+    num_different = max(1, options.num_requests // options.num_repeats)
+    prompts = [Session((maker.text(options.input_tokens),)) for _ in range(num_different)]
+    return prompts * options.num_repeats
+
+
+def few_shot(options: WorkloadOptions, _: TextMaker, rng: random.Random) -> list[Session]:
+    """Questions after the same worked examples: GSM8K (a .jsonl file) or MMLU (a directory of .csv)."""
+    data = _need_data(options, "a GSM8K .jsonl file, or an MMLU directory with dev/ and test/")
+    return _mmlu(data, options, rng) if data.is_dir() else _gsm8k(data, options, rng)
+
+
+def sonnet(options: WorkloadOptions, maker: TextMaker, rng: random.Random) -> list[Session]:
+    """Prompts of verse: the first lines are the same for all, the others are drawn at random."""
+    data = _need_data(options, "a text file of verse")
+    lines = [line.strip() for line in data.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"{data} is empty")
+    shared = _lines_of(iter(lines), options.prefix_tokens, maker)
+    sessions = []
+    for _ in range(options.num_requests):
+        own = _lines_of((rng.choice(lines) for _ in iter(int, 1)), options.input_tokens, maker)
+        sessions.append(Session(("Pick as many lines as you can from these:\n" + "\n".join(shared + own),)))
+    return sessions
+
+
+def _lines_of(source: Iterator[str], num_tokens: int, maker: TextMaker) -> list[str]:
+    chosen: list[str] = []
+    length = 0
+    while length < num_tokens and (line := next(source, None)) is not None:
+        chosen.append(line)
+        length += maker.num_tokens(line)
+    return chosen
+
+
+def _need_data(options: WorkloadOptions, what: str) -> Path:
+    if options.data is None:
+        raise ConfigError(f"this workload needs --data: {what}")
+    if not options.data.exists():
+        raise ConfigError(f"--data {options.data} does not exist")
+    return options.data
+
+
+def _gsm8k(file: Path, options: WorkloadOptions, rng: random.Random) -> list[Session]:
+    items: list[tuple[str, str]] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            items.append((str(item["question"]), str(item["answer"])))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} line {number}: needs question and answer") from error
+    if len(items) <= options.num_shots:
+        raise ConfigError(f"{file} has {len(items)} questions, too few for {options.num_shots} shots")
+    shots, questions = items[: options.num_shots], items[options.num_shots :]
+    examples = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in shots)
+    return [
+        Session((f"{examples}Question: {question}\nAnswer:",))
+        for question, _ in _draw(questions, options.num_requests, rng)
+    ]
+
+
+def _mmlu(directory: Path, options: WorkloadOptions, rng: random.Random) -> list[Session]:
+    """Return prompts in the benchmark's own form, subjects mixed."""
+    prompts: list[str] = []
+    for test in sorted((directory / "test").glob("*_test.csv")):
+        subject = test.name.removesuffix("_test.csv")
+        dev = directory / "dev" / f"{subject}_dev.csv"
+        if not dev.exists():
+            continue
+        title = f"The following are multiple choice questions about {subject.replace('_', ' ')}.\n\n"
+        examples = [_mmlu_question(row) + f" {row[5]}\n\n" for row in _rows(dev)[: options.num_shots]]
+        head = title + "".join(examples)
+        prompts.extend(head + _mmlu_question(row) for row in _rows(test))
+    if not prompts:
+        raise ConfigError(f"{directory} holds no test/*_test.csv with its dev/*_dev.csv")
+    return [Session((prompt,)) for prompt in _draw(prompts, options.num_requests, rng)]
+
+
+def _rows(file: Path) -> list[list[str]]:
+    with file.open(encoding="utf-8", newline="") as stream:
+        rows = [row for row in csv.reader(stream) if row]
+    for number, row in enumerate(rows, 1):
+        if len(row) != 6:
+            raise ConfigError(f"{file} row {number}: needs question, four choices and the answer")
+    return rows
+
+
+def _mmlu_question(row: Sequence[str]) -> str:
+    choices = "".join(f"{letter}. {text}\n" for letter, text in zip(_CHOICES, row[1:5], strict=True))
+    return f"{row[0]}\n{choices}Answer:"
+
+
+def _draw(items: Sequence[T], count: int, rng: random.Random) -> list[T]:
+    """Return `count` different items, or all of them, cycled, if there are fewer."""
+    shuffled = rng.sample(items, len(items))
+    return [shuffled[number % len(shuffled)] for number in range(count)]
+
+
+WORKLOADS: dict[str, Builder] = {
+    "random": random_prompts,
+    "shared-prefix": shared_prefix,
+    "multi-turn": multi_turn,
+    "few-shot": few_shot,
+    "repeat": repeats,
+    "sonnet": sonnet,
+}
+
+
+def build(name: str, options: WorkloadOptions, count_tokens: Callable[[str], int] | None) -> list[Session]:
+    """Return the sessions of workload `name`; raise ConfigError if its data is missing or malformed."""
+    rng = random.Random(options.seed)
+    return WORKLOADS[name](options, TextMaker(rng, count_tokens), rng)

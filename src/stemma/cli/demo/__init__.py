@@ -1,0 +1,5 @@
+"""``stemma demo``: the prefix cache at work on a small local model, in under a minute."""
+
+from stemma.cli.demo.command import command
+
+__all__ = ["command"]

@@ -1,0 +1,104 @@
+"""What every step of the demo uses: the server, a client, and a way to show requests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import httpx
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from stemma.cli.client import stream_answer
+from stemma.cli.server_process import ServerProcess
+
+_BAR_CELLS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request, as the client saw it."""
+
+    label: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    seconds: float
+    """To the first token, or of the whole request where nothing is streamed."""
+    text: str
+    miss_detail: str | None = None
+
+
+@dataclass(slots=True)
+class Stage:
+    """Handed from step to step."""
+
+    console: Console
+    server: ServerProcess
+    http: httpx.AsyncClient
+    model: str
+
+    def title(self, heading: str, explanation: str) -> None:
+        """Begin a step."""
+        self.console.print()
+        self.console.rule(f"[bold]{heading}[/]", align="left", style="cyan")
+        self.console.print(f"[dim]{explanation}[/]")
+
+    async def complete(self, label: str, prompt: str, max_tokens: int = 8) -> Outcome:
+        """Ask over OpenAI's API, streamed; the time is that of the first token."""
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream_options": {"include_usage": True},
+        }
+        answer = await stream_answer(self.http, "/v1/completions", body)
+        return Outcome(
+            label,
+            answer.num_prompt_tokens or 0,
+            answer.num_cached_tokens or 0,
+            answer.ttft_s,
+            answer.text,
+            answer.miss_detail,
+        )
+
+    async def generate(self, label: str, inputs: str, max_new_tokens: int) -> Outcome:
+        """Ask over TGI's ``/generate``, whole; the time is that of the whole request."""
+        body = {"inputs": inputs, "parameters": {"max_new_tokens": max_new_tokens, "details": True}}
+        started = time.perf_counter()
+        response = await self.http.post("/generate", json=body)
+        seconds = time.perf_counter() - started
+        response.raise_for_status()
+        answer = response.json()
+        details = answer["details"]
+        return Outcome(
+            label,
+            details["prompt_tokens"],
+            details["stemma"]["cached_tokens"],
+            seconds,
+            answer["generated_text"],
+            details["stemma"]["miss_detail"],
+        )
+
+    def show(self, outcomes: list[Outcome]) -> None:
+        """Print each request: what was reused, what it took, and why the rest was computed."""
+        for outcome in outcomes:
+            line = Text.assemble(
+                f"{outcome.label:<17} ",
+                bar(outcome.num_cached_tokens, outcome.num_prompt_tokens),
+                (f" {outcome.num_cached_tokens:>4}", "bold"),
+                f" of {outcome.num_prompt_tokens:>4} from cache",
+                (f"{1000 * outcome.seconds:>8.0f} ms", "bold"),
+            )
+            self.console.print(line)
+            if outcome.miss_detail:
+                self.console.print(Padding(Text(outcome.miss_detail, style="dim"), (0, 0, 0, 18)))
+
+
+def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> Text:
+    """Return a bar whose full share is ``part / whole``; some but not all never looks like none or all."""
+    filled = round(cells * part / whole) if whole else 0
+    if 0 < part < whole:
+        filled = min(cells - 1, max(1, filled))
+    return Text.assemble(("█" * filled, "green"), ("░" * (cells - filled), "red"))

@@ -1,0 +1,75 @@
+"""``stemma serve MODEL``: load a checkpoint and serve it over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from stemma.cli.options import with_settings_flags
+from stemma.config.loading import load_settings
+from stemma.config.settings import Settings
+from stemma.config.sizes import format_size
+
+if TYPE_CHECKING:
+    from stemma.engine.build import EngineParts
+
+READY = "Ready:"
+"""Starts the line that carries the URL; `server_process.py` waits for it."""
+
+
+@with_settings_flags
+def command(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file; flags and STEMMA_... variables beat it.")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Serve a Hugging Face checkpoint: OpenAI's API, TGI's /generate, metrics."""
+    settings = load_settings(file=config, environ=os.environ, flags=flags)
+    console = Console(soft_wrap=True, highlight=False)
+    from stemma.server.runtime import listen, serve
+
+    listener = listen(settings.server.host, settings.server.port)
+    with listener:
+        parts = _load(console, settings)
+        from stemma.engine.async_engine import AsyncEngine
+
+        engine = AsyncEngine(parts, max_waiting=settings.engine.scheduler.max_waiting)
+
+        def on_ready(url: str) -> None:
+            console.print(_summary(parts, settings))
+            console.print(f"[bold green]{READY}[/] {url}  [dim](Ctrl-C drains and stops)[/]")
+
+        raise typer.Exit(serve(engine, settings, listener, on_ready))
+
+
+def _load(console: Console, settings: Settings) -> EngineParts:
+    """Load the checkpoint under a progress bar."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("importing torch and transformers", total=None)
+        from stemma.engine.build import build_engine
+
+        def report(stage: str, share: float) -> None:
+            progress.update(task, description=stage, total=1.0, completed=share)
+
+        return build_engine(settings.engine, report)
+
+
+def _summary(parts: EngineParts, settings: Settings) -> str:
+    cache = settings.engine.cache
+    num_blocks = parts.engine.stats().num_blocks
+    layout = parts.model.layout(cache.block_size)
+    size = format_size(num_blocks * layout.block_bytes)
+    reuse = f"{cache.index} index, {cache.eviction} eviction" if cache.enable_prefix_cache else "cache off"
+    return (
+        f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
+        f"weights {format_size(parts.model.weight_bytes)}; "
+        f"KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; "
+        f"context {parts.engine.limits.max_tokens}"
+    )

@@ -1,0 +1,82 @@
+"""A ``stemma serve`` of our own on a free loopback port, as a child process: for ``chat`` and ``demo``."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from stemma.cli.serve import READY
+from stemma.errors import StemmaError
+
+_STOP_TIMEOUT_S = 20.0
+
+
+class ServerProcess:
+    """Context manager: starts the server and waits until it takes requests; stops it at the end."""
+
+    def __init__(self, model: Path, flags: Sequence[str] = ()) -> None:
+        self._command = [sys.executable, "-m", "stemma", "serve", str(model), "--port", "0", *flags]
+        self._process: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+        self.url = ""
+        self.summary = ""
+        """What the server says about itself, one line."""
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it; raise StemmaError with its last words if it dies before it is ready."""
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed by stop)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        lines: list[str] = []
+        for line in self._process.stdout:
+            if line.startswith(READY):
+                self.url = line.removeprefix(READY).split()[0]
+                self.summary = "\n".join(lines)
+                return
+            if line.strip():
+                lines.append(line.strip())
+        self._process.wait()
+        self._log.seek(0)
+        words = "\n".join([*lines, *self._log.read().strip().splitlines()][-20:])
+        self._close()
+        raise StemmaError(f"the server did not start: {words}")
+
+    def stop(self) -> int:
+        """Drain and stop it; return its exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+        finally:
+            self._close()
+
+    def kill(self) -> int:
+        """End it at once, as a crash would; return its exit code (negative: the signal)."""
+        assert self._process is not None
+        self._process.kill()
+        return self._process.wait()
+
+    def _close(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()
+        if self._log is not None:
+            self._log.close()

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from stemma.cli import make_app
+from stemma.cli.options import with_settings_flags
+from stemma.config.loading import flag_of, setting_fields
+
+
+def parse(*arguments: str) -> dict[str, Any]:
+    """Return the flat settings that a command line gives."""
+    seen: dict[str, Any] = {}
+
+    def command(own: str = "x", **flags: Any) -> None:
+        seen.update(flags)
+
+    application = typer.Typer()
+    application.command()(with_settings_flags(command))
+    result = CliRunner().invoke(application, list(arguments))
+    assert result.exit_code == 0, result.output
+    return {name: value for name, value in seen.items() if value is not None}
+
+
+def test_every_setting_is_a_flag_with_a_word_of_help() -> None:
+    serve = typer.main.get_command(make_app()).get_command(None, "serve")
+    options = {parameter.opts[0]: parameter for parameter in serve.params}
+
+    for name in setting_fields():
+        if name != "model":
+            assert options[flag_of(name)].help, name
+
+
+def test_flags_are_parsed_and_absent_ones_stay_unset() -> None:
+    given = parse(
+        "path/to/model", "--block-size", "32", "--no-enable-prefix-cache", "--kv-cache-memory", "4GB"
+    )
+
+    assert {name: str(value) for name, value in given.items()} == {
+        "model": "path/to/model",
+        "block_size": "32",
+        "enable_prefix_cache": "False",
+        "kv_cache_memory": "4GB",
+    }
