@@ -15,10 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stemma.cli.bench.driver import Endpoint, LoadOptions, Record, drive, negotiate
 from stemma.cli.bench.report import Summary, as_json, summarize, times_table, totals_table
-from stemma.cli.bench.workloads import WORKLOADS, Session, WorkloadOptions, build
+from stemma.cli.bench.workloads import Session, WorkloadOptions, build
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
-
-WorkloadName = StrEnum("WorkloadName", {name: name for name in WORKLOADS})  # type: ignore[misc]
 
 
 class EndpointName(StrEnum):
@@ -85,7 +83,7 @@ def command(
         data=data,
         seed=seed,
     )
-    sessions = build(str(workload), options, count_tokens)
+    sessions = build(workload, options, count_tokens)
     load = LoadOptions(concurrency, request_rate, output_tokens, seed)
     run = Run(url, model, api_key, endpoint.value, load, count_tokens)
     summary, records, target_name = asyncio.run(_run(console, run, sessions))
@@ -96,7 +94,7 @@ def command(
         setup = {
             "url": url,
             "model": target_name,
-            "workload": str(workload),
+            "workload": workload,
             "endpoint": str(endpoint),
             "options": {**asdict(options), "data": str(data) if data else None},
             "load": asdict(load),
