@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stemma.config.loading import flag_of, load_settings, setting_fields
-from stemma.config.settings import EngineSettings, ModelSettings, Settings
+from stemma.config.settings import EngineSettings, ModelSettings, PoolSettings, Settings
 from stemma.errors import ConfigError
 
 TOML = """
@@ -116,10 +116,25 @@ def test_errors_in_the_file_name_the_file(tmp_path: Path, text: str, message: st
     assert "bad.toml" in str(caught.value)
 
 
+def test_a_component_that_may_be_absent(tmp_path: Path) -> None:
+    path = tmp_path / "pool.toml"
+    path.write_text("[cache.pool]\nname = 'directory'\nasync_write = false\n")
+    from_file = load_settings(file=path, flags={"model": "m", "pool_config": Path("c.toml")})
+
+    assert load_settings(flags={"model": "m"}).engine.cache.pool is None
+    assert from_file.engine.cache.pool == PoolSettings(
+        name="directory", config=Path("c.toml"), async_write=False
+    )
+    with pytest.raises(ConfigError, match=r"cache.pool.name: Field required"):
+        load_settings(flags={"model": "m", "pool_config": Path("c.toml")})
+
+
 def test_every_setting_has_a_flat_name_and_says_what_it_is() -> None:
     fields = setting_fields()
 
     assert fields["model"].path == ("engine", "model", "path")
     assert fields["block_size"].table == ("cache",)
+    assert fields["pool"].path == ("engine", "cache", "pool", "name")
+    assert fields["pool_config"].table == ("cache", "pool")
     assert flag_of("max_batch_tokens") == "--max-batch-tokens"
     assert "model" in fields

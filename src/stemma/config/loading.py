@@ -14,19 +14,23 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from stemma.config.settings import Settings
+from stemma.config.settings import Settings, SettingsModel
 from stemma.errors import ConfigError
 
 ENV_PREFIX = "STEMMA_"
 _HIDDEN_TABLE = "engine"
 """Groups settings in the code; the file has its tables at the top level."""
-_RENAMED: dict[tuple[str, ...], str] = {("engine", "model", "path"): "model"}
-"""Settings whose field name alone says too little."""
+_RENAMED: dict[tuple[str, ...], str] = {
+    ("engine", "model", "path"): "model",
+    ("engine", "cache", "pool", "name"): "pool",
+    ("engine", "speculation", "mode"): "speculation",
+}
+"""Settings that are called after their table: they choose what all the others there are about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,22 @@ def setting_fields() -> Mapping[str, SettingField]:
     return MappingProxyType(fields)
 
 
-def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterable[SettingField]:
+def _leaves(model: type[SettingsModel], path: tuple[str, ...]) -> Iterable[SettingField]:
     for name, info in model.model_fields.items():
         here = (*path, name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _leaves(info.annotation, here)
+        inner = _settings_model(info.annotation)
+        if inner is not None:
+            yield from _leaves(inner, here)
         else:
-            yield SettingField(here, _RENAMED.get(here, name), info)
+            yield SettingField(here, _RENAMED.get(here, model.flag_prefix + name), info)
+
+
+def _settings_model(annotation: Any) -> type[SettingsModel] | None:
+    """Return the component that a field holds, if it is one; it may be optional."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, SettingsModel):
+            return candidate
+    return None
 
 
 def load_settings(

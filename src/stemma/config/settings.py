@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from stemma.config.sizes import ByteSize
 
 
-class _Frozen(BaseModel):
+class SettingsModel(BaseModel):
+    """Base of every component: frozen, and unknown keys are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    flag_prefix: ClassVar[str] = ""
+    """Put before the names of these settings in flags and variables, where they say too little alone."""
 
-class ModelSettings(_Frozen):
+
+class ModelSettings(SettingsModel):
     """Which checkpoint to load, and how."""
 
     path: Path
@@ -32,8 +37,10 @@ class ModelSettings(_Frozen):
     """CPU threads of the step loop; default: all cores."""
 
 
-class PoolSettings(_Frozen):
+class PoolSettings(SettingsModel):
     """The pool tier: blocks shared by machines."""
+
+    flag_prefix: ClassVar[str] = "pool_"
 
     name: str
     """Backend by name (`memory/pool/registry.py`)."""
@@ -49,7 +56,7 @@ class PoolSettings(_Frozen):
     """Longest wait for one backend call (up to 64 blocks); then its blocks are misses."""
 
 
-class CacheSettings(_Frozen):
+class CacheSettings(SettingsModel):
     """The device tier and its index."""
 
     enable_prefix_cache: bool = True
@@ -68,7 +75,7 @@ class CacheSettings(_Frozen):
     """None: no pool; one can be attached while the server runs."""
 
 
-class SchedulerSettings(_Frozen):
+class SchedulerSettings(SettingsModel):
     """How waiting requests become steps."""
 
     max_batch_tokens: int = Field(default=2048, ge=1)
@@ -83,13 +90,16 @@ class SchedulerSettings(_Frozen):
     """A request that waited this long goes before any younger one, whatever its prefix."""
 
 
-class SpeculationSettings(_Frozen):
+class SpeculationSettings(SettingsModel):
     """Drafts: tokens guessed at no cost and verified in the step that runs anyway. Never changes the text."""
+
+    flag_prefix: ClassVar[str] = "speculation_"
 
     mode: Literal["off", "auto", "prompt_lookup", "tree", "la"] = "auto"
     """Where drafts come from. `prompt_lookup`: the request itself; `tree`: other requests of its namespace in
     the prefix cache; `auto`: both; `la`: lookahead, the model's own earlier guesses."""
     max_draft_tokens: int = Field(default=16, ge=1, le=64)
+    """Longest draft."""
     adaptive: bool = True
     """Draft as many tokens as pay by measured cost and acceptance, maybe none; False: all there are."""
     la_level: int = Field(default=4, ge=2, le=16)
@@ -100,7 +110,7 @@ class SpeculationSettings(_Frozen):
     """n-grams kept for each first token."""
 
 
-class ServerSettings(_Frozen):
+class ServerSettings(SettingsModel):
     """The HTTP plane."""
 
     host: str = "127.0.0.1"
@@ -115,7 +125,7 @@ class ServerSettings(_Frozen):
     """Largest request body."""
 
 
-class EngineSettings(_Frozen):
+class EngineSettings(SettingsModel):
     """Everything the engine needs."""
 
     model: ModelSettings
@@ -124,7 +134,7 @@ class EngineSettings(_Frozen):
     speculation: SpeculationSettings = SpeculationSettings()
 
 
-class Settings(_Frozen):
+class Settings(SettingsModel):
     """A whole server."""
 
     engine: EngineSettings

@@ -43,7 +43,7 @@ def command(
         str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.")
     ] = "http://127.0.0.1:8000",
     workload: Annotated[
-        WorkloadName, typer.Option("--workload", "-w", help="What to ask.")
+        str, typer.Option("--workload", "-w", click_type=Choice(list(WORKLOADS)), help="What to ask.")
     ] = "shared-prefix",
     model: Annotated[str | None, typer.Option(help="Model name; default: the first one listed.")] = None,
     endpoint: Annotated[EndpointName, typer.Option(help="Which endpoint.")] = EndpointName.COMPLETIONS,
