@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,15 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stemma.cli.bench.driver import Endpoint, LoadOptions, Record, drive, negotiate
 from stemma.cli.bench.report import Summary, as_json, summarize, times_table, totals_table
-from stemma.cli.bench.workloads import Session, WorkloadOptions, build
+from stemma.cli.bench.workloads import Session, WorkloadName, WorkloadOptions, build
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
-
-
-class EndpointName(StrEnum):
-    """Which of OpenAI's endpoints to use."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +35,10 @@ def command(
         str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.")
     ] = "http://127.0.0.1:8000",
     workload: Annotated[
-        str, typer.Option("--workload", "-w", click_type=Choice(list(WORKLOADS)), help="What to ask.")
+        WorkloadName, typer.Option("--workload", "-w", help="What to ask.")
     ] = "shared-prefix",
     model: Annotated[str | None, typer.Option(help="Model name; default: the first one listed.")] = None,
-    endpoint: Annotated[EndpointName, typer.Option(help="Which endpoint.")] = EndpointName.COMPLETIONS,
+    endpoint: Annotated[Endpoint, typer.Option(help="Which endpoint.")] = "completions",
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Sessions at once.")] = 8,
     request_rate: Annotated[
         float | None, typer.Option(min=0.001, help="Sessions begun a second, Poisson; default: no wait.")
@@ -85,7 +77,7 @@ def command(
     )
     sessions = build(workload, options, count_tokens)
     load = LoadOptions(concurrency, request_rate, output_tokens, seed)
-    run = Run(url, model, api_key, endpoint.value, load, count_tokens)
+    run = Run(url, model, api_key, endpoint, load, count_tokens)
     summary, records, target_name = asyncio.run(_run(console, run, sessions))
     console.print(f"[bold]{target_name}[/] at {url}, workload [bold]{workload}[/], concurrency {concurrency}")
     console.print(times_table(summary))
@@ -95,7 +87,7 @@ def command(
             "url": url,
             "model": target_name,
             "workload": workload,
-            "endpoint": str(endpoint),
+            "endpoint": endpoint,
             "options": {**asdict(options), "data": str(data) if data else None},
             "load": asdict(load),
         }

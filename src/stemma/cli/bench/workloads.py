@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from stemma.errors import ConfigError
 
@@ -82,6 +82,7 @@ class TextMaker:
         return " ".join(words[:low])
 
 
+WorkloadName = Literal["random", "shared-prefix", "multi-turn", "few-shot", "repeat", "sonnet"]
 Builder = Callable[[WorkloadOptions, TextMaker, random.Random], list[Session]]
 
 
@@ -209,7 +210,7 @@ def _draw(items: Sequence[T], count: int, rng: random.Random) -> list[T]:
     return [shuffled[number % len(shuffled)] for number in range(count)]
 
 
-WORKLOADS: dict[str, Builder] = {
+WORKLOADS: dict[WorkloadName, Builder] = {
     "random": random_prompts,
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
@@ -219,7 +220,9 @@ WORKLOADS: dict[str, Builder] = {
 }
 
 
-def build(name: str, options: WorkloadOptions, count_tokens: Callable[[str], int] | None) -> list[Session]:
+def build(
+    name: WorkloadName, options: WorkloadOptions, count_tokens: Callable[[str], int] | None
+) -> list[Session]:
     """Return the sessions of workload `name`; raise ConfigError if its data is missing or malformed."""
     rng = random.Random(options.seed)
     return WORKLOADS[name](options, TextMaker(rng, count_tokens), rng)
