@@ -47,11 +47,11 @@ class PoolSettings(SettingsModel):
     config: Path | None = None
     """The backend's own file, JSON or TOML, e.g. ``mooncake.json``."""
     async_write: bool = True
-    """Write through a queue, off the thread that hands blocks over."""
-    write_queue: ByteSize = Field(default=256 * 2**20, gt=0)
-    """Most bytes that wait to be written; when it is full the newest blocks are dropped."""
+    """Write in the background. Off: a step ends only once its blocks are in the pool, or have failed."""
+    write: WritePolicy = "write_through"
+    """When a block is copied to the pool: committed on the device, used often, or evicted."""
     staging: ByteSize = Field(default=64 * 2**20, gt=0)
-    """Memory for blocks on their way in; with `async_write` off, on their way out too."""
+    """Memory for blocks on their way to and from the backend."""
     deadline_s: float = Field(default=1.0, gt=0)
     """Longest wait for one backend call (up to 64 blocks); then its blocks are misses."""
 

@@ -48,8 +48,6 @@ class PutResult(StrEnum):
     STORED = "stored"
     EXISTS = "exists"
     """The key was there already; the old bytes stay (equal keys name equal bytes)."""
-    QUEUED = "queued"
-    """Copied and taken over; it is written in the background, and counted again when that is done."""
     NO_SPACE = "no_space"
     """Full, and nothing could be evicted."""
     DROPPED = "dropped"
