@@ -19,6 +19,9 @@ class SettingsModel(BaseModel):
     """Put before the names of these settings in flags and variables, where they say too little alone."""
 
 
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+
+
 class ModelSettings(SettingsModel):
     """Which checkpoint to load, and how."""
 

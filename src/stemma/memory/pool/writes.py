@@ -1,7 +1,7 @@
 """Writing blocks to a pool, batch by batch, in the thread of whoever calls.
 
 A block is sealed with a header before it leaves. So a put that a backend finishes after the block's memory
-was reused stores a value that fails its check, not a wrong block. What lies in registered memory isn't copied.
+was reused stores a value that fails its check, not a wrong block. Blocks in registered memory aren't copied.
 """
 
 from __future__ import annotations
