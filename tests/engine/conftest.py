@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stemma.engine.build import make_index
+from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.output import OutputProcessor
@@ -52,6 +53,8 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
         key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
         options = {} if clock is None else {"clock": clock}
         cache = PrefixCache(kv, make_index(settings.cache, key_space), key_space, **options)
+        if "speculation" in fields:
+            drafter = make_drafter(settings.speculation, cache.continuation)
         limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
         engine = Engine(
             Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),

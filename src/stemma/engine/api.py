@@ -105,6 +105,10 @@ class EngineStats:
     num_evicted_blocks: int
     misses_by_reason: dict[str, int]
     """Requests by `CacheReport.miss_reason`."""
+    num_draft_tokens: int = 0
+    """Draft tokens verified."""
+    num_accepted_draft_tokens: int = 0
+    """Of these, those that held: each saved a step of its sequence."""
 
 
 class EngineClient(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stemma.config.settings import CacheSettings, EngineSettings
+from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
@@ -51,6 +52,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         limits,
         settings.scheduler,
         vocab_size=model.vocab_size,
+        drafter=make_drafter(settings.speculation, cache.continuation),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     return EngineParts(engine, model, tokenizer, name)

@@ -12,6 +12,7 @@ import torch
 
 from stemma.config.settings import SchedulerSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, TokenLogprob
+from stemma.engine.drafts.source import num_accepted
 from stemma.engine.output import SequenceNews
 from stemma.engine.request import Limits, RequestState, Sequence, Status
 from stemma.engine.runner import Runner
@@ -111,6 +112,7 @@ class Engine:
 
     def step(self) -> list[SequenceNews]:
         """Run one step and return what it did. An error in it ends its requests, never the loop."""
+        start_s = self._clock()
         plan = self._scheduler.schedule()
         if not plan:
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
@@ -122,7 +124,9 @@ class Engine:
             logger.exception("a step of %d sequences failed", len(plan))
             failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
             return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
-        return [self._accept(one) for one in drawn]
+        news = [self._accept(one) for one in drawn]
+        self._time_decodes(plan, news, start_s)
+        return news
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""
@@ -150,6 +154,8 @@ class Engine:
             num_cached_blocks=cache.num_cached_blocks,
             num_evicted_blocks=cache.num_evicted_blocks,
             misses_by_reason=dict(self._misses),
+            num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
+            num_accepted_draft_tokens=self._drafter.num_accepted_tokens if self._drafter else 0,
         )
 
     def check(self) -> None:
@@ -235,11 +241,9 @@ class Engine:
     def _accept(self, one: _Drawn) -> SequenceNews:
         """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
         sequence, draft = one.sequence, one.item.draft
-        num_held = 0
-        while num_held < len(draft) and draft[num_held] == one.token_ids[num_held]:
-            num_held += 1
+        num_held = num_accepted(draft, one.token_ids)
         if draft and self._drafter is not None:
-            self._drafter.observe(sequence, len(draft), num_held)
+            self._drafter.observe(sequence.age, sequence.tokens, draft, one.token_ids)
         reason: FinishReason | None = None
         num_taken = 0
         for token_id in one.token_ids[: num_held + 1]:
@@ -262,8 +266,29 @@ class Engine:
             reason,
         )
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _time_decodes(self, plan: Seq[Scheduled], news: Seq[SequenceNews], start_s: float) -> None:
+        """Tell the drafter what a step took that had nothing but decodes."""
+        if self._drafter is None or any(item.num_tokens - len(item.draft) > 1 for item in plan):
+            return
+        self._drafter.observe_step(
+            sum(item.num_tokens for item in plan),
+            sum(item.start for item in plan),
+            sum(len(n.token_ids) for n in news),
+            self._clock() - start_s,
+        )
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the scheduler; what it generated may serve as draft for others."""
+        if self._drafter is not None and sequence.num_output:
+            request, cache = sequence.state.request, sequence.state.cache
+            num_known = len(request.prompt_token_ids)
+            if sequence.index == 0 and cache is not None:
+                num_known = cache.num_cached_tokens
+            self._drafter.finish(sequence.age, request.namespace, sequence.tokens, num_known)
         self._scheduler.remove(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._remove(sequence)
         state = sequence.state
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
@@ -280,7 +305,7 @@ class Engine:
                 sequence = state.sequences[index]
                 if sequence.status is Status.FINISHED:
                     continue
-                self._scheduler.remove(sequence)
+                self._remove(sequence)
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
         return news
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from stemma.config.settings import SchedulerSettings
 from stemma.engine.ordering import order_waiting
 from stemma.engine.request import Limits, Sequence, Status
 from stemma.memory.cache import PrefixCache
+from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 
 
@@ -39,13 +40,29 @@ class Scheduled:
 
 
 class Drafter(Protocol):
-    """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway."""
+    """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway.
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """Return up to `max_tokens` tokens to follow a sequence that decodes; empty where it doesn't pay."""
+    `drafts.drafter.Drafter` implements it. Sequences are told apart by `key`.
+    """
 
-    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn how many of a draft's tokens held."""
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+
+    def propose(
+        self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
+    ) -> tuple[int, ...]:
+        """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay."""
+
+    def observe(self, key: Hashable, tokens: TokenArray, draft: Seq[int], drawn: Seq[int]) -> None:
+        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
+
+    def observe_step(
+        self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float
+    ) -> None:
+        """Learn what a step of decodes costs: its rows, the tokens attended to, the tokens it gave."""
+
+    def finish(self, key: Hashable, namespace: Namespace, tokens: TokenArray, num_known: int) -> None:
+        """Forget a sequence that ended, of which `num_known` leading tokens came from the cache."""
 
 
 class Scheduler:
@@ -125,10 +142,12 @@ class Scheduler:
         plan: list[Scheduled] = []
         budget = self._settings.max_batch_tokens
         num_before = self.num_preemptions
-        for sequence in [s for s in self._running if s.num_missing == 1]:
+        decoding = [s for s in self._running if s.num_missing == 1]
+        for i, sequence in enumerate(decoding):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
-            item = self._schedule_decode(sequence, budget)
+            # A draft may not take the row of a sequence behind it.
+            item = self._schedule_decode(sequence, budget - (len(decoding) - i - 1))
             if item is not None:
                 plan.append(item)
                 budget -= item.num_tokens
@@ -161,7 +180,8 @@ class Scheduler:
         if self._drafter is not None:
             num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
             if (most := min(budget, num_left) - 1) > 0:
-                draft = self._drafter.propose(sequence, most)
+                namespace = sequence.state.request.namespace
+                draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
             if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
                 draft = ()
         while not self._cache.extend(lease, sequence.num_tokens):

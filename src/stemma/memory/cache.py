@@ -295,6 +295,15 @@ class PrefixCache:
         self.version += 1
         return len(dropped)
 
+    def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
+        """Return up to `max_tokens` tokens that followed `tokens` in the cache; empty if none did. Read-only.
+
+        Only the radix index can tell.
+        """
+        if not isinstance(self._index, RadixIndex):
+            return np.empty(0, dtype=np.int32)
+        return self._index.continuation(namespace, tokens, max_tokens)
+
     def draw(self, decode: Decode, max_chars: int) -> str:
         """Return the index as a tree of text, at most `max_chars` of each edge."""
         if self._index is None:
