@@ -78,6 +78,35 @@ class CacheSettings(SettingsModel):
     """None: no pool; one can be attached while the server runs."""
 
 
+class TierSettings(SettingsModel):
+    """The tiers below the device, on this machine (docs/tiers.md)."""
+
+    host_cache: ByteSize | None = None
+    """DRAM for blocks that left the device, allocated at the start."""
+    host_write: WritePolicy = "write_back"
+    """When a block is copied to the host tier: evicted from the device, committed there, or used often."""
+    host_exclusive: bool = False
+    """A block moved up from the host tier leaves it. By default the copy stays and spares the next write."""
+    disk_cache: Path | None = None
+    """Directory of the disk tier; blocks in it outlive the server."""
+    disk_cache_size: ByteSize = 10 * 10**9
+    """Limit of all files in that directory."""
+    disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
+    """Blocks on disk that nobody used for so long are dropped."""
+    disk_write: WritePolicy = "write_through"
+    """As `host_write`, for the disk. Write-back forgets what a crash finds in memory."""
+    write_through_uses: int = Field(default=2, ge=1)
+    """For `write_through_selective`: copy a block down on this use; being computed is the first."""
+    prefetch: Literal["best_effort", "timeout", "wait_complete"] = "timeout"
+    """Whether a request waits for blocks in slow tiers: never, up to `load_timeout_s`, or to the end."""
+    load_timeout_s: float = Field(default=2.0, gt=0.0)
+    """What a load hasn't brought by then is computed."""
+    load_failure: Literal["recompute", "fail"] = "recompute"
+    """When a tier can't deliver what it holds: compute the tokens, or fail the request."""
+    transfer_buffer: ByteSize = 128 * 2**20
+    """Host memory for blocks on their way to slow tiers; when it is full, writes are dropped."""
+
+
 class SchedulerSettings(SettingsModel):
     """How waiting requests become steps."""
 
@@ -133,6 +162,7 @@ class EngineSettings(SettingsModel):
 
     model: ModelSettings
     cache: CacheSettings = CacheSettings()
+    tiers: TierSettings = TierSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     speculation: SpeculationSettings = SpeculationSettings()
 

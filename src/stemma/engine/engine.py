@@ -26,6 +26,8 @@ from stemma.types import FinishReason, Tier
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
+_MIN_PREFILL_TOKENS = 64
+"""A step with fewer says little about the speed of prefill."""
 
 
 class Engine:
@@ -114,19 +116,27 @@ class Engine:
         """Run one step and return what it did. An error in it ends its requests, never the loop."""
         start_s = self._clock()
         plan = self._scheduler.schedule()
+        news = self._end_failed_loads()
         if not plan:
-            self._scheduler.wait_for_load(_LOAD_WAIT_S)
-            return []
+            if not news:
+                self._scheduler.wait_for_load(_LOAD_WAIT_S)
+            return news
+        started = self._clock()
         try:
             logits = self._runner.forward(plan)
             drawn = self._draw(plan, logits)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan))
             failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
-            return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
-        news = [self._accept(one) for one in drawn]
-        self._time_decodes(plan, news, start_s)
-        return news
+            return news + [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
+        self._observe_prefill(plan, self._clock() - started)
+        accepted = [self._accept(one) for one in drawn]
+        self._time_decodes(plan, accepted, start_s)
+        return news + accepted
+
+    def close(self) -> None:
+        """Write what lower tiers still owe the disk, and let go of them."""
+        self.cache.close()
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""
@@ -165,6 +175,17 @@ class Engine:
     def fail_all(self, error: str) -> list[SequenceNews]:
         """End every request with an error; for the loop's last resort."""
         return [n for i in list(self._requests) for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _end_failed_loads(self) -> list[SequenceNews]:
+        failed, self._scheduler.failed_loads = self._scheduler.failed_loads, []
+        return [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _observe_prefill(self, plan: Seq[Scheduled], seconds: float) -> None:
+        """Let the lower tiers know what computing costs, from steps that are nearly all prefill."""
+        num_tokens = sum(item.num_tokens for item in plan)
+        num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
+        if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
+            self.cache.observe_prefill(num_prefill, seconds)
 
     def _new_sequence(self, state: RequestState) -> Sequence:
         request, index = state.request, len(state.sequences)

@@ -69,6 +69,10 @@ class LLM:
         self._processor = OutputProcessor(parts.tokenizer, parts.engine.limits)
         self._num_requests = 0
 
+    def close(self) -> None:
+        """Write what lower tiers still owe the disk, and let go of them. Nothing to do without them."""
+        self.engine.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -12,9 +12,9 @@ import time
 from bisect import insort
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -89,6 +89,9 @@ class Scheduler:
         self._loading: list[Sequence] = []
         self._running: list[Sequence] = []
         self.num_preemptions = 0
+        self.failed_loads: list[tuple[str, str]] = []
+        """Requests to fail, with the reason: a lower tier couldn't deliver, and settings forbid to compute.
+        Whoever calls `schedule` empties this."""
 
     @property
     def num_waiting(self) -> int:
@@ -108,6 +111,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.status = Status.WAITING
+        sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
         self._waiting[sequence.age] = sequence
 
     @property
@@ -131,6 +135,7 @@ class Scheduler:
         """Take a sequence out, wherever it is, and free its blocks."""
         if sequence.status is Status.WAITING:
             del self._waiting[sequence.age]
+            _abandon_prefetch(sequence)
             sequence.status = Status.FINISHED
         elif sequence.status in (Status.RUNNING, Status.LOADING):
             (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
@@ -161,7 +166,10 @@ class Scheduler:
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Block until a load from a lower tier ends, if only loads stand between us and work."""
-        futures = [s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending]
+        futures: list[Future[Any]] = [
+            s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending
+        ]
+        futures += [s.prefetch.probe for s in self._waiting.values() if s.prefetch]
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
 
@@ -215,6 +223,8 @@ class Scheduler:
         for sequence in order:
             if not budget or not self.has_seat:
                 return
+            if sequence.prefetch is not None and not sequence.prefetch.probe.done():
+                continue
             if self._is_being_computed(sequence, prefilling):
                 continue
             request = sequence.state.request
@@ -224,6 +234,7 @@ class Scheduler:
             if lease is None:
                 return
             del self._waiting[sequence.age]
+            _abandon_prefetch(sequence)
             sequence.start(lease)
             if lease.pending is not None:
                 sequence.status = Status.LOADING
@@ -247,6 +258,9 @@ class Scheduler:
             assert lease.pending is not None
             if lease.pending.num_loaded.done():
                 self._cache.finish_load(lease)
+                if lease.load_error is not None:
+                    self.failed_loads.append((sequence.state.request.request_id, lease.load_error))
+                    continue
                 self._loading.remove(sequence)
                 sequence.start(lease)
                 self._run(sequence)
@@ -276,6 +290,12 @@ class Scheduler:
             if common - self._num_cached(sequence) >= self._cache.block_size:
                 return True
         return False
+
+
+def _abandon_prefetch(sequence: Sequence) -> None:
+    if sequence.prefetch is not None:
+        sequence.prefetch.abandon()
+        sequence.prefetch = None
 
 
 def _common_prefix(one: TokenArray, other: TokenArray) -> int:

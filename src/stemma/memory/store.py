@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from stemma.types import BlockKey, Tier
 
@@ -68,6 +68,26 @@ class BlockPut:
     """Retention hint, 0 (drop first) to 100."""
     ttl_s: float | None = None
     """Retention hint: seconds of disuse after which the block expires; None: the store's default."""
+
+
+class Storable(Protocol):
+    """What a store needs to know of a block beside its bytes: `BlockPut` and `lower.DeviceBlock` have it."""
+
+    @property
+    def key(self) -> BlockKey:
+        """Key of the block."""
+
+    @property
+    def parent(self) -> BlockKey:
+        """Key of the block before it, or the root."""
+
+    @property
+    def priority(self) -> int:
+        """Retention hint."""
+
+    @property
+    def ttl_s(self) -> float | None:
+        """Retention hint."""
 
 
 @dataclass(slots=True)
@@ -138,6 +158,10 @@ class LocalStore(BlockStore):
     @abstractmethod
     def capacity_blocks(self) -> int:
         """Blocks that fit."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Count keys that are held as used now, in order from the root."""
 
     @abstractmethod
     def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
