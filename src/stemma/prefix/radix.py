@@ -145,29 +145,43 @@ class RadixIndex(LedgerIndex):
 
     def evict(self, num_blocks: int, now: float) -> BlockIds:
         """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
-        policy, leaves, pins, block_size = self._policy, self._leaves, self._ledger.pins, self.block_size
         evicted: list[int] = []
-        while len(evicted) < num_blocks:
-            victim = policy.victim(now)
-            if victim is None:
-                break
-            policy.forget(victim, now, evicted=True)
-            evicted.append(victim)
-            leaf = leaves.pop(victim)
-            blocks = leaf.blocks
-            blocks.pop()
-            if not blocks:
+        victim = self._policy.victim(now) if num_blocks > 0 else None
+        while victim is not None:
+            leaf = self._leaves.pop(victim)
+            victim = self._evict_tail(leaf, victim, num_blocks, now, evicted)
+            if not leaf.blocks:
                 self._remove(leaf)
                 continue
-            del leaf.tokens[(leaf.start // block_size + len(blocks)) * block_size - leaf.start :]
-            tail = blocks[-1]
-            leaves[tail] = leaf
-            if not pins[tail]:
-                policy.offer(tail)
+            end = (leaf.start // self.block_size + len(leaf.blocks)) * self.block_size
+            del leaf.tokens[end - leaf.start :]
+            self._leaves[leaf.blocks[-1]] = leaf
         if not evicted:
             return NO_BLOCKS
         self._ledger.remove(evicted)
         return np.array(evicted, dtype=np.int32)
+
+    def _evict_tail(
+        self, leaf: _Node, victim: int, num_blocks: int, now: float, evicted: list[int]
+    ) -> int | None:
+        """Evict blocks from the end of `leaf` while the policy names them; return the victim after them.
+
+        This is the hot loop of eviction: the tree is brought up to date once for all these blocks.
+        """
+        policy, pins, blocks = self._policy, self._ledger.pins, leaf.blocks
+        while True:
+            policy.forget(victim, now, evicted=True)
+            evicted.append(victim)
+            blocks.pop()
+            tail = blocks[-1] if blocks else -1
+            if tail >= 0 and not pins[tail]:
+                policy.offer(tail)
+            if len(evicted) == num_blocks:
+                return None
+            following = policy.victim(now)
+            if following is None or following != tail:
+                return following
+            victim = following
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` before; empty if `tokens` aren't cached.

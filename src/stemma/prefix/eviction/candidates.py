@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 
-_ID_BITS = 32
-_ID_MASK = (1 << _ID_BITS) - 1
+ID_BITS = 32
+ID_MASK = (1 << ID_BITS) - 1
 _MIN_STALE = 64
 
 
@@ -34,7 +34,7 @@ class CandidateHeap:
 
     def offer(self, block_id: int) -> None:
         """Make the block a candidate."""
-        entry = self._rank_of(block_id) << _ID_BITS | block_id
+        entry = self._rank_of(block_id) << ID_BITS | block_id
         self._entry[block_id] = entry
         heappush(self._heap, entry)
 
@@ -43,7 +43,7 @@ class CandidateHeap:
         heap, live = self._heap, self._entry
         if live.pop(block_id, None) is None:
             return
-        if heap[0] & _ID_MASK == block_id:
+        if heap[0] & ID_MASK == block_id:
             heappop(heap)
         elif len(heap) > 2 * len(live) + _MIN_STALE:
             self._heap = list(live.values())
@@ -54,11 +54,11 @@ class CandidateHeap:
         heap, live = self._heap, self._entry
         while heap:
             entry = heap[0]
-            block_id = entry & _ID_MASK
+            block_id = entry & ID_MASK
             if live.get(block_id) != entry:
                 heappop(heap)
                 continue
-            current = self._rank_of(block_id) << _ID_BITS | block_id
+            current = self._rank_of(block_id) << ID_BITS | block_id
             if current == entry:
                 return block_id
             live[block_id] = current

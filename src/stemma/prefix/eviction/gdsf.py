@@ -27,6 +27,8 @@ class GDSFPolicy(RankedPolicy):
         self._counts: npt.NDArray[np.int64] = np.zeros(num_ids, dtype=np.int64)
         self._costs: npt.NDArray[np.float64] = np.zeros(num_ids, dtype=np.float64)
         self._values: npt.NDArray[np.float64] = np.zeros(num_ids, dtype=np.float64)
+        # The bits of non-negative floats have the order of the floats.
+        self._value_bits = self._values.view(np.int64)
         self._inflation = 0.0
         """The value of the last block evicted: what a new block must at least be worth."""
 
@@ -50,12 +52,11 @@ class GDSFPolicy(RankedPolicy):
         super().forget(block_id, now, evicted=evicted)
 
     def _rank(self, block_id: int) -> int:
-        # The bits of non-negative floats have the order of the floats.
-        bits = self._values.view(np.int64).item(block_id)
-        return bits << STAMP_BITS | self._stamps.item(block_id)
+        return self._value_bits.item(block_id) << STAMP_BITS | self._stamps.item(block_id)
 
     def _resize(self, num_ids: int) -> None:
         super()._resize(num_ids)
         self._counts = resized(self._counts, num_ids)
         self._costs = resized(self._costs, num_ids)
         self._values = resized(self._values, num_ids)
+        self._value_bits = self._values.view(np.int64)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from heapq import heappop
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.candidates import CandidateHeap
+from stemma.prefix.eviction.candidates import ID_BITS, ID_MASK, CandidateHeap
 from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.types import BlockIds
 
@@ -65,8 +66,20 @@ class RankedPolicy(CandidateHeap, StampedPolicy):
 
     def victim(self, now: float) -> int | None:
         """Return the candidate of lowest rank."""
+        heap = self._heap
+        if heap:
+            # Nearly always the top of the heap is live and its rank is as it was.
+            entry = heap[0]
+            block_id = entry & ID_MASK
+            if self._entry.get(block_id) == entry == self._rank_of(block_id) << ID_BITS | block_id:
+                return block_id
         return self.lowest()
 
     def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the candidate."""
-        self.withdraw(block_id)
+        heap = self._heap
+        if heap and heap[0] & ID_MASK == block_id:
+            heappop(heap)
+            self._entry.pop(block_id, None)
+        else:
+            self.withdraw(block_id)
