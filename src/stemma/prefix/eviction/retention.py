@@ -63,6 +63,11 @@ class RetentionPolicy(RankedPolicy):
             return first
         return self.lowest()
 
+    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+        """Drop the candidate."""
+        super().forget(block_id, now, evicted=evicted)
+        self._mortal.withdraw(block_id)
+
     def _rank(self, block_id: int) -> int:
         return self._priorities.item(block_id) << STAMP_BITS | self._stamps.item(block_id)
 
