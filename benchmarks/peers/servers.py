@@ -50,7 +50,7 @@ class Running:
 def stemma(checkpoint: Path, threads: int, extra: tuple[str, ...] = ()) -> Server:
     """Return Stemma as `stemma serve` starts it."""
     command = (
-        *(sys.executable, "-m", "stemma.cli", "serve", str(checkpoint), "--port", "{port}"),
+        *(sys.executable, "-m", "stemma", "serve", str(checkpoint), "--port", "{port}"),
         *("--served-name", MODEL_NAME, "--max-model-len", str(MAX_MODEL_LEN)),
         *("--kv-cache-memory", str(KV_CACHE_BYTES), "--num-threads", str(threads), *extra),
     )

@@ -1,0 +1,214 @@
+"""What `benchmarks.versus` measures: each probe drives one server with the client of `stemma bench`.
+
+Prompts come from seeds, so every server gets the same text. Answers of a random model are noise that differs
+from server to server; where a dialogue goes on, a fixed answer takes their place in the history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stemma.cli.bench.driver import Target, ask
+from stemma.cli.bench.workloads import Session, TextMaker, WorkloadOptions, few_shot
+from stemma.cli.client import Answer
+
+Counter = Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """One figure of one server."""
+
+    value: float
+    cached_share: float | None
+    """Share of prompt tokens that the server says it served from cache; None: it doesn't say."""
+    samples: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A workload and the figure taken from it."""
+
+    name: str
+    title: str
+    unit: str
+    run: Callable[[Target, Path | None, Counter], Awaitable[ProbeResult]]
+    needs_data: bool = False
+
+
+def _result(value: float, answers: Sequence[Answer], samples: Sequence[float] = ()) -> ProbeResult:
+    share = None
+    if answers and all(a.num_cached_tokens is not None and a.num_prompt_tokens for a in answers):
+        cached = sum(a.num_cached_tokens or 0 for a in answers)
+        share = round(cached / sum(a.num_prompt_tokens or 0 for a in answers), 3)
+    return ProbeResult(value, share, list(samples))
+
+
+def _maker(count: Counter, seed: int) -> TextMaker:
+    return TextMaker(random.Random(seed), count)
+
+
+async def _one(target: Target, prompt: str, max_tokens: int) -> Answer:
+    return await ask(target, Session((prompt,)), [], max_tokens)
+
+
+async def _together(target: Target, prompts: Sequence[str], max_tokens: int, limit: int) -> list[Answer]:
+    gate = asyncio.Semaphore(limit)
+
+    async def run(prompt: str) -> Answer:
+        async with gate:
+            return await _one(target, prompt, max_tokens)
+
+    return list(await asyncio.gather(*(run(prompt) for prompt in prompts)))
+
+
+def _ttft_probe(
+    name: str, title: str, prompts: Callable[[TextMaker, int], tuple[list[str], str]], repeats: int = 5
+) -> Probe:
+    """TTFT of a prompt after others were sent; `prompts(maker, i)` gives (to send before, to measure)."""
+
+    async def run(target: Target, _: Path | None, count: Counter) -> ProbeResult:
+        answers = []
+        for i in range(repeats):
+            before, measured = prompts(_maker(count, 1000 * len(name) + i), i)
+            for prompt in before:
+                await _one(target, prompt, 2)
+            answers.append(await _one(target, measured, 2))
+        samples = [1000 * a.ttft_s for a in answers]
+        return _result(statistics.median(samples), answers, samples)
+
+    return Probe(name, title, "ms", run)
+
+
+def _warm(maker: TextMaker, _: int) -> tuple[list[str], str]:
+    base = maker.text(2048)
+    return [base], f"{base} {maker.text(32)}"
+
+
+def _repeat(maker: TextMaker, _: int) -> tuple[list[str], str]:
+    base = maker.text(2048)
+    return [base], base
+
+
+def _decode_probe(name: str, batch: int, context: int, num_tokens: int = 64) -> Probe:
+    async def run(target: Target, _: Path | None, count: Counter) -> ProbeResult:
+        samples, answers = [], []
+        for i in range(3):
+            maker = _maker(count, 77_000 + 100 * i + batch + context)
+            prompts = [maker.text(context) for _ in range(batch)]
+            done = await _together(target, prompts, num_tokens, batch)
+            first = max(a.first_token_at or a.finished_at for a in done)
+            tokens, last = 0.0, max(a.finished_at for a in done)
+            for a in done:  # tokens that came after every sequence had its first
+                late = sum(1 for t in a.piece_times if t > first)
+                tokens += late * a.num_generated_tokens / max(1, len(a.piece_times))
+            if last > first:
+                samples.append(tokens / (last - first))
+            answers += done
+        return _result(statistics.median(samples), answers, samples)
+
+    return Probe(name, f"decode, batch {batch}, context {context}", "tok/s", run)
+
+
+def _total_probe(
+    name: str,
+    title: str,
+    prompts: Callable[[Path | None, Counter], list[str]],
+    *,
+    max_tokens: int,
+    limit: int = 8,
+    needs_data: bool = False,
+    mean_ttft: bool = False,
+) -> Probe:
+    """Total time of a list of prompts, `limit` at once, or the mean TTFT one by one."""
+
+    async def run(target: Target, data: Path | None, count: Counter) -> ProbeResult:
+        texts = prompts(data, count)
+        began = time.perf_counter()
+        answers = await _together(target, texts, max_tokens, 1 if mean_ttft else limit)
+        wall_s = time.perf_counter() - began
+        if mean_ttft:
+            samples = [1000 * a.ttft_s for a in answers]
+            return _result(statistics.fmean(samples), answers, samples)
+        return _result(wall_s, answers)
+
+    return Probe(name, title, "ms" if mean_ttft else "s", run, needs_data)
+
+
+async def _multi_turn(target: Target, _: Path | None, count: Counter) -> ProbeResult:
+    """8 chats of 6 turns at once; one system prompt of 256 tokens; 64 tokens a question and an answer."""
+    maker = _maker(count, 4242)
+    system = maker.text(256)
+    sessions = [Session(tuple(maker.text(64) for _ in range(6)), system) for _ in range(8)]
+    history = [[maker.text(48) for _ in range(6)] for _ in range(8)]
+
+    async def chat(session: Session, fixed: list[str]) -> list[Answer]:
+        return [await ask(target, session, fixed[:turn], 48) for turn in range(len(session.turns))]
+
+    began = time.perf_counter()
+    chats = await asyncio.gather(*(chat(s, fixed) for s, fixed in zip(sessions, history, strict=True)))
+    return _result(time.perf_counter() - began, [answer for answers in chats for answer in answers])
+
+
+async def _parallel_samples(target: Target, _: Path | None, count: Counter) -> ProbeResult:
+    """Eight samples of one 1,024-token prompt by `n`, three prompts in turn."""
+    maker = _maker(count, 888)
+    extra = {**target.extra, "n": 8, "temperature": 1.0}
+    many = Target(target.http, target.model, target.endpoint, extra, target.count_tokens)
+    began = time.perf_counter()
+    answers = [await _one(many, maker.text(1024), 24) for _ in range(3)]
+    return _result(time.perf_counter() - began, answers)
+
+
+def _gsm8k(data: Path | None, count: Counter) -> list[str]:
+    assert data is not None
+    options = WorkloadOptions(num_requests=24, num_shots=8, data=data / "gsm8k_test.jsonl")
+    return [s.turns[0] for s in few_shot(options, _maker(count, 1), random.Random(1))]
+
+
+def _mmlu(data: Path | None, count: Counter) -> list[str]:
+    assert data is not None
+    options = WorkloadOptions(num_requests=32, num_shots=5, data=data / "mmlu")
+    return [s.turns[0] for s in few_shot(options, _maker(count, 2), random.Random(2))]
+
+
+def _no_sharing(_: Path | None, count: Counter) -> list[str]:
+    maker = _maker(count, 31)
+    return [maker.text(512) for _ in range(24)]
+
+
+def _short_prefix(_: Path | None, count: Counter) -> list[str]:
+    maker = _maker(count, 57)
+    prefix = maker.text(100)
+    return [f"{prefix} {maker.text(28)}" for _ in range(24)]
+
+
+def _repeats(_: Path | None, count: Counter) -> list[str]:
+    maker = _maker(count, 91)
+    return [maker.text(768) for _ in range(6)] * 4
+
+
+PROBES = (
+    _ttft_probe("cold", "TTFT, 2,048 tokens cold", lambda maker, _: ([], maker.text(2048))),
+    _ttft_probe("warm", "TTFT, 2,048 cached + 32 new", _warm),
+    _ttft_probe("repeat", "TTFT, exact repeat of 2,048", _repeat),
+    _decode_probe("decode_1_64", 1, 64),
+    _decode_probe("decode_8_64", 8, 64),
+    _decode_probe("decode_1_2048", 1, 2048, 48),
+    _decode_probe("decode_8_1024", 8, 1024, 48),
+    Probe("multi_turn", "multi-turn chat, 8 sessions x 6 turns", "s", _multi_turn),
+    _total_probe("gsm8k", "GSM8K 8-shot, 24 questions", _gsm8k, max_tokens=32, needs_data=True),
+    _total_probe("mmlu", "MMLU 5-shot, 32 questions", _mmlu, max_tokens=2, needs_data=True),
+    _total_probe(
+        "prefix_100", "100-token shared prefix, mean TTFT", _short_prefix, max_tokens=2, mean_ttft=True
+    ),
+    _total_probe("repeats", "6 prompts of 768, each 4 times", _repeats, max_tokens=16),
+    _total_probe("no_sharing", "no sharing, 24 x (512 + 32)", _no_sharing, max_tokens=32),
+    Probe("n_8", "n = 8 samples of a 1,024-token prompt", "s", _parallel_samples),
+)
