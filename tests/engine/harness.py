@@ -55,8 +55,8 @@ class Harness:
         self.cache = engine.cache
         self.processor = processor
         self.answers: dict[str, Answer] = {}
-        self.runner = CountingRunner(engine._runner)
-        engine._runner = self.runner
+        self.runner = CountingRunner(engine.runner)
+        engine.runner = self.runner
         self._numbers = count()
 
     def add(

@@ -112,7 +112,7 @@ async def test_a_full_queue_is_overloaded(engine):
 
 
 async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
-    forward = engine._engine._runner.forward
+    forward = engine._engine.runner.forward
     calls = 0
 
     def fail_once(plan):
@@ -122,7 +122,7 @@ async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
             raise RuntimeError("the device is on fire")
         return forward(plan)
 
-    engine._engine._runner.forward = fail_once
+    engine._engine.runner.forward = fail_once
     outputs = await collect(engine, request("a", prompt(5, 9)))
     assert outputs[-1].deltas[0].finish_reason is FinishReason.ERROR
     assert "on fire" in outputs[-1].error
@@ -144,13 +144,13 @@ async def test_a_bug_in_the_scheduler_does_not_kill_the_server(engine):
 
 
 async def test_the_event_loop_is_not_blocked_by_a_step(engine):
-    forward = engine._engine._runner.forward
+    forward = engine._engine.runner.forward
 
     def slow(plan):
         time.sleep(0.2)
         return forward(plan)
 
-    engine._engine._runner.forward = slow
+    engine._engine.runner.forward = slow
     task = asyncio.create_task(collect(engine, request("a", prompt(6, 9), greedy(3))))
     ticks = 0
     while not task.done():

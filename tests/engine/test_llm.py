@@ -64,10 +64,10 @@ def test_errors_leave_nothing_behind(llm):
     with pytest.raises(PromptTooLong):
         llm.generate([[1, 2, 3], [4] * 5000], GREEDY)
     assert not llm.engine.has_work
-    llm.engine._runner, runner = None, llm.engine._runner
+    llm.engine.runner, runner = None, llm.engine.runner
     with pytest.raises(stemma.errors.StemmaError, match="AttributeError"):
         llm.generate([[1, 2, 3], [4, 5]], GREEDY)
-    llm.engine._runner = runner
+    llm.engine.runner = runner
     assert not llm.engine.has_work
     llm.engine.check()
     assert len(llm.generate([1, 2, 3], GREEDY)[0].completions[0].token_ids) == 6

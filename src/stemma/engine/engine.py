@@ -43,7 +43,7 @@ class Engine:
     ) -> None:
         self.cache = cache
         self.limits = limits
-        self._runner = runner
+        self.runner = runner
         self._settings = settings
         self._vocab_size = vocab_size
         self._clock = clock
@@ -116,7 +116,7 @@ class Engine:
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
             return []
         try:
-            logits = self._runner.forward(plan)
+            logits = self.runner.forward(plan)
             drawn = self._draw(plan, logits)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan))

@@ -32,7 +32,7 @@ class Runner:
 
     def __init__(self, model: LanguageModel, kv: DeviceKV, *, max_batch_tokens: int) -> None:
         self._model = model
-        self._kv = kv
+        self.kv = kv
         self._block_size = kv.layout.block_size
         self._token_ids: npt.NDArray[np.int64] = np.empty(max_batch_tokens, dtype=np.int64)
         self._positions: npt.NDArray[np.int64] = np.empty(max_batch_tokens, dtype=np.int64)
@@ -43,7 +43,7 @@ class Runner:
 
     def forward(self, plan: Seq[Scheduled]) -> torch.Tensor:
         """Return the logits that the plan wants, in its order, [sum of num_logits, vocab] float32."""
-        return self._model.forward(self._batch(plan), self._kv)
+        return self._model.forward(self._batch(plan), self.kv)
 
     def _batch(self, plan: Seq[Scheduled]) -> ForwardBatch:
         starts, context_lens = [0], []

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.ordering import order_waiting
+from stemma.engine.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.request import Limits, Sequence, Status
 from stemma.memory.cache import PrefixCache
 from stemma.types import TokenArray
@@ -71,6 +71,9 @@ class Scheduler:
         self._waiting: dict[tuple[int, int], Sequence] = {}
         self._loading: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._num_queued = 0
+        self._no_room: tuple[int, int] | None = None
+        """Blocks available and sequences queued so far when the head of the queue last found no room."""
         self.num_preemptions = 0
 
     @property
@@ -92,6 +95,7 @@ class Scheduler:
         """Queue a sequence."""
         sequence.status = Status.WAITING
         self._waiting[sequence.age] = sequence
+        self._num_queued += 1
 
     @property
     def has_seat(self) -> bool:
@@ -136,7 +140,7 @@ class Scheduler:
             if sequence.num_missing > 1 and budget:
                 plan.append(item := self._chunk(sequence, budget))
                 budget -= item.num_tokens
-        if budget and self._waiting and self.num_preemptions == num_before:
+        if budget and self._waiting and self.has_seat and self.num_preemptions == num_before:
             self._admit(plan, budget)
         return plan
 
@@ -189,10 +193,18 @@ class Scheduler:
         sequence.stop(status)
 
     def _admit(self, plan: list[Scheduled], budget: int) -> None:
-        """Start waiting sequences while seats, blocks and budget last."""
+        """Start waiting sequences while seats, blocks and budget last.
+
+        Nobody overtakes a sequence that found no room, or it would never find any.
+        """
+        if self._running and self._no_room is not None:
+            num_available, num_queued = self._no_room
+            if self._cache.num_available <= num_available and self._num_queued == num_queued:
+                return
+        self._no_room = None
         prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
         order = order_waiting(self._waiting.values(), self._settings, self._num_cached, self._clock())
-        for sequence in order:
+        for sequence in order[:MAX_MATCHED]:
             if not budget or not self.has_seat:
                 return
             if self._is_being_computed(sequence, prefilling):
@@ -202,6 +214,7 @@ class Scheduler:
                 request.namespace, sequence.tokens, priority=request.priority, ttl_s=request.ttl_s
             )
             if lease is None:
+                self._no_room = (self._cache.num_available, self._num_queued)
                 return
             del self._waiting[sequence.age]
             sequence.start(lease)
