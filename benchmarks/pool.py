@@ -97,7 +97,7 @@ def our_put(store: PoolStore, keys: list[BlockKey], blocks: list[memoryview]) ->
 def measure(name: str, backend: PoolBackend, num_rounds: int) -> list[tuple[str, float, float]]:
     """Return (what, ours, bare) in GB/s; medians over rounds in which all take turns."""
     registered, other = Arena(), Arena()
-    settings = PoolSettings(name=name, async_write=False, deadline_s=30.0)
+    settings = PoolSettings(name=name, deadline_s=30.0)
     store = PoolStore(backend, NAMES, BLOCK_BYTES, settings)
     store.register(registered.memory)
     labels = ["get, registered memory", "get", "put, registered memory", "put"]

@@ -26,7 +26,10 @@ from stemma.errors import ConfigError
             {"plugin_type": "prefix_cache, memory_decoding", "decoding_length": 8, "dynamic_algo": False},
             {"mode": "tree", "max_draft_tokens": 8, "adaptive": False},
         ),
-        ({"plugin_type": "memory_decoding"}, {"mode": "tree", "max_draft_tokens": 16, "adaptive": True}),
+        (
+            {"plugin_type": "memory_decoding"},
+            {"mode": "tree", "max_draft_tokens": 16, "adaptive": True},
+        ),
     ],
 )
 def test_plugins_become_settings(params: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -215,6 +215,15 @@ def test_ids_may_be_large_and_are_reused(driver: Driver) -> None:
     assert driver.match("wxyzab") == (6, [5, 100_000])
 
 
+def test_an_id_keeps_nothing_of_its_former_block(driver: Driver) -> None:
+    driver.insert("abcd", [5])
+    assert driver.evict(1) == [5]
+    driver.insert("xy", [5])
+    driver.insert("abcd", [6])
+    assert driver.evict(1) == [5]
+    assert driver.match("abcd") == (4, [6])
+
+
 def test_matches_do_not_change_the_order_of_eviction(driver: Driver) -> None:
     driver.insert("abcd", [0])
     driver.insert("wxyz", [1])

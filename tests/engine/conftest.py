@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from stemma.config.settings import TierSettings
 from stemma.engine.build import make_index
+from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.output import OutputProcessor
@@ -17,6 +19,7 @@ from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
+from stemma.memory.tiers import open_tiers
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
@@ -45,13 +48,23 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable[..., Harness]:
     """Return a maker of engines: ``harness(num_blocks=8, block_size=16, max_batch_tokens=64, ...)``."""
 
-    def make(*, num_blocks: int = 64, clock: Any = None, drafter: Any = None, **fields: Any) -> Harness:
+    def make(
+        *,
+        num_blocks: int = 64,
+        clock: Any = None,
+        drafter: Any = None,
+        tiers: TierSettings | None = None,
+        **fields: Any,
+    ) -> Harness:
         settings = engine_settings(checkpoint, **fields)
         layout = model.layout(settings.cache.block_size)
         kv = DeviceKV(layout, num_blocks)
         key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
         options = {} if clock is None else {"clock": clock}
-        cache = PrefixCache(kv, make_index(settings.cache, key_space), key_space, **options)
+        lower = open_tiers(tiers, kv, key_space) if tiers is not None else None
+        cache = PrefixCache(kv, make_index(settings.cache, key_space), key_space, lower=lower, **options)
+        if "speculation" in fields:
+            drafter = make_drafter(settings.speculation, cache.continuation)
         limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
         engine = Engine(
             Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling_params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
 from stemma.prefix.keys import Namespace
@@ -236,15 +237,22 @@ class OracleDrafter:
 
     def __init__(self, future: list[int], wrong_every: int) -> None:
         self.future, self.wrong_every = future, wrong_every
-        self.observed: list[tuple[int, int]] = []
+        self.num_prompt = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
 
-    def propose(self, sequence, max_tokens):
-        start = sequence.num_output
+    def propose(self, key, namespace, tokens, max_tokens):
+        start = len(tokens) - self.num_prompt
         draft = self.future[start : start + min(4, max_tokens)]
         return tuple(t if (start + i) % self.wrong_every else (t + 1) % 500 for i, t in enumerate(draft))
 
-    def observe(self, sequence, num_drafted, num_accepted):
-        self.observed.append((num_drafted, num_accepted))
+    def observe(self, key, tokens, draft, drawn):
+        self.num_accepted_tokens += num_accepted(draft, drawn)
+
+    def observe_step(self, num_rows, num_context_tokens, num_tokens, duration_s):
+        pass
+
+    def finish(self, key, namespace, tokens, num_known):
+        pass
 
 
 @pytest.mark.parametrize("wrong_every", [2, 5, 1000])
@@ -253,9 +261,10 @@ def test_drafts_change_no_token_and_save_steps(harness, reference, wrong_every, 
     tokens = prompt(63, 11)
     future = reference(tokens, 25)
     drafter = OracleDrafter(future, wrong_every)
+    drafter.num_prompt = len(tokens)
     engine = harness(num_blocks=num_blocks, block_size=8, drafter=drafter)
     assert engine.serve(tokens, greedy(25)).token_ids[0] == future
-    assert sum(accepted for _, accepted in drafter.observed) + len(engine.runner.plans) == 25
+    assert drafter.num_accepted_tokens + len(engine.runner.plans) == 25
     again = np.concatenate([tokens, np.array(future, dtype=np.int32), prompt(64, 3)])
     answer = engine.serve(again, greedy(4) if num_blocks == 64 else greedy(1))
     # In the pool of 5 there is no room to copy the head of the last block.

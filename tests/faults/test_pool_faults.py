@@ -29,7 +29,7 @@ from stemma.memory.pool.store import PoolStore
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain
 from stemma.memory.pool.keys import PoolKeys
 backend = open_pool_backend("mooncake", json.loads(sys.argv[1]))
-settings = PoolSettings(name="mooncake", async_write=False, deadline_s=5)
+settings = PoolSettings(name="mooncake", deadline_s=5)
 store = PoolStore(backend, PoolKeys("tiny"), BLOCK_BYTES, settings)
 print([str(result) for result in store.put_many(chain("held", 4))], flush=True)
 time.sleep(600)
@@ -37,7 +37,7 @@ time.sleep(600)
 
 
 def open_store(name: str, config: dict[str, object], deadline_s: float) -> PoolStore:
-    settings = PoolSettings(name=name, async_write=False, deadline_s=deadline_s)
+    settings = PoolSettings(name=name, deadline_s=deadline_s)
     return PoolStore(open_pool_backend(name, config), NAMES, BLOCK_BYTES, settings)
 
 

@@ -35,6 +35,18 @@ class DictTiers:
         self.loads.append((list(keys), list(block_ids), future))
         return future
 
+    def prefetch(self, parent, keys) -> None:
+        return None
+
+    def observe_prefill(self, num_tokens, seconds) -> None:
+        pass
+
+    def on_hit(self, blocks) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def on_commit(self, blocks) -> None:
         self.committed += blocks
 

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from stemma.config.settings import ModelSettings
+from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from tests import checkpoints
+
+NATIVE, MODULES, TORCH = "native", "modules", "torch"
+"""Ways to run a model: fused layers, transformers' modules with native attention, torch alone."""
+PATHS = (NATIVE, MODULES, TORCH)
 
 LoadFamily = Callable[..., tuple[Path, CausalLM]]
 
@@ -21,17 +26,23 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
-    """Build and load a family once a session: `load_family(name, dtype)` -> (directory, model)."""
+    """Build and load a family once a session: `load_family(name, dtype, path)` -> (directory, model)."""
     root = tmp_path_factory.mktemp("checkpoints")
-    loaded: dict[tuple[str, str], tuple[Path, CausalLM]] = {}
+    loaded: dict[tuple[str, str, str], tuple[Path, CausalLM]] = {}
 
-    def load(family: str, dtype: str = "float32") -> tuple[Path, CausalLM]:
-        if (family, dtype) not in loaded:
-            path = root / family
-            if not path.exists():
-                checkpoints.build(family, path)
-            model = load_model(ModelSettings(path=path, dtype=dtype, device="cpu"))
-            loaded[family, dtype] = path, model
-        return loaded[family, dtype]
+    def load(family: str, dtype: str = "float32", path: str = NATIVE) -> tuple[Path, CausalLM]:
+        key = family, dtype, path
+        if key not in loaded:
+            checkpoint = root / family
+            if not checkpoint.exists():
+                checkpoints.build(family, checkpoint)
+            with pytest.MonkeyPatch.context() as patch:
+                if path != NATIVE:
+                    patch.setattr(loading, "follows_pattern", lambda hf_model: False)
+                if path == TORCH:
+                    patch.setattr(loading, "load_kernels", lambda: None)
+                model = load_model(ModelSettings(path=checkpoint, dtype=dtype, device="cpu"))
+            loaded[key] = checkpoint, model
+        return loaded[key]
 
     return load

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import FAMILIES, MOE_FAMILIES
-from tests.model.conftest import LoadFamily
+from tests.model.conftest import PATHS, LoadFamily
 from tests.model.paging import PagedSequences, plain_logits
 
 FP32_TOLERANCE = 1e-4
@@ -23,10 +23,11 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(512) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_batches_equal_plain_transformers(family: str, load_family: LoadFamily) -> None:
+def test_mixed_batches_equal_plain_transformers(family: str, how: str, load_family: LoadFamily) -> None:
     """Prefill chunks of three sizes and decodes of uneven context share each step."""
-    path, model = load_family(family)
+    path, model = load_family(family, "float32", how)
     prompts = random_prompts(70, 41, 9, 66)
     run = PagedSequences(model, prompts)
     run.step([(0, 50), (1, 7)])
@@ -40,12 +41,15 @@ def test_mixed_batches_equal_plain_transformers(family: str, load_family: LoadFa
         torch.testing.assert_close(logits, plain_logits(path, prompt), atol=FP32_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_split_and_any_cached_part(family: str, load_family: LoadFamily, data: st.DataObject) -> None:
+def test_any_split_and_any_cached_part(
+    family: str, how: str, load_family: LoadFamily, data: st.DataObject
+) -> None:
     """A prompt cut anywhere, its head taken from another sequence's blocks, mid-block or not."""
-    path, model = load_family(family)
+    path, model = load_family(family, "float32", how)
     block_size = data.draw(st.sampled_from([1, 4, 16]), label="block_size")
     shared = data.draw(st.integers(1, 60), label="shared")
     first, rest_a, rest_b = random_prompts(shared, 3, 45, seed=shared)
@@ -59,10 +63,11 @@ def test_any_split_and_any_cached_part(family: str, load_family: LoadFamily, dat
     torch.testing.assert_close(run.logits[1], plain_logits(path, prompts[1]), atol=FP32_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
-def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, load_family: LoadFamily) -> None:
+def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, how: str, load_family: LoadFamily) -> None:
     """Within the rounding of bf16; logits are compared relative to their size."""
-    path, model = load_family(family, "bfloat16")
+    path, model = load_family(family, "bfloat16", how)
     prompts = random_prompts(60, 33)
     run = PagedSequences(model, prompts)
     run.step([(0, 40)])
@@ -71,6 +76,26 @@ def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, load_family: LoadFam
         expected = plain_logits(path, prompt, torch.bfloat16)
         error = (logits - expected).norm() / expected.norm()
         assert error < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("how", PATHS)
+@pytest.mark.parametrize("family", ["qwen2", "mistral-sliding", "deepseek-v3"])
+def test_a_shared_prefix_is_read_once_and_right(family: str, how: str, load_family: LoadFamily) -> None:
+    """Requests over one prefix, branching in two levels: decodes and chunks that share blocks."""
+    path, model = load_family(family, "float32", how)
+    root, *branches = random_prompts(64, 40, 40)
+    tails = random_prompts(5, 9, 6, 20, seed=1)
+    prompts = [root + branches[i // 2] + tail for i, tail in enumerate(tails)]
+    run = PagedSequences(model, prompts)
+    run.step([(0, 104)])
+    run.reuse(0, 1, 104)
+    run.reuse(0, 2, 64)
+    run.step([(2, 40)])
+    run.reuse(2, 3, 104)
+    run.step([(0, 1), (1, 1), (2, 1), (3, 15)])
+    run.finish(chunk=1)
+    for prompt, logits in zip(prompts, run.logits, strict=True):
+        torch.testing.assert_close(logits, plain_logits(path, prompt), atol=FP32_TOLERANCE, rtol=0)
 
 
 def test_only_wanted_rows_are_returned(load_family: LoadFamily) -> None:

@@ -17,6 +17,7 @@ class StrictPolicy(EvictionPolicy):
         self.policy = policy
         self.known: set[int] = set()
         self.candidates: set[int] = set()
+        self.fingerprints: dict[int, int] = {}
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         ids = block_ids.tolist()
@@ -26,6 +27,8 @@ class StrictPolicy(EvictionPolicy):
         for array in (traits.fingerprints, traits.costs_s):
             assert array is None or len(array) == len(ids)
         self.known.update(ids)
+        if traits.fingerprints is not None:
+            self.fingerprints.update(zip(ids, traits.fingerprints.tolist(), strict=True))
         self.policy.insert(block_ids, now, traits)
 
     def access(self, block_ids: BlockIds, now: float) -> None:

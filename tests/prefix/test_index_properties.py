@@ -5,6 +5,8 @@ Alphabets and blocks are tiny, so that prompts part in the middle of blocks all 
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from tests.prefix.prefix_model import PrefixModel, Tokens
 from tests.prefix.strict_policy import StrictPolicy
 
 from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
@@ -28,6 +31,10 @@ namespaces = st.sampled_from(NAMESPACES)
 
 def array(values: object) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
+
+
+def fingerprint(text: Tokens) -> int:
+    return crc32(bytes(text))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -48,6 +55,10 @@ class IndexMachine(RuleBasedStateMachine):
         """Return an earlier sequence, truncated and continued."""
         earlier = self.history[pick % len(self.history)]
         return (earlier[: keep % (len(earlier) + 1)] + tail)[:MAX_TOKENS]
+
+    def traits(self, tokens: Tokens) -> BlockTraits:
+        heads = [tokens[: i + self.block_size] for i in range(0, len(tokens), self.block_size)]
+        return BlockTraits(fingerprints=np.array([fingerprint(head) for head in heads], dtype=np.uint64))
 
     def chain(self, namespace: Namespace, tokens: Tokens) -> list[int]:
         """Match on both indexes; return the blocks that the radix index found."""
@@ -96,7 +107,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.now += 1.0
         expected = self.model.insert(namespace, tokens, ids)
         for index in self.indexes:
-            inserted = index.insert(namespace, array(tokens), array(ids), self.now)
+            inserted = index.insert(namespace, array(tokens), array(ids), self.now, self.traits(tokens))
             assert inserted.added.tolist() == expected.added
             assert inserted.dropped.tolist() == expected.dropped
             assert len(inserted.canonical) == num_blocks
@@ -149,6 +160,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert index.num_evictable == len(self.model.blocks) - pinned
             assert policy.known == set(self.model.blocks)
             assert policy.candidates == self.model.candidates()
+            for block_id, block in self.model.blocks.items():
+                assert policy.fingerprints[block_id] == fingerprint(block.text)
         for namespace in NAMESPACES:
             for tokens in self.history[-3:]:
                 self.chain(namespace, tokens)

@@ -83,6 +83,15 @@ def test_continuation_follows_the_sequence_inserted_last() -> None:
     assert after("ab", 9) == "cd34"
 
 
+def test_continuation_after_the_last_sequence_was_evicted() -> None:
+    index = grown(RadixIndex(1), ("ab", (0, 1)), ("ac", (0, 2)), ("ad", (0, 3)))
+    index.touch(ids(0, 1), 8.0)
+    index.touch(ids(0, 2), 8.0)
+    assert index.evict(1, 9.0).tolist() == [3]
+    index.check()
+    assert chr(index.continuation(DEFAULT_NAMESPACE, text("a"), 1)[0]) in "bc"
+
+
 def test_check_finds_a_broken_tree() -> None:
     index = grown(RadixIndex(2), ("abcd", (0, 1)))
     index._ledger.num_blocks += 1

@@ -21,7 +21,7 @@ from stemma.engine.api import (
     SequenceDelta,
     TokenLogprob,
 )
-from stemma.errors import Overloaded, PromptTooLong, ShuttingDown
+from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason, Tier, TokenArray
 
@@ -76,6 +76,8 @@ class ScriptedEngine:
             raise Overloaded("the queue is full", retry_after_s=2.5)
         if len(request.prompt_token_ids) > self.script.capacity_tokens:
             raise PromptTooLong("the prompt is longer than the whole KV cache", param="prompt")
+        if int(request.prompt_token_ids.max()) >= self.tokenizer.vocab_size:
+            raise InvalidRequest("token id out of the vocabulary", param="prompt")
         num_prompt = len(request.prompt_token_ids)
         cached = self._cached(request)
         report = CacheReport(num_prompt, {Tier.DEVICE: cached} if cached else {}, "cold", "never seen before")

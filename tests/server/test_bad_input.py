@@ -25,6 +25,8 @@ USER = [{"role": "user", "content": "Hello"}]
         ({}, 400, "prompt"),
         ({"prompt": [5, 10**6]}, 400, "prompt"),
         ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": [5, 2**40]}, 400, "prompt"),
+        ({"prompt": [5, 2**70]}, 400, "prompt"),
         ({"prompt": "x" * 5000}, 400, "prompt"),
         ({"prompt": "x", "model": "other"}, 404, "model"),
         ({"prompt": "x", "model": None}, 400, "model"),

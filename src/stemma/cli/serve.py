@@ -14,6 +14,7 @@ from stemma.cli.options import with_settings_flags
 from stemma.config.loading import load_settings
 from stemma.config.settings import Settings
 from stemma.config.sizes import format_size
+from stemma.errors import ModelError
 
 if TYPE_CHECKING:
     from stemma.engine.build import EngineParts
@@ -31,6 +32,8 @@ def command(
 ) -> None:
     """Serve a Hugging Face checkpoint: OpenAI's API, TGI's /generate, metrics."""
     settings = load_settings(file=config, environ=os.environ, flags=flags)
+    if not settings.engine.model.path.is_dir():
+        raise ModelError(f"no checkpoint directory at {settings.engine.model.path}")
     console = Console(soft_wrap=True, highlight=False)
     from stemma.server.runtime import listen, serve
 

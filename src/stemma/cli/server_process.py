@@ -14,7 +14,8 @@ from typing import IO
 from stemma.cli.serve import READY
 from stemma.errors import StemmaError
 
-_STOP_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 45.0
+"""Longer than the drain that it asks for."""
 
 
 class ServerProcess:
@@ -59,21 +60,30 @@ class ServerProcess:
         raise StemmaError(f"the server did not start: {words}")
 
     def stop(self) -> int:
-        """Drain and stop it; return its exit code."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            return self._process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return self.kill()
-        finally:
-            self._close()
+        """Drain and stop it, if it runs; return its exit code."""
+        self.send_signal(signal.SIGTERM)
+        return self.wait()
 
     def kill(self) -> int:
         """End it at once, as a crash would; return its exit code (negative: the signal)."""
+        self.send_signal(signal.SIGKILL)
+        return self.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
         assert self._process is not None
-        self._process.kill()
-        return self._process.wait()
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait until it has ended, but not for ever; return its exit code."""
+        assert self._process is not None
+        try:
+            return self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._close()
 
     def _close(self) -> None:
         if self._process is not None and self._process.stdout is not None:

@@ -19,6 +19,9 @@ class SettingsModel(BaseModel):
     """Put before the names of these settings in flags and variables, where they say too little alone."""
 
 
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+
+
 class ModelSettings(SettingsModel):
     """Which checkpoint to load, and how."""
 
@@ -47,11 +50,11 @@ class PoolSettings(SettingsModel):
     config: Path | None = None
     """The backend's own file, JSON or TOML, e.g. ``mooncake.json``."""
     async_write: bool = True
-    """Write through a queue, off the thread that hands blocks over."""
-    write_queue: ByteSize = Field(default=256 * 2**20, gt=0)
-    """Most bytes that wait to be written; when it is full the newest blocks are dropped."""
+    """Write in the background. Off: a step ends only once its blocks are in the pool, or have failed."""
+    write: WritePolicy = "write_through"
+    """When a block is copied to the pool: committed on the device, used often, or evicted."""
     staging: ByteSize = Field(default=64 * 2**20, gt=0)
-    """Memory for blocks on their way in; with `async_write` off, on their way out too."""
+    """Memory for blocks on their way to and from the backend."""
     deadline_s: float = Field(default=1.0, gt=0)
     """Longest wait for one backend call (up to 64 blocks); then its blocks are misses."""
 
@@ -73,6 +76,35 @@ class CacheSettings(SettingsModel):
     """Policy by name (`prefix/eviction/registry.py`)."""
     pool: PoolSettings | None = None
     """None: no pool; one can be attached while the server runs."""
+
+
+class TierSettings(SettingsModel):
+    """The tiers below the device, on this machine (docs/tiers.md)."""
+
+    host_cache: ByteSize | None = None
+    """DRAM for blocks that left the device, allocated at the start."""
+    host_write: WritePolicy = "write_back"
+    """When a block is copied to the host tier: evicted from the device, committed there, or used often."""
+    host_exclusive: bool = False
+    """A block moved up from the host tier leaves it. By default the copy stays and spares the next write."""
+    disk_cache: Path | None = None
+    """Directory of the disk tier; blocks in it outlive the server."""
+    disk_cache_size: ByteSize = 10 * 10**9
+    """Limit of all files in that directory."""
+    disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
+    """Blocks on disk that nobody used for so long are dropped."""
+    disk_write: WritePolicy = "write_through"
+    """As `host_write`, for the disk. Write-back forgets what a crash finds in memory."""
+    write_through_uses: int = Field(default=2, ge=1)
+    """For `write_through_selective`: copy a block down on this use; being computed is the first."""
+    prefetch: Literal["best_effort", "timeout", "wait_complete"] = "timeout"
+    """Whether a request waits for blocks in slow tiers: never, up to `load_timeout_s`, or to the end."""
+    load_timeout_s: float = Field(default=2.0, gt=0.0)
+    """What a load hasn't brought by then is computed."""
+    load_failure: Literal["recompute", "fail"] = "recompute"
+    """When a tier can't deliver what it holds: compute the tokens, or fail the request."""
+    transfer_buffer: ByteSize = 128 * 2**20
+    """Host memory for blocks on their way to slow tiers; when it is full, writes are dropped."""
 
 
 class SchedulerSettings(SettingsModel):
@@ -130,6 +162,7 @@ class EngineSettings(SettingsModel):
 
     model: ModelSettings
     cache: CacheSettings = CacheSettings()
+    tiers: TierSettings = TierSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     speculation: SpeculationSettings = SpeculationSettings()
 

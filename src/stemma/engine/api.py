@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -105,6 +105,10 @@ class EngineStats:
     num_evicted_blocks: int
     misses_by_reason: dict[str, int]
     """Requests by `CacheReport.miss_reason`."""
+    num_draft_tokens: int = 0
+    """Draft tokens verified."""
+    num_accepted_draft_tokens: int = 0
+    """Of these, those that held: each saved a step of its sequence."""
 
 
 class EngineClient(Protocol):
@@ -113,6 +117,8 @@ class EngineClient(Protocol):
     model_name: str
     max_model_len: int
     tokenizer: Tokenizer
+    default_sampling: Mapping[str, float | int]
+    """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.

@@ -131,6 +131,7 @@ class AsyncEngine:
         self._commands.put(None)
         for thread in self._threads:
             thread.join()
+        self._engine.close()
 
     def _subscribe(self, request: GenerationRequest) -> _Subscription:
         if self._is_draining:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stemma.config.settings import CacheSettings, EngineSettings
+from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
 from stemma.memory.sizing import num_device_blocks
+from stemma.memory.tiers import open_tiers
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import Progress, load_model
 from stemma.model.tokenizer import Tokenizer
@@ -41,9 +43,9 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     layout = model.layout(settings.cache.block_size)
     kv = DeviceKV(layout, num_device_blocks(settings.cache, layout, model.device), model.device)
     key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
-    cache = PrefixCache(
-        kv, make_index(settings.cache, key_space), key_space, policy_name=settings.cache.eviction
-    )
+    index = make_index(settings.cache, key_space)
+    lower = open_tiers(settings.tiers, kv, key_space, eviction=settings.cache.eviction) if index else None
+    cache = PrefixCache(kv, index, key_space, policy_name=settings.cache.eviction, lower=lower)
     limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
     engine = Engine(
         Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),
@@ -51,6 +53,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         limits,
         settings.scheduler,
         vocab_size=model.vocab_size,
+        drafter=make_drafter(settings.speculation, cache.continuation),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     return EngineParts(engine, model, tokenizer, name)

@@ -12,6 +12,7 @@ import torch
 
 from stemma.config.settings import SchedulerSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, TokenLogprob
+from stemma.engine.drafts.source import num_accepted
 from stemma.engine.output import SequenceNews
 from stemma.engine.request import Limits, RequestState, Sequence, Status
 from stemma.engine.runner import Runner
@@ -25,6 +26,8 @@ from stemma.types import FinishReason, Tier
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
+_MIN_PREFILL_TOKENS = 64
+"""A step with fewer says little about the speed of prefill."""
 
 
 class Engine:
@@ -111,18 +114,29 @@ class Engine:
 
     def step(self) -> list[SequenceNews]:
         """Run one step and return what it did. An error in it ends its requests, never the loop."""
+        start_s = self._clock()
         plan = self._scheduler.schedule()
+        news = self._end_failed_loads()
         if not plan:
-            self._scheduler.wait_for_load(_LOAD_WAIT_S)
-            return []
+            if not news:
+                self._scheduler.wait_for_load(_LOAD_WAIT_S)
+            return news
+        started = self._clock()
         try:
             logits = self.runner.forward(plan)
             drawn = self._draw(plan, logits)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan))
             failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
-            return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
-        return [self._accept(one) for one in drawn]
+            return news + [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
+        self._observe_prefill(plan, self._clock() - started)
+        accepted = [self._accept(one) for one in drawn]
+        self._time_decodes(plan, accepted, start_s)
+        return news + accepted
+
+    def close(self) -> None:
+        """Write what lower tiers still owe the disk, and let go of them."""
+        self.cache.close()
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""
@@ -150,6 +164,8 @@ class Engine:
             num_cached_blocks=cache.num_cached_blocks,
             num_evicted_blocks=cache.num_evicted_blocks,
             misses_by_reason=dict(self._misses),
+            num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
+            num_accepted_draft_tokens=self._drafter.num_accepted_tokens if self._drafter else 0,
         )
 
     def check(self) -> None:
@@ -159,6 +175,17 @@ class Engine:
     def fail_all(self, error: str) -> list[SequenceNews]:
         """End every request with an error; for the loop's last resort."""
         return [n for i in list(self._requests) for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _end_failed_loads(self) -> list[SequenceNews]:
+        failed, self._scheduler.failed_loads = self._scheduler.failed_loads, []
+        return [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _observe_prefill(self, plan: Seq[Scheduled], seconds: float) -> None:
+        """Let the lower tiers know what computing costs, from steps that are nearly all prefill."""
+        num_tokens = sum(item.num_tokens for item in plan)
+        num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
+        if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
+            self.cache.observe_prefill(num_prefill, seconds)
 
     def _new_sequence(self, state: RequestState) -> Sequence:
         request, index = state.request, len(state.sequences)
@@ -235,11 +262,9 @@ class Engine:
     def _accept(self, one: _Drawn) -> SequenceNews:
         """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
         sequence, draft = one.sequence, one.item.draft
-        num_held = 0
-        while num_held < len(draft) and draft[num_held] == one.token_ids[num_held]:
-            num_held += 1
+        num_held = num_accepted(draft, one.token_ids)
         if draft and self._drafter is not None:
-            self._drafter.observe(sequence, len(draft), num_held)
+            self._drafter.observe(sequence.age, sequence.tokens, draft, one.token_ids)
         reason: FinishReason | None = None
         num_taken = 0
         for token_id in one.token_ids[: num_held + 1]:
@@ -262,8 +287,29 @@ class Engine:
             reason,
         )
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _time_decodes(self, plan: Seq[Scheduled], news: Seq[SequenceNews], start_s: float) -> None:
+        """Tell the drafter what a step took that had nothing but decodes."""
+        if self._drafter is None or any(item.num_tokens - len(item.draft) > 1 for item in plan):
+            return
+        self._drafter.observe_step(
+            sum(item.num_tokens for item in plan),
+            sum(item.start for item in plan),
+            sum(len(n.token_ids) for n in news),
+            self._clock() - start_s,
+        )
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the scheduler; what it generated may serve as draft for others."""
+        if self._drafter is not None and sequence.num_output:
+            request, cache = sequence.state.request, sequence.state.cache
+            num_known = len(request.prompt_token_ids)
+            if sequence.index == 0 and cache is not None:
+                num_known = cache.num_cached_tokens
+            self._drafter.finish(sequence.age, request.namespace, sequence.tokens, num_known)
         self._scheduler.remove(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._remove(sequence)
         state = sequence.state
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
@@ -280,7 +326,7 @@ class Engine:
                 sequence = state.sequences[index]
                 if sequence.status is Status.FINISHED:
                     continue
-                self._scheduler.remove(sequence)
+                self._remove(sequence)
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
         return news
 

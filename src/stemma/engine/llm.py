@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from stemma.config.settings import CacheSettings, EngineSettings, ModelSettings, SchedulerSettings
+from stemma.config.loading import setting_fields
+from stemma.config.settings import EngineSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, TokenLogprob
 from stemma.engine.build import build_engine
 from stemma.engine.output import OutputProcessor
@@ -55,7 +56,7 @@ class Generation:
 class LLM:
     """A model and its prefix cache in this process. Not thread-safe.
 
-    Keyword arguments are fields of `ModelSettings`, `CacheSettings` and `SchedulerSettings`, e.g.
+    Keyword arguments are the flat names of the engine's settings (`config/settings.py`), e.g.
     ``LLM("Qwen2.5-0.5B", kv_cache_memory="2GB", block_size=64)``.
     """
 
@@ -67,6 +68,10 @@ class LLM:
         """What the checkpoint's `generation_config.json` recommends."""
         self._processor = OutputProcessor(parts.tokenizer, parts.engine.limits)
         self._num_requests = 0
+
+    def close(self) -> None:
+        """Write what lower tiers still owe the disk, and let go of them. Nothing to do without them."""
+        self.engine.close()
 
     def generate(
         self,
@@ -148,18 +153,17 @@ class LLM:
 
 def engine_settings(path: str | Path, **fields: Any) -> EngineSettings:
     """Sort flat keyword arguments into settings. Raises ConfigError for an unknown or bad one."""
-    parts: dict[str, dict[str, Any]] = {"model": {"path": Path(path)}, "cache": {}, "scheduler": {}}
-    components: dict[str, type[BaseModel]] = {
-        "model": ModelSettings,
-        "cache": CacheSettings,
-        "scheduler": SchedulerSettings,
-    }
+    places = {name: f.path[1:] for name, f in setting_fields().items() if f.path[0] == "engine"}
+    parts: dict[str, Any] = {"model": {"path": Path(path)}}
+    del places["model"]
     for name, value in fields.items():
-        owner = next((c for c, model in components.items() if name in model.model_fields), None)
-        if owner is None:
-            known = sorted(f for model in components.values() for f in model.model_fields)
-            raise ConfigError(f"unknown setting {name!r}; known: {', '.join(known)}")
-        parts[owner][name] = value
+        if name not in places:
+            raise ConfigError(f"unknown setting {name!r}; known: {', '.join(sorted(places))}")
+        *tables, field_name = places[name]
+        table = parts
+        for part in tables:
+            table = table.setdefault(part, {})
+        table[field_name] = value
     try:
         return EngineSettings.model_validate(parts)
     except ValidationError as error:

@@ -7,6 +7,7 @@ from enum import Enum, auto
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.engine.sampling import SamplingState
 from stemma.memory.lease import Lease
+from stemma.memory.lower import Prefetch
 from stemma.types import FinishReason, TokenArray
 
 
@@ -55,6 +56,7 @@ class Sequence:
         "match_version",
         "num_computed",
         "num_output",
+        "prefetch",
         "sampling",
         "state",
         "status",
@@ -67,6 +69,8 @@ class Sequence:
         self.sampling = sampling
         self.status = Status.WAITING
         self.lease: Lease | None = None
+        self.prefetch: Prefetch | None = None
+        """While it waits: a look at the lower tiers on its behalf."""
         self._tokens: TokenArray = state.request.prompt_token_ids
         self.num_computed = 0
         self.num_output = 0

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from stemma.config.settings import SchedulerSettings
 from stemma.engine.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.request import Limits, Sequence, Status
 from stemma.memory.cache import PrefixCache
+from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 
 
@@ -39,13 +40,29 @@ class Scheduled:
 
 
 class Drafter(Protocol):
-    """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway."""
+    """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway.
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> tuple[int, ...]:
-        """Return up to `max_tokens` tokens to follow a sequence that decodes; empty where it doesn't pay."""
+    `drafts.drafter.Drafter` implements it. Sequences are told apart by `key`.
+    """
 
-    def observe(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn how many of a draft's tokens held."""
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+
+    def propose(
+        self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
+    ) -> tuple[int, ...]:
+        """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay."""
+
+    def observe(self, key: Hashable, tokens: TokenArray, draft: Seq[int], drawn: Seq[int]) -> None:
+        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
+
+    def observe_step(
+        self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float
+    ) -> None:
+        """Learn what a step of decodes costs: its rows, the tokens attended to, the tokens it gave."""
+
+    def finish(self, key: Hashable, namespace: Namespace, tokens: TokenArray, num_known: int) -> None:
+        """Forget a sequence that ended, of which `num_known` leading tokens came from the cache."""
 
 
 class Scheduler:
@@ -75,6 +92,9 @@ class Scheduler:
         self._no_room: tuple[int, int] | None = None
         """Blocks available and sequences queued so far when the head of the queue last found no room."""
         self.num_preemptions = 0
+        self.failed_loads: list[tuple[str, str]] = []
+        """Requests to fail, with the reason: a lower tier couldn't deliver, and settings forbid to compute.
+        Whoever calls `schedule` empties this."""
 
     @property
     def num_waiting(self) -> int:
@@ -94,6 +114,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.status = Status.WAITING
+        sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
         self._waiting[sequence.age] = sequence
         self._num_queued += 1
 
@@ -118,6 +139,7 @@ class Scheduler:
         """Take a sequence out, wherever it is, and free its blocks."""
         if sequence.status is Status.WAITING:
             del self._waiting[sequence.age]
+            _abandon_prefetch(sequence)
             sequence.status = Status.FINISHED
         elif sequence.status in (Status.RUNNING, Status.LOADING):
             (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
@@ -129,10 +151,12 @@ class Scheduler:
         plan: list[Scheduled] = []
         budget = self._settings.max_batch_tokens
         num_before = self.num_preemptions
-        for sequence in [s for s in self._running if s.num_missing == 1]:
+        decoding = [s for s in self._running if s.num_missing == 1]
+        for i, sequence in enumerate(decoding):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
-            item = self._schedule_decode(sequence, budget)
+            # A draft may not take the row of a sequence behind it.
+            item = self._schedule_decode(sequence, budget - (len(decoding) - i - 1))
             if item is not None:
                 plan.append(item)
                 budget -= item.num_tokens
@@ -146,7 +170,10 @@ class Scheduler:
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Block until a load from a lower tier ends, if only loads stand between us and work."""
-        futures = [s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending]
+        futures: list[Future[Any]] = [
+            s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending
+        ]
+        futures += [s.prefetch.probe for s in self._waiting.values() if s.prefetch]
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
 
@@ -165,7 +192,8 @@ class Scheduler:
         if self._drafter is not None:
             num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
             if (most := min(budget, num_left) - 1) > 0:
-                draft = self._drafter.propose(sequence, most)
+                namespace = sequence.state.request.namespace
+                draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
             if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
                 draft = ()
         while not self._cache.extend(lease, sequence.num_tokens):
@@ -207,6 +235,8 @@ class Scheduler:
         for sequence in order[:MAX_MATCHED]:
             if not budget or not self.has_seat:
                 return
+            if sequence.prefetch is not None and not sequence.prefetch.probe.done():
+                continue
             if self._is_being_computed(sequence, prefilling):
                 continue
             request = sequence.state.request
@@ -217,6 +247,7 @@ class Scheduler:
                 self._no_room = (self._cache.num_available, self._num_queued)
                 return
             del self._waiting[sequence.age]
+            _abandon_prefetch(sequence)
             sequence.start(lease)
             if lease.pending is not None:
                 sequence.status = Status.LOADING
@@ -240,6 +271,9 @@ class Scheduler:
             assert lease.pending is not None
             if lease.pending.num_loaded.done():
                 self._cache.finish_load(lease)
+                if lease.load_error is not None:
+                    self.failed_loads.append((sequence.state.request.request_id, lease.load_error))
+                    continue
                 self._loading.remove(sequence)
                 sequence.start(lease)
                 self._run(sequence)
@@ -269,6 +303,12 @@ class Scheduler:
             if common - self._num_cached(sequence) >= self._cache.block_size:
                 return True
         return False
+
+
+def _abandon_prefetch(sequence: Sequence) -> None:
+    if sequence.prefetch is not None:
+        sequence.prefetch.abandon()
+        sequence.prefetch = None
 
 
 def _common_prefix(one: TokenArray, other: TokenArray) -> int:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from stemma.errors import IntegrityError
+from stemma.errors import IntegrityError, StorageError
 from stemma.memory.blocks import BlockAllocator
 from stemma.memory.lease import Lease, PendingLoad
-from stemma.memory.lower import DeviceBlock, LowerTiers
+from stemma.memory.lower import DeviceBlock, LowerTiers, Prefetch
 from stemma.memory.records import BlockRecords
 from stemma.prefix.draw import Decode, draw_tree
 from stemma.prefix.explain import (
@@ -30,7 +30,7 @@ from stemma.prefix.explain import (
     explain_miss,
 )
 from stemma.prefix.index import Match, PrefixIndex
-from stemma.prefix.keys import KeySpace, Namespace, partial_key
+from stemma.prefix.keys import KeySpace, Namespace, chain_keys, partial_key
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, BlockKey, Tier, TokenArray
 
@@ -164,6 +164,8 @@ class PrefixCache:
         lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
         if self._index is not None:
             self._index.touch(shared, self._clock())
+            if self._lower is not None and num_full:
+                self._lower.on_hit([self._records.describe(i) for i in shared.tolist()])
         if tiers and self._lower is not None:
             keys = [lease.key(num_full + i) for i in range(len(tiers))]
             future = self._lower.load(keys, fresh[: len(tiers)].tolist())
@@ -184,12 +186,35 @@ class PrefixCache:
         lease.append_blocks(fresh)
         return True
 
+    def prefetch(self, namespace: Namespace, tokens: TokenArray) -> Prefetch | None:
+        """A prompt was queued: let the lower tiers look for what the device lacks of it."""
+        if self._lower is None:
+            return None
+        num_full = self._match(namespace, tokens).num_full_blocks(self.block_size)
+        wanted = tokens[: (len(tokens) - 1) // self.block_size * self.block_size]
+        root = self._key_space.root(namespace)
+        keys = chain_keys(root, wanted, self.block_size)
+        return self._lower.prefetch([root, *keys][num_full], keys[num_full:])
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step took so long for this many prompt tokens."""
+        if self._lower is not None:
+            self._lower.observe_prefill(num_tokens, seconds)
+
     def finish_load(self, lease: Lease) -> None:
         """Take over what a finished load brought, and commit it. What didn't arrive is to be computed."""
         pending, lease.pending = lease.pending, None
         assert pending is not None
         assert pending.num_loaded.done()
-        num_loaded = 0 if pending.num_loaded.cancelled() else pending.num_loaded.result()
+        num_loaded = 0
+        if not pending.num_loaded.cancelled():
+            error = pending.num_loaded.exception()
+            if error is None:
+                num_loaded = pending.num_loaded.result()
+            elif isinstance(error, StorageError):
+                lease.load_error = str(error)
+            else:
+                raise error
         for tier in pending.tiers[:num_loaded]:
             lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + self.block_size
         self.commit(lease, lease.num_cached_tokens)
@@ -284,6 +309,11 @@ class PrefixCache:
             self.commit(lease, num_computed, tail=True)
         self._let_go(lease)
 
+    def close(self) -> None:
+        """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
+        if self._lower is not None:
+            self._lower.close()
+
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
         self._reap()
@@ -294,6 +324,15 @@ class PrefixCache:
         self._allocator.release(dropped)
         self.version += 1
         return len(dropped)
+
+    def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
+        """Return up to `max_tokens` tokens that followed `tokens` in the cache; empty if none did. Read-only.
+
+        Only the radix index can tell.
+        """
+        if not isinstance(self._index, RadixIndex):
+            return np.empty(0, dtype=np.int32)
+        return self._index.continuation(namespace, tokens, max_tokens)
 
     def draw(self, decode: Decode, max_chars: int) -> str:
         """Return the index as a tree of text, at most `max_chars` of each edge."""

@@ -14,7 +14,7 @@ import torch
 
 from stemma.errors import ConfigError
 from stemma.memory.slotted import SlottedStore
-from stemma.memory.store import BlockPut, PutResult, ReadResult
+from stemma.memory.store import BlockPut, PutResult, ReadResult, Storable
 from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.types import BlockKey, Tier
 
@@ -57,6 +57,55 @@ class HostStore(SlottedStore):
             self.counters.reads[ReadResult.MISS] += len(slots) - num_hits
             self.counters.read_bytes += num_hits * self.block_bytes
             return [None if slot is None else self._arena[slot] for slot in slots]
+
+    def put_from(
+        self, blocks: Sequence[Storable], copy: Callable[[Sequence[int], Sequence[torch.Tensor]], None]
+    ) -> list[PutResult]:
+        """Store blocks that lie elsewhere, on a device for instance, with a single copy.
+
+        ``copy(positions, slots)`` must fill each slot ([block_bytes] uint8, pinned if the arena is) with the
+        bytes of ``blocks[position]``, and be done when it returns.
+        """
+
+        def write(slots: Sequence[int], at: Sequence[int]) -> list[tuple[PutResult, str]]:
+            copy(at, [self._arena[slot] for slot in slots])
+            return [(PutResult.STORED, "")] * len(slots)
+
+        return self._put(blocks, write)
+
+    def release_oldest(self, num_blocks: int, save: Callable[[Sequence[BlockPut]], None]) -> int:
+        """Make room ahead of need: hand the blocks that go first to `save`, then drop them.
+
+        They stay readable until `save` returns, and any that was used or got a child meanwhile stays for
+        good. Returns how many were dropped.
+        """
+        with self._lock:
+            self._check_open()
+            used_at = self._used_at
+            taken = self._index.take_victims(
+                num_blocks, self._now(), lambda leaf, above: bool(used_at[above] <= used_at[leaf] + 1.0)
+            )
+            stamps = [float(self._used_at[slot]) for slot, _, _ in taken]
+            self._num_moving += 1
+        blocks = [BlockPut(key, parent, memoryview(self._bytes[slot])) for slot, key, parent in taken]
+        try:
+            save(blocks)
+        finally:
+            with self._lock:
+                self._moved()
+                for _, key, _ in taken:
+                    self._index.unpin(key)
+                num_dropped = 0
+                for (slot, _, _), stamp in zip(taken, stamps, strict=True):
+                    if self._index.is_leaf(slot) and used_at[slot] == stamp:
+                        num_dropped += self._drop([slot])
+                self.counters.num_evicted += num_dropped
+        return num_dropped
+
+    @property
+    def num_free(self) -> int:
+        """Slots that a put takes without evicting."""
+        return self.capacity_blocks - self._index.num_taken
 
     def _let_go(self) -> None:
         # Borrowed views keep the memory alive until the last of them is gone.

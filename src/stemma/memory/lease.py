@@ -44,6 +44,7 @@ class Lease:
         "_tokens",
         "block_size",
         "cached_by_tier",
+        "load_error",
         "miss",
         "namespace",
         "num_blocks",
@@ -84,6 +85,8 @@ class Lease:
         self.cached_by_tier: dict[Tier, int] = {}
         self.miss: Miss | None = None
         self.pending: PendingLoad | None = None
+        self.load_error: str | None = None
+        """Why a load failed, where failing the request is asked for."""
 
     @property
     def tokens(self) -> TokenArray:

@@ -6,7 +6,7 @@ must return at once: `load` works in the background and answers through its futu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,6 +28,16 @@ class DeviceBlock:
     ttl_s: float | None
 
 
+@dataclass(slots=True)
+class Prefetch:
+    """A look at the lower tiers on behalf of a request that waits in the queue."""
+
+    probe: Future[None]
+    """Done when `LowerTiers.match` knows all it can know of the prompt; until then admission may wait."""
+    abandon: Callable[[], None]
+    """Stop moving blocks to the host tier: the request is admitted, or gone."""
+
+
 class LowerTiers(Protocol):
     """Host, disk and pool as one."""
 
@@ -35,11 +45,25 @@ class LowerTiers(Protocol):
         """Return where the leading keys lie that are worth loading; shorter than `keys` at the first miss."""
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        """Copy each key's bytes into its device block. The result is how many leading blocks arrived;
-        a failure is a smaller number, never an exception. Until then the blocks stay reserved."""
+        """Copy each key's bytes into its device block. The result is how many leading blocks arrived; a
+        failure is a smaller number, or StorageError where that shall fail the request. Until then the blocks
+        stay reserved."""
+
+    def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey]) -> Prefetch | None:
+        """A prompt was queued: find its blocks, and bring them nearer while it waits. `parent` comes before
+        the first key. None if there is nothing to be done ahead of `match`."""
+
+    def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
+        """Blocks of the device index were used again (for selective write-through, and for recency)."""
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step took so long to compute this many prompt tokens: what a hit has to beat."""
 
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks entered the device index (for write-through)."""
+
+    def close(self) -> None:
+        """Finish queued writes, as far as a time limit allows, and let go of everything."""
 
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks leave the device index. Their bytes are intact until this returns (for write-back)."""

@@ -14,7 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import StorageError
-from stemma.memory.store import BlockPut, LocalStore, PutResult, ReadResult, StoreCounters, check_buffers
+from stemma.memory.store import (
+    BlockPut,
+    LocalStore,
+    PutResult,
+    ReadResult,
+    Storable,
+    StoreCounters,
+    check_buffers,
+)
 from stemma.memory.tier_index import TierIndex
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import fingerprints
@@ -86,12 +94,20 @@ class SlottedStore(LocalStore):
         return self._index.capacity_blocks
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `BlockStore`."""
+        """See `BlockStore`. Takes no lock: the step loop never waits here for a thread that moves bytes."""
+        self._check_open()
+        now = self._clock()
+        found = [self._index.find(key) for key in keys]
+        return [slot is not None and not self._is_expired(slot, now) for slot in found]
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             now = self._now()
-            found = [self._index.find(key) for key in keys]
-            return [slot is not None and not self._is_expired(slot, now) for slot in found]
+            slots = [slot for key in keys if (slot := self._index.find(key)) is not None]
+            self._index.touch(slots, now)
+            self._used_at[slots] = now
 
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
         """See `BlockStore`."""
@@ -119,13 +135,21 @@ class SlottedStore(LocalStore):
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
         """See `BlockStore`. The blocks of one call and their parents don't evict each other."""
         check_buffers([b.key for b in blocks], [b.data for b in blocks], self.block_bytes)
+        return self._put(blocks, lambda slots, at: self._write(slots, [blocks[n] for n in at]))
+
+    def _put(
+        self,
+        blocks: Sequence[Storable],
+        write: Callable[[Sequence[int], Sequence[int]], list[tuple[PutResult, str]]],
+    ) -> list[PutResult]:
+        """Reserve slots, let ``write(slots, positions in blocks)`` fill them, and make them live."""
         with self._lock:
             planned = self._plan(blocks)
             self._num_moving += 1
         results = [result for result, _ in planned]
         at = [n for n, (_, slot) in enumerate(planned) if slot is not None]
         slots = [slot for _, slot in planned if slot is not None]
-        outcomes = self._write(slots, [blocks[n] for n in at])
+        outcomes = write(slots, at)
         with self._lock:
             self._moved()
             now = self._now()
@@ -213,7 +237,7 @@ class SlottedStore(LocalStore):
             raise StorageError(f"the {self.tier} tier is closed")
 
     def _is_expired(self, slot: int, now: float) -> bool:
-        return bool(now - self._used_at[slot] > self._ttl_s[slot]) and not self._index.is_pinned(slot)
+        return bool(now - self._used_at[slot] > self._ttl_s[slot])
 
     def _acquire(self, keys: Sequence[BlockKey]) -> list[int | None]:
         """Pin and touch what is there of `keys`; None for what isn't, or is expired."""
@@ -229,7 +253,7 @@ class SlottedStore(LocalStore):
                 self._index.pin(key)
         return slots
 
-    def _plan(self, blocks: Sequence[BlockPut]) -> list[tuple[PutResult, int | None]]:
+    def _plan(self, blocks: Sequence[Storable]) -> list[tuple[PutResult, int | None]]:
         """Decide what happens to each block and reserve the slots to write."""
         self._check_open()
         refusal, now = self._refusal(), self._now()
@@ -269,7 +293,7 @@ class SlottedStore(LocalStore):
         self.counters.num_evicted += 1
         return self._index.reserve()
 
-    def _commit(self, block: BlockPut, slot: int, now: float) -> None:
+    def _commit(self, block: Storable, slot: int, now: float) -> None:
         traits = BlockTraits(fingerprints([block.key]), priority=block.priority, ttl_s=block.ttl_s)
         self._index.commit(slot, block.key, block.parent, now, traits)
         self._used_at[slot] = now

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from stemma.types import BlockKey, Tier
 
@@ -48,8 +48,6 @@ class PutResult(StrEnum):
     STORED = "stored"
     EXISTS = "exists"
     """The key was there already; the old bytes stay (equal keys name equal bytes)."""
-    QUEUED = "queued"
-    """Copied and taken over; it is written in the background, and counted again when that is done."""
     NO_SPACE = "no_space"
     """Full, and nothing could be evicted."""
     DROPPED = "dropped"
@@ -70,6 +68,26 @@ class BlockPut:
     """Retention hint, 0 (drop first) to 100."""
     ttl_s: float | None = None
     """Retention hint: seconds of disuse after which the block expires; None: the store's default."""
+
+
+class Storable(Protocol):
+    """What a store needs to know of a block beside its bytes: `BlockPut` and `lower.DeviceBlock` have it."""
+
+    @property
+    def key(self) -> BlockKey:
+        """Key of the block."""
+
+    @property
+    def parent(self) -> BlockKey:
+        """Key of the block before it, or the root."""
+
+    @property
+    def priority(self) -> int:
+        """Retention hint."""
+
+    @property
+    def ttl_s(self) -> float | None:
+        """Retention hint."""
 
 
 @dataclass(slots=True)
@@ -140,6 +158,10 @@ class LocalStore(BlockStore):
     @abstractmethod
     def capacity_blocks(self) -> int:
         """Blocks that fit."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Count keys that are held as used now, in order from the root."""
 
     @abstractmethod
     def pin(self, keys: Sequence[BlockKey]) -> list[bool]:

@@ -12,7 +12,7 @@ policy costs. Not thread-safe: the store that owns it holds its lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -45,6 +45,11 @@ class TierIndex:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._slot_of
+
+    @property
+    def num_taken(self) -> int:
+        """Slots that are live or reserved."""
+        return self._unused_from - len(self._freed)
 
     @property
     def num_opened(self) -> int:
@@ -159,6 +164,30 @@ class TierIndex:
     def has_children(self, slot: int) -> bool:
         """Return whether a block in this tier hangs below this live one."""
         return self._num_children.get(self._key_of[slot], 0) > 0
+
+    def is_leaf(self, slot: int) -> bool:
+        """Return whether a live slot may be evicted: nothing hangs below it and nobody pins it."""
+        return not self.has_children(slot) and not self.is_pinned(slot)
+
+    def take_victims(
+        self, num_blocks: int, now: float, is_next: Callable[[int, int], bool]
+    ) -> list[tuple[int, BlockKey, BlockKey]]:
+        """Pin the leaves that the policy ranks first; return (slot, key, parent) of each, children first.
+
+        From a leaf it goes on to the parent, if nothing else hangs there and ``is_next(leaf slot, parent
+        slot)``, because a chain that isn't used falls as a whole.
+        """
+        taken: list[tuple[int, BlockKey, BlockKey]] = []
+        while len(taken) < num_blocks and (slot := self._policy.victim(now)) is not None:
+            at: int | None = slot
+            while at is not None and len(taken) < num_blocks:
+                key, parent = self._key_of[at], self._parent_of[at]
+                self.pin(key)
+                taken.append((at, key, parent))
+                above = self._slot_of.get(parent)
+                is_only_child = self._num_children[parent] == 1 and parent not in self._pins
+                at = above if above is not None and is_only_child and is_next(slot, above) else None
+        return taken
 
     def drop(self, slot: int, now: float) -> None:
         """Forget a live block, whether leaf, pinned or neither, and free its slot."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from stemma.memory.device import DeviceKV
 from stemma.memory.layout import KVLayout
-from stemma.model.attention import STEP_KEYWORD
+from stemma.model.attention import STEP_KEYWORD, StepContext
 from stemma.model.batch import ForwardBatch
+from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.native.library import Kernels
 from stemma.model.paged import AttentionStep
 
 
@@ -44,15 +46,50 @@ class ModelInfo:
     weight_bytes: int
 
 
+class Decoder(Protocol):
+    """Computes logits; how depends on architecture and machine."""
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab]."""
+
+
+class ModuleDecoder:
+    """Runs the modules of transformers, with attention over paged KV: serves every supported architecture."""
+
+    def __init__(self, hf_model: Any, kernels: Kernels | None) -> None:
+        self._hf = hf_model
+        self._kernels = kernels
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        if self._kernels is None:
+            return self._run(batch, AttentionStep(batch, kv))
+        with NativeAttentionStep(batch, kv, self._kernels, ALL_QUERIES) as step:
+            return self._run(batch, step)
+
+    def _run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
+        output = self._hf(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logits_rows,
+            **{STEP_KEYWORD: step},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
 class CausalLM:
     """A transformers causal LM whose attention runs over `DeviceKV`. One step at a time; not thread-safe."""
 
-    def __init__(self, hf_model: Any, info: ModelInfo, kv_shape: KVShape) -> None:
-        self._hf: Any = hf_model
+    def __init__(
+        self, decoder: Decoder, info: ModelInfo, kv_shape: KVShape, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.decoder = decoder
         self.info = info
         self._kv_shape = kv_shape
-        self.device: torch.device = hf_model.device
-        self.dtype: torch.dtype = hf_model.dtype
+        self.device = device
+        self.dtype = dtype
 
     @property
     def vocab_size(self) -> int:
@@ -95,12 +132,4 @@ class CausalLM:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab] float32."""
-        output = self._hf(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logits_rows,
-            **{STEP_KEYWORD: AttentionStep(batch, kv)},
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits.float()
+        return self.decoder.forward(batch, kv).float()

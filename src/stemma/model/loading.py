@@ -21,10 +21,12 @@ from transformers.utils import logging as hf_logging
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.memory.device import TORCH_DTYPES
-from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionProbe
-from stemma.model.causal_lm import CausalLM, KVShape, ModelInfo
+from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
+from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.latent import cache_latents
+from stemma.model.native.fused import FusedDecoder, follows_pattern
+from stemma.model.native.library import load_kernels
 from stemma.model.weights import can_pack, pack_linears, plain_layers
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -53,10 +55,10 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     hf_model = _load_weights(settings, config, device, report)
     cache_latents(hf_model)
     report("probing", 0.0)
-    kv_shape = probe(hf_model)
+    kv_shape, calls = probe(hf_model)
     weight_bytes = sum(p.numel() * p.element_size() for p in hf_model.parameters())
-    if can_pack(hf_model.dtype, device):
-        pack_linears(hf_model, plain_layers(hf_model), lambda share: report("packing weights", share))
+    dtype: torch.dtype = hf_model.dtype
+    decoder = _make_decoder(hf_model, calls, device, lambda share: report("packing weights", share))
     generation = _read_json(path / "generation_config.json") if _has(path, "generation_config.json") else {}
     info = ModelInfo(
         architecture=type(hf_model).__name__,
@@ -68,7 +70,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
         weight_bytes=weight_bytes,
     )
     report("ready", 1.0)
-    return CausalLM(hf_model, info, kv_shape)
+    return CausalLM(decoder, info, kv_shape, device, dtype)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -210,8 +212,22 @@ def _load_weights(settings: ModelSettings, config: Any, device: torch.device, re
     return model
 
 
-def probe(hf_model: Any) -> KVShape:
-    """Run two tokens through the model and return the KV its layers hand to attention.
+def _make_decoder(
+    hf_model: Any, calls: list[AttentionCall], device: torch.device, report: Callable[[float], None]
+) -> Decoder:
+    """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
+    pack = can_pack(hf_model.dtype, device)
+    native = device.type == "cpu" and hf_model.dtype in (torch.bfloat16, torch.float32)
+    kernels = load_kernels() if native else None
+    if kernels is not None and follows_pattern(hf_model):
+        return FusedDecoder(hf_model, calls, kernels, pack=pack, report=report)
+    if pack:
+        pack_linears(hf_model, plain_layers(hf_model), report)
+    return ModuleDecoder(hf_model, kernels)
+
+
+def probe(hf_model: Any) -> tuple[KVShape, list[AttentionCall]]:
+    """Run two tokens through the model; return the KV and the calls that its layers hand to attention.
 
     Raises UnsupportedModel if a layer bypasses attention, hides state from it, or differs from the others.
     """
@@ -236,12 +252,13 @@ def probe(hf_model: Any) -> KVShape:
         raise UnsupportedModel(
             f"{name}: {len(calls)} of {num_layers} layers go through attention. {SUPPORTED}"
         )
-    _check_windows(name, config, [calls[i][0].sliding_window for i in range(num_layers)])
+    ordered = [calls[index][0] for index in range(num_layers)]
+    _check_windows(name, config, [call.sliding_window for call in ordered])
     shapes = {(heads, max(dim, value), call.latent is None) for call, heads, dim, value in calls.values()}
     if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: layers keep KV of different shapes. {SUPPORTED}")
     heads, dim, has_value = shapes.pop()
-    return KVShape(num_layers, 2 if has_value else 1, heads, dim)
+    return KVShape(num_layers, 2 if has_value else 1, heads, dim), ordered
 
 
 def _check_windows(name: str, config: Any, passed: list[int | None]) -> None:

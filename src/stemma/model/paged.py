@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from stemma.memory.device import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.latent import LatentProjection
 
 PACKED_QUERIES = 32
 """Chunks up to this many queries pack heads; longer ones let torch repeat K and V, which then is cheap."""
@@ -64,10 +63,12 @@ class Plan:
 class AttentionStep:
     """Context of one forward pass: the batch, the KV it reads and writes, and what layers share."""
 
-    def __init__(self, batch: ForwardBatch, kv: DeviceKV) -> None:
+    def __init__(self, batch: ForwardBatch, kv: DeviceKV, *, longer_than: int = 0) -> None:
+        """Cover the sequences of `batch` with more than `longer_than` query tokens."""
         block_size = kv.layout.block_size
         self._batch = batch
         self._kv = kv
+        self._longer_than = longer_than
         self._block_size = block_size
         self._slot_blocks = batch.slots // block_size
         self._slot_offsets = batch.slots % block_size
@@ -77,58 +78,55 @@ class AttentionStep:
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
-        layer = self._kv.layer(call.layer_idx)
-        cache_k = layer[:, 0]
-        if call.latent is not None:
-            cache_k.index_put_((self._slot_blocks, self._slot_offsets), key)
-            return self._attend_latent(call, call.latent, query, key, cache_k)
-        cache_v = layer[:, 1]
-        cache_k = cache_k[..., : key.shape[-1]]
-        cache_v = cache_v[..., : value.shape[-1]]
-        cache_k.index_put_((self._slot_blocks, self._slot_offsets), key)
-        cache_v.index_put_((self._slot_blocks, self._slot_offsets), value)
-        output = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-        plan = self._plan(call.sliding_window)
-        for group in plan.decodes:
-            output[group.rows] = _decode(call, query[group.rows], cache_k, cache_v, group)
-        for chunk in plan.chunks:
-            rows = slice(chunk.start, chunk.stop)
-            if chunk.mask is None:
-                keys, values = key[rows], value[rows]
-            else:
-                keys = cache_k[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
-                values = cache_v[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
-            output[rows] = _prefill(call, query[rows], keys, values, chunk.mask)
+        caches = self.write(call, key, value)
+        value_dim = value.shape[-1] if call.latent is None else call.latent.value_dim
+        output = query.new_empty(query.shape[0], query.shape[1], value_dim)
+        self.read(call, query, caches, output)
         return output
 
-    def _attend_latent(
+    def write(
+        self, call: AttentionCall, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new KV into its slots; return the layer's keys and values [blocks, block_size, Hk, D]."""
+        layer = self._kv.layer(call.layer_idx)
+        cache_k = layer[:, 0, :, :, : key.shape[-1]]
+        cache_k.index_put_((self._slot_blocks, self._slot_offsets), key)
+        if call.latent is not None:
+            return cache_k, cache_k[..., : call.latent.rank]
+        cache_v = layer[:, 1, :, :, : value.shape[-1]]
+        cache_v.index_put_((self._slot_blocks, self._slot_offsets), value)
+        return cache_k, cache_v
+
+    def read(
         self,
         call: AttentionCall,
-        latent: LatentProjection,
         query: torch.Tensor,
-        key: torch.Tensor,
-        cache: torch.Tensor,
-    ) -> torch.Tensor:
-        output = query.new_empty(query.shape[0], query.shape[1], latent.value_dim)
-        values = cache[..., : latent.rank]
+        caches: tuple[torch.Tensor, torch.Tensor],
+        output: torch.Tensor,
+    ) -> None:
+        """Attend to KV that is written already; fills the rows of `output` [T, H, Dv] that are covered."""
+        cache_k, cache_v = caches
+        latent = call.latent
         plan = self._plan(call.sliding_window)
         for group in plan.decodes:
-            absorbed = latent.absorb(query[group.rows])
-            output[group.rows] = latent.project(_decode(call, absorbed, cache, values, group))
+            rows = query[group.rows]
+            if latent is None:
+                output[group.rows] = _decode(call, rows, cache_k, cache_v, group)
+            else:
+                weighted = _decode(call, latent.absorb(rows), cache_k, cache_v, group)
+                output[group.rows] = latent.project(weighted)
         for chunk in plan.chunks:
-            rows = slice(chunk.start, chunk.stop)
-            if chunk.mask is None:
-                context = key[rows, 0]
+            rows = query[chunk.start : chunk.stop]
+            keys = cache_k[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
+            target = output[chunk.start : chunk.stop]
+            if latent is None:
+                values = cache_v[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
+                target.copy_(_prefill(call, rows, keys, values, chunk.mask))
+            elif chunk.mask is not None and len(rows) <= latent.max_absorbed_queries:
+                weighted = _prefill(call, latent.absorb(rows), keys, keys[..., : latent.rank], chunk.mask)
+                target.copy_(latent.project(weighted))
             else:
-                context = cache[chunk.blocks].flatten(0, 1)[: chunk.num_keys, 0]
-            if chunk.mask is not None and chunk.stop - chunk.start <= latent.max_absorbed_queries:
-                absorbed = latent.absorb(query[rows])
-                keys = context[:, None]
-                weighted = _prefill(call, absorbed, keys, keys[..., : latent.rank], chunk.mask)
-                output[rows] = latent.project(weighted)
-            else:
-                output[rows] = _prefill(call, query[rows], *latent.expand(context), chunk.mask)
-        return output
+                target.copy_(_prefill(call, rows, *latent.expand(keys[:, 0]), chunk.mask))
 
     def _plan(self, window: int | None) -> Plan:
         plan = self._plans.get(window)
@@ -142,9 +140,11 @@ class AttentionStep:
         chunks: list[PrefillChunk] = []
         for seq, context_len in enumerate(self._batch.context_lens):
             num_queries = starts[seq + 1] - starts[seq]
+            if num_queries <= self._longer_than:
+                continue
             if num_queries > 1:
                 chunks.append(self._make_chunk(seq, window))
-            elif num_queries == 1:
+            else:
                 first, last = self._visible_blocks(context_len - 1, context_len, window)
                 buckets.setdefault((last - first - 1).bit_length(), []).append((seq, first, last))
         return Plan([self._make_group(bucket, window) for bucket in buckets.values()], chunks)

@@ -10,6 +10,7 @@ missing or differ, layers stay as they are. The packed weight replaces the plain
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -45,6 +46,23 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return torch.allclose(output.float(), F.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
+
+
+def linear_function(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearFunction:
+    """Return x -> x W^T + b for 2-D x; with `pack`, over a packed copy (let `weight` go, then)."""
+    if not pack:
+        return partial(F.linear, weight=weight.detach(), bias=bias)
+    packed = _pack(weight.detach())
+    width = weight.shape[0]
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 0:
+            return x.new_empty(0, width)
+        output: torch.Tensor = multiply(x, packed, bias, "none", [], "")
+        return output
+
+    return run
 
 
 class PackedLinear(nn.Module):
@@ -87,11 +105,11 @@ def pack_linears(model: nn.Module, keep: frozenset[nn.Module], report: Callable[
     for number, (parent, name, linear) in enumerate(found):
         report(number / len(found))
         setattr(parent, name, PackedLinear(linear.weight, linear.bias))
-    _leave_file(model)
+    leave_file(model)
     return len(found)
 
 
-def _leave_file(model: nn.Module) -> None:
+def leave_file(model: nn.Module) -> None:
     """Copy what stayed plain, so that the mapped checkpoint file is let go and its pages leave memory."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

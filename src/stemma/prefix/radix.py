@@ -235,6 +235,7 @@ class RadixIndex(LedgerIndex):
         for namespace, root in self._roots.items():
             if root.namespace != namespace or root.tokens or root.blocks or not root.children:
                 raise IntegrityError(f"the root of {namespace} is malformed")
+            self._check_children(root)
             for node, path in _descend(root):
                 self._check_node(node)
                 num_owned += len(node.blocks)
@@ -263,6 +264,10 @@ class RadixIndex(LedgerIndex):
             raise IntegrityError(
                 f"tokens {node.start}..{end} have {len(node.blocks)} blocks, not {num_blocks}"
             )
+        self._check_children(node)
+
+    def _check_children(self, node: _Node) -> None:
+        end = node.start + len(node.tokens)
         for first, child in node.children.items():
             if child.parent is not node or child.tokens[0] != first or child.start != end:
                 raise IntegrityError("a child doesn't fit its parent")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -32,12 +32,6 @@ class ServerContext:
         self.draining = False
         self._token_texts: dict[int, str] = {}
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-
-    @property
-    def default_sampling(self) -> Mapping[str, Any]:
-        """Sampling fields that the checkpoint's `generation_config.json` sets."""
-        defaults: Mapping[str, Any] = getattr(self.engine, "default_sampling", {})
-        return defaults
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` off the event loop; for tokenization, which takes 100s of ms on long prompts."""

@@ -12,6 +12,8 @@ from stemma.server.context import ServerContext
 from stemma.server.schemas.openai import ChatRequest, Message
 from stemma.types import TokenArray, as_tokens
 
+_MAX_TOKEN_ID = 2**31 - 1
+
 
 def check_model(context: ServerContext, name: str) -> None:
     """Raise UnknownModel unless `name` is the served model."""
@@ -58,12 +60,10 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
 
 
 def _token_prompt(context: ServerContext, ids: list[int]) -> TokenArray:
-    vocab_size = context.engine.tokenizer.vocab_size
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(
-            f"token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})", param="prompt"
-        )
+    """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
+    wrong = next((token_id for token_id in ids if not 0 <= token_id <= _MAX_TOKEN_ID), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{wrong} is no token id", param="prompt")
     return check_tokens(context, as_tokens(ids))
 
 

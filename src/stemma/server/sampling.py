@@ -59,7 +59,7 @@ def _openai_sampling(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         skip_special_tokens=body.skip_special_tokens,
-        **_chosen(body, context.default_sampling),
+        **_chosen(body, context.engine.default_sampling),
     )
 
 
@@ -101,7 +101,7 @@ def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> Sampling
         max_tokens=body.max_tokens,
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
-        **_chosen(body, context.default_sampling),
+        **_chosen(body, context.engine.default_sampling),
     )
 
 
@@ -124,7 +124,7 @@ def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingP
     sample = parameters.do_sample
     if sample is None:
         sample = any(value is not None for value in given)
-    chosen = _chosen(parameters, context.default_sampling)
+    chosen = _chosen(parameters, context.engine.default_sampling)
     seed = parameters.seed
     if not sample:
         chosen["temperature"] = 0.0

@@ -51,6 +51,16 @@ class TestPromptLookup(DraftSourceContract):
         proposal = PromptLookup().propose(as_tokens(PERIOD + PERIOD[:3]), 14)
         assert proposal == Proposal((PERIOD * 3)[3:17], "lookup-short")
 
+    def test_a_long_prompt_is_caught_up_with_over_several_steps(self) -> None:
+        source, text = PromptLookup(), np.concatenate([random_text(6, 2500), random_text(6, 50)])
+        proposals = [source.propose(text[: 2540 + i], 2) for i in range(4)]
+        assert [p.token_ids if p else None for p in proposals] == [
+            None,
+            None,
+            tuple(text[42:44].tolist()),
+            tuple(text[43:45].tolist()),
+        ]
+
     def test_unrelated_text_gives_no_drafts(self) -> None:
         assert self.decode(random_text(2, 500), 400, 8) == (100, 0)
 

@@ -33,7 +33,7 @@ from stemma.memory.pool.store import PoolStore
 from stemma.memory.store import BlockPut, BlockStore, PutResult, ReadResult
 
 NAMES = PoolKeys("tiny")
-SYNC = PoolSettings(name="directory", async_write=False, deadline_s=5.0)
+SYNC = PoolSettings(name="directory", deadline_s=5.0)
 
 
 class TestDirectoryStore(BlockStoreContract):
@@ -103,9 +103,7 @@ def backend(tmp_path: Path) -> FaultyBackend:
 
 
 def store_over(backend: FaultyBackend, clock: Clock, **changes: object) -> PoolStore:
-    settings = PoolSettings.model_validate(
-        {"name": "directory", "async_write": False, "deadline_s": 0.2} | changes
-    )
+    settings = PoolSettings.model_validate({"name": "directory", "deadline_s": 0.2} | changes)
     return PoolStore(backend, NAMES, BLOCK_BYTES, settings, clock=clock)
 
 
@@ -121,7 +119,6 @@ def test_a_late_read_is_late_and_its_bytes_never_reach_the_caller(
     assert store.counters.reasons["late"] == 64  # one batch was asked, the rest wasn't
     assert store.status().circuit is Circuit.OPEN
     backend.gate.set()
-    assert store.flush(1)
     _until(lambda: store._staging.num_taken == 0)
     assert mine == [bytearray(BLOCK_BYTES)] * 80
 
@@ -270,61 +267,6 @@ def test_slots_held_by_stuck_calls_make_reads_late_not_stuck(backend: FaultyBack
     clock.now = 100.0
     assert read(store, keys(blocks)) == [ReadResult.ERROR] * 6
     backend.gate.set()
-
-
-class TestQueue:
-    def test_queued_blocks_are_written(self, backend: FaultyBackend, clock: Clock) -> None:
-        store = store_over(backend, clock, async_write=True)
-        blocks = chain("a", 40)
-        assert store.put_many(blocks) == [PutResult.QUEUED] * 40
-        assert store.flush(5)
-        assert read(store, keys(blocks)) == [ReadResult.HIT] * 40
-        assert store.counters.puts == {PutResult.QUEUED: 40, PutResult.STORED: 40}
-        assert store.counters.written_bytes == 40 * BLOCK_BYTES
-        store.close()
-
-    def test_the_newest_are_dropped_when_it_is_full(self, backend: FaultyBackend, clock: Clock) -> None:
-        store = store_over(backend, clock, async_write=True, write_queue=8 * 8192, deadline_s=20)
-        backend.gate.clear()
-        blocks = chain("a", 12)
-        results = store.put_many(blocks)
-        assert results == [PutResult.QUEUED] * 8 + [PutResult.DROPPED] * 4
-        assert store.status().queued_bytes == 8 * BLOCK_BYTES
-        assert store.counters.reasons["queue_full"] == 4
-        backend.gate.set()
-        assert store.flush(5)
-        assert read(store, keys(blocks)) == [ReadResult.HIT] * 8 + [ReadResult.MISS] * 4
-        store.close()
-
-    def test_a_block_already_queued_is_dropped(self, backend: FaultyBackend, clock: Clock) -> None:
-        store = store_over(backend, clock, async_write=True, deadline_s=20)
-        backend.gate.clear()
-        block = chain("a", 1)
-        assert store.put_many(block * 2) == [PutResult.QUEUED, PutResult.DROPPED]
-        backend.gate.set()
-        store.close()
-
-    def test_the_caller_may_reuse_its_buffer_while_the_pool_hangs(
-        self, backend: FaultyBackend, clock: Clock
-    ) -> None:
-        store = store_over(backend, clock, async_write=True, deadline_s=20)
-        backend.gate.clear()
-        key = key_of("a")
-        data = bytes_of(key)
-        store.put_many([BlockPut(key, ROOT, memoryview(data))])
-        data[:] = bytes(BLOCK_BYTES)
-        backend.gate.set()
-        assert store.flush(5)
-        assert read(store, [key]) == [ReadResult.HIT]
-        store.close()
-
-    def test_a_broken_pool_empties_the_queue_by_failing(self, backend: FaultyBackend, clock: Clock) -> None:
-        store = store_over(backend, clock, async_write=True)
-        backend.error = StorageError("gone")
-        store.put_many(chain("a", 100))
-        assert store.flush(5)
-        assert store.counters.puts[PutResult.ERROR] == 100
-        store.close()
 
 
 def test_registered_memory_is_used_in_place(tmp_path: Path, clock: Clock) -> None:

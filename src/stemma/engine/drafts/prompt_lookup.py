@@ -12,6 +12,9 @@ from stemma.engine.drafts.source import Proposal
 from stemma.engine.drafts.suffix import SuffixIndex, evidence_of, last_tokens
 from stemma.types import TokenArray
 
+_TOKENS_PER_CALL = 1024
+"""Indexed at most in one call, about 1 ms: a long prompt is caught up with over several steps."""
+
 
 class PromptLookup:
     """A `DraftSource` over the sequence's own tokens."""
@@ -21,8 +24,10 @@ class PromptLookup:
 
     def propose(self, tokens: TokenArray, max_tokens: int) -> Proposal | None:
         """Return what followed the longest earlier occurrence of the last tokens."""
-        if len(tokens) > len(self._index):
-            self._index.extend(tokens[len(self._index) :].tolist())
+        num_indexed = len(self._index)
+        self._index.extend(tokens[num_indexed : num_indexed + _TOKENS_PER_CALL].tolist())
+        if len(self._index) < len(tokens):
+            return None
         found = self._index.find(last_tokens(tokens), is_own=True)
         if found is None:
             return None

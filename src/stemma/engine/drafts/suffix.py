@@ -14,6 +14,8 @@ NGRAM = 3
 """Fewest tokens that must be equal."""
 _LONGEST = 32
 """Equal tokens after which a longer match is no better."""
+_LONGEST_ADDED = 8192
+"""Tokens of one sequence that a corpus takes: adding one costs about a microsecond of the step loop."""
 _MAX_CHAIN = 8
 """Earlier occurrences looked at."""
 _TOKEN_BITS = 21
@@ -135,7 +137,7 @@ class SuffixCorpus:
         self._generations.move_to_end(namespace)
         if len(self._generations) > self._max_namespaces:
             self._generations.popitem(last=False)
-        kept = tokens[-self._max_tokens :]
+        kept = tokens[-min(self._max_tokens, _LONGEST_ADDED) :]
         if len(generations[0]) + len(kept) > self._max_tokens and len(generations[0]):
             generations.insert(0, SuffixIndex())
             del generations[2:]

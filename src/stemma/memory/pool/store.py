@@ -2,7 +2,7 @@
 
 Everything that pools were seen to do wrong is dealt with here, once: a blocked call (deadline), a dead
 server (circuit breaker), keys that are named but can't be read (negative cache), a full server (retry, then
-NO_SPACE), lost, torn or foreign bytes (header), a slow write (queue). Each has a counted reason.
+NO_SPACE), lost, torn or foreign bytes (header). Each has a counted reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stemma.memory.pool.keys import PoolKeys
 from stemma.memory.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
 from stemma.memory.pool.registered import RegisteredMemory
 from stemma.memory.pool.staging import Staging
-from stemma.memory.pool.writes import WriteQueue, Writer
+from stemma.memory.pool.writes import Writer
 from stemma.memory.store import BlockPut, BlockStore, PutResult, ReadResult, StoreCounters, check_buffers
 from stemma.types import BlockKey, Tier
 
@@ -39,8 +39,6 @@ class PoolStatus:
     num_opened: int
     """Times the circuit opened."""
     last_error: str | None
-    queued_bytes: int
-    """Blocks taken over by the write queue and not yet written."""
     counters: StoreCounters
 
 
@@ -70,14 +68,11 @@ class PoolStore(BlockStore):
         self.counters = self._guard.counters
         self._absent = AbsentKeys(clock)
         self._registered = RegisteredMemory()
-        self._staging = self._new_staging(settings.staging)
+        self._staging = Staging(settings.staging, block_bytes)
+        if backend.zero_copy:
+            backend.register(self._staging.memory)
         self._reader = Reader(self._guard, names, self._staging, self._registered, self._absent)
         self._writer = Writer(self._guard, names, self._staging, self._registered, self._absent)
-        self._queue: WriteQueue | None = None
-        if settings.async_write:
-            staging = self._new_staging(settings.write_queue)
-            writer = Writer(self._guard, names, staging, self._registered, self._absent)
-            self._queue = WriteQueue(writer, self._guard, staging, block_bytes)
         self._closed = False
 
     def register(self, memory: memoryview) -> None:
@@ -114,10 +109,10 @@ class PoolStore(BlockStore):
         return results
 
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
-        """Write this rank's part of each block: at once, or through the queue (QUEUED) if settings say so."""
+        """Write this rank's part of each block."""
         self._require_open()
         check_buffers([block.key for block in blocks], [block.data for block in blocks], self.block_bytes)
-        results = self._writer.write(blocks) if self._queue is None else self._queue.write(blocks)
+        results = self._writer.write(blocks)
         self._guard.count_puts(results, self.block_bytes)
         return results
 
@@ -128,10 +123,6 @@ class PoolStore(BlockStore):
             return 0
         return self._guard.remove([self._names.own(key) for key in keys])
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until queued writes are done; return whether they are."""
-        return self._queue is None or self._queue.flush(timeout_s)
-
     def status(self) -> PoolStatus:
         """Return how the pool is now; sends a probe if the circuit is open and one is due."""
         if not self._closed:
@@ -141,17 +132,14 @@ class PoolStore(BlockStore):
             circuit=self._guard.breaker.state,
             num_opened=self._guard.breaker.num_opened,
             last_error=self._guard.last_error,
-            queued_bytes=0 if self._queue is None else self._queue.num_bytes,
             counters=self.counters.snapshot(),
         )
 
     def close(self) -> None:
-        """Drop queued writes and leave the pool; waits no longer than the deadline."""
+        """Leave the pool; waits no longer than the deadline."""
         if self._closed:
             return
         self._closed = True
-        if self._queue is not None:
-            self._queue.close()
         self._guard.close()
 
     def _probe(self, asked: list[int], keys: Sequence[BlockKey], present: list[bool]) -> bool:
@@ -170,12 +158,6 @@ class PoolStore(BlockStore):
             if not present[at]:
                 self._absent.add(keys[at], ABSENT_FOR_S)
         return all(present[at] for at in asked)
-
-    def _new_staging(self, capacity_bytes: int) -> Staging:
-        staging = Staging(capacity_bytes, self.block_bytes)
-        if self._guard.backend.zero_copy:
-            self._guard.backend.register(staging.memory)
-        return staging
 
     def _require_open(self) -> None:
         if self._closed:

@@ -1,14 +1,11 @@
-"""Writing blocks to a pool, at once or through a queue that is bounded in bytes.
+"""Writing blocks to a pool, batch by batch, in the thread of whoever calls.
 
-A cache may forget, it may not stall: when the queue is full the newest blocks are dropped and counted. A
-block is sealed with a header before it leaves, so a put that a backend finishes after its memory was reused
-stores a value that fails its check, not a wrong block.
+A block is sealed with a header before it leaves. So a put that a backend finishes after the block's memory
+was reused stores a value that fails its check, not a wrong block. Blocks in registered memory aren't copied.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +39,7 @@ class _Write:
 
 
 class Writer:
-    """Writes blocks through a guard, in the caller's thread."""
+    """Writes blocks through a guard."""
 
     def __init__(
         self,
@@ -67,24 +64,23 @@ class Writer:
             if not slots:
                 self._guard.count_reason("no_slot", len(rest))
                 return results + [PutResult.DROPPED] * len(rest)
-            batch = [self.prepare(block, slot) for block, slot in zip(rest, slots, strict=False)]
-            stored, late = self.store(batch)
+            batch = [self._sealed(block, slot) for block, slot in zip(rest, slots, strict=False)]
+            stored, late = self._store(batch)
             results += stored
             if late:
                 return results + [PutResult.ERROR] * (len(blocks) - len(results))
         return results
 
-    def prepare(self, block: BlockPut, slot: Slot, *, copy: bool = False) -> _Write:
-        """Seal a block; copy it into `slot` unless it lies in registered memory and may stay there."""
+    def _sealed(self, block: BlockPut, slot: Slot) -> _Write:
         name = self._names.own(block.key)
-        if not copy and self._registered.covers(block.data):
+        if self._registered.covers(block.data):
             seal(name, block.data, slot.header)
             return _Write(block.key, name, (slot.header, block.data), slot)
         np.copyto(np.frombuffer(slot.payload, np.uint8), np.frombuffer(block.data, np.uint8))
         seal(name, slot.payload, slot.header)
         return _Write(block.key, name, (slot.whole,), slot)
 
-    def store(self, batch: list[_Write]) -> tuple[list[PutResult], bool]:
+    def _store(self, batch: list[_Write]) -> tuple[list[PutResult], bool]:
         """Put one batch and give its slots back; return the results, and whether it was late.
 
         Blocks for which there was no space are tried again: Mooncake evicts in the background.
@@ -115,69 +111,3 @@ class Writer:
         self._guard.count_reason("no_space", results.count(PutResult.NO_SPACE))
         self._staging.give([write.slot for write in batch])
         return results, False
-
-
-class WriteQueue:
-    """Takes blocks over in microseconds and writes them from a thread of its own."""
-
-    def __init__(self, writer: Writer, guard: Guard, staging: Staging, block_bytes: int) -> None:
-        self._writer = writer
-        self._guard = guard
-        self._staging = staging
-        self._block_bytes = block_bytes
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._queued: set[BlockKey] = set()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="pool-writes", daemon=True)
-        self._thread.start()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of blocks taken over and not yet written."""
-        return len(self._queued) * self._block_bytes
-
-    def write(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
-        """Copy blocks and return QUEUED for each, or DROPPED where the queue is full or has it already."""
-        return [self._take_over(block) for block in blocks]
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until everything taken over so far is written or has failed; return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._queued, timeout_s)
-
-    def close(self) -> None:
-        """Drop what is queued and stop."""
-        self._closed = True
-        self._queue.put(None)
-
-    def _take_over(self, block: BlockPut) -> PutResult:
-        with self._changed:
-            if block.key in self._queued:
-                self._guard.count_reason("already_queued")
-                return PutResult.DROPPED
-            slots = self._staging.take(1, 0.0)
-            if not slots:
-                self._guard.count_reason("queue_full")
-                return PutResult.DROPPED
-            self._queued.add(block.key)
-        self._queue.put(self._writer.prepare(block, slots[0], copy=True))
-        return PutResult.QUEUED
-
-    def _work(self) -> None:
-        while True:
-            batch: list[_Write] = []
-            first = self._queue.get()
-            if first is None or self._closed:
-                return
-            batch.append(first)
-            while len(batch) < BATCH_BLOCKS and not self._queue.empty():
-                more = self._queue.get()
-                if more is None:
-                    return
-                batch.append(more)
-            results, _ = self._writer.store(batch)
-            self._guard.count_puts(results, self._block_bytes)
-            with self._changed:
-                self._queued.difference_update(write.key for write in batch)
-                self._changed.notify_all()

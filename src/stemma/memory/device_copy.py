@@ -1,0 +1,48 @@
+"""Bytes of device blocks in and out, on CPU and CUDA.
+
+On CPU a device block is plain memory: one memcpy. On CUDA the host side is pinned; copies *out* run on the
+stream of the step loop, after the kernels that wrote the block, and the caller waits for them (between two
+steps the stream is idle, so the wait is the copy itself); copies *in* run on a stream of their own, beside
+the steps of other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from stemma.memory.device import DeviceKV
+
+
+class DeviceCopy:
+    """Moves whole blocks between `DeviceKV` and host memory."""
+
+    def __init__(self, kv: DeviceKV) -> None:
+        self._kv = kv
+        self.block_bytes = kv.layout.block_bytes
+        self.is_cuda = kv.device.type == "cuda"
+        self._upload = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
+        """Copy blocks into host tensors ([block_bytes] uint8 each). Step loop only; done on return."""
+        for block_id, target in zip(block_ids, into, strict=True):
+            source = self._kv.block_bytes_view(block_id)
+            if self.is_cuda:
+                target.copy_(source, non_blocking=True)
+            else:
+                np.copyto(target.numpy(), source.numpy())
+        if self.is_cuda:
+            torch.cuda.current_stream(self._kv.device).synchronize()
+
+    def into(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        """Copy host tensors into blocks that no step reads yet. Any thread; done on return."""
+        if self._upload is None:
+            for block_id, source in zip(block_ids, sources, strict=True):
+                np.copyto(self._kv.block_bytes_view(block_id).numpy(), source.numpy())
+            return
+        with torch.cuda.stream(self._upload):
+            for block_id, source in zip(block_ids, sources, strict=True):
+                self._kv.block_bytes_view(block_id).copy_(source, non_blocking=True)
+        self._upload.synchronize()

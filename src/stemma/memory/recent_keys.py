@@ -1,0 +1,89 @@
+"""What was learnt about block keys lately, in bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
+
+from stemma.types import BlockKey, Tier
+
+V = TypeVar("V")
+
+
+class RecentKeys(Generic[V]):
+    """A bounded table by block key that forgets what was noted longest ago. Thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._notes: dict[BlockKey, V] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._notes
+
+    def get(self, key: BlockKey, default: V) -> V:
+        """Return the note of a key."""
+        return self._notes.get(key, default)
+
+    def note(self, notes: Mapping[BlockKey, V]) -> None:
+        """Write or renew notes."""
+        with self._lock:
+            for key, value in notes.items():
+                self._notes.pop(key, None)
+                self._notes[key] = value
+            while len(self._notes) > self._capacity:
+                del self._notes[next(iter(self._notes))]
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Drop notes."""
+        with self._lock:
+            for key in keys:
+                self._notes.pop(key, None)
+
+    def clear(self) -> None:
+        """Drop all notes."""
+        with self._lock:
+            self._notes.clear()
+
+
+class Whereabouts:
+    """What only the worker threads can find out about where blocks lie. Thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self._origins = RecentKeys[Tier](capacity)
+        """Where a block came from that was prefetched to the host tier: that tier gets the credit."""
+        self._in_pool = RecentKeys[bool](capacity)
+        """Seen in the pool, which is too far away to be asked on the step loop."""
+
+    def note_found(self, tier: Tier, keys: Iterable[BlockKey]) -> None:
+        """Keys were seen in the pool (POOL), or copied to the host tier from another one."""
+        if tier is Tier.POOL:
+            self._in_pool.note(dict.fromkeys(keys, True))
+        else:
+            self._origins.note(dict.fromkeys(keys, tier))
+
+    def note_lost(self, key: BlockKey) -> None:
+        """A key wasn't where it was said to be."""
+        self._origins.forget([key])
+        self._in_pool.forget([key])
+
+    def is_in_pool(self, key: BlockKey) -> bool:
+        """Return whether the pool was seen to have it."""
+        return key in self._in_pool
+
+    def origin(self, key: BlockKey, tier: Tier) -> Tier:
+        """Return the tier that a block found in `tier` came from; a host block's origin is told once."""
+        if tier is not Tier.HOST or key not in self._origins:
+            return tier
+        found = self._origins.get(key, tier)
+        self._origins.forget([key])
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._origins.clear()
+        self._in_pool.clear()

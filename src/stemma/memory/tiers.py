@@ -1,0 +1,65 @@
+"""From settings to the tiers below the device: the one place that knows which class plugs into which."""
+
+from __future__ import annotations
+
+import time
+
+from stemma.config.settings import TierSettings
+from stemma.memory.device import DeviceKV
+from stemma.memory.device_copy import DeviceCopy
+from stemma.memory.disk.store import DiskStore
+from stemma.memory.host import HostStore
+from stemma.memory.store import BlockStore
+from stemma.memory.transfer import TierTransfer, TransferPolicy
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.keys import KeySpace
+from stemma.types import Tier
+
+
+def open_tiers(
+    settings: TierSettings, kv: DeviceKV, key_space: KeySpace, *, eviction: str = "lru"
+) -> TierTransfer | None:
+    """Open the tiers that the settings name, each with a policy `eviction` of its own; None if there is none.
+
+    Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked, StorageMismatch) if
+    the disk's directory can't be used.
+    """
+    block_bytes = kv.layout.block_bytes
+    stores: list[BlockStore] = []
+    if settings.disk_cache is not None:
+        disk = DiskStore(
+            settings.disk_cache,
+            key_space,
+            block_bytes,
+            settings.disk_cache_size,
+            make_policy(eviction),
+            time.time,
+            default_ttl_s=settings.disk_cache_ttl_s,
+        )
+        stores.append(disk)
+    if settings.host_cache is not None:
+        is_cuda = kv.device.type == "cuda"
+        policy = make_policy(eviction)
+        stores.append(HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda))
+    if not stores:
+        return None
+    return TierTransfer(
+        DeviceCopy(kv),
+        stores,
+        transfer_policy(settings),
+        time.monotonic,
+        block_size=kv.layout.block_size,
+        staging_bytes=settings.transfer_buffer,
+    )
+
+
+def transfer_policy(settings: TierSettings) -> TransferPolicy:
+    """Return when blocks move, as the settings say."""
+    return TransferPolicy(
+        writes={Tier.HOST: settings.host_write, Tier.DISK: settings.disk_write},
+        selective_uses=settings.write_through_uses,
+        exclusive=settings.host_exclusive,
+        prefetch=settings.prefetch,
+        load_timeout_s=settings.load_timeout_s,
+        fail_on_load_failure=settings.load_failure == "fail",
+    )

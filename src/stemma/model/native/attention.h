@@ -1,0 +1,372 @@
+// Attention of one work item: up to 64 query rows over a run of keys, read straight from paged blocks.
+//
+// Scores are kept as [key][row], rows in vector lanes: the maximum, the exponentials and their sum need no
+// reduction across lanes, and a key's values are broadcast instead. Softmax is the online one of
+// FlashAttention (arXiv:2205.14135), a tile of 64 keys at a time. With AVX512_BF16 both products are bf16
+// pair dot products; otherwise everything is computed in float.
+#pragma once
+
+#include <vector>
+
+#include "plan.h"
+#include "vec.h"
+
+struct AttendArgs {  // strides in elements
+    const void* query;  // [tokens, heads, key_dim]
+    const void* keys;   // first block of the layer: [blocks, block_size, kv_heads, key_dim]
+    const void* values;
+    void* output;       // [tokens, heads, value_dim], contiguous
+    int64_t query_token_stride, query_head_stride;
+    int64_t block_stride, token_stride, head_stride;
+    int32_t key_dim, value_dim;
+    int32_t window;     // tokens a query sees, itself included; 0: all
+    int32_t is_bf16;
+    float scale, softcap;  // softcap 0: none
+};
+
+struct Scratch {
+    std::vector<float> query, scores, values, acc;
+    std::vector<char> gathered;
+    float max[ROWS], sum[ROWS], alpha[ROWS];
+    int32_t low[ROWS], high[ROWS];  // visible keys of each row: [low, high)
+};
+
+// Keys or values of consecutive tokens, all in one block.
+template <class T>
+struct Rows {
+    const T* first;
+    int64_t stride;
+    const T* operator[](int64_t i) const { return first + i * stride; }
+};
+
+// Scores of 4 keys at a time against NB x 16 rows; `query` is [dim][row], or [dim / 2][row] in pairs.
+template <int NB, class T>
+static void scores_of(const float* query, Rows<T> keys, int num_keys, int dim, float* scores) {
+    constexpr int W = NB * LANES;
+    for (int t = 0; t < num_keys; t += 4) {
+        const T* k[4];
+        for (int i = 0; i < 4; i++) k[i] = keys[t + i < num_keys ? t + i : num_keys - 1];
+        v16f acc[4][NB] = {};
+        for (int d = 0; d < dim; d++)
+            for (int b = 0; b < NB; b++) {
+                v16f q = load(query + d * W + b * LANES);
+                for (int i = 0; i < 4; i++) acc[i][b] += q * to_float(k[i][d]);
+            }
+        for (int i = 0; i < 4 && t + i < num_keys; i++)
+            for (int b = 0; b < NB; b++) store(scores + (t + i) * W + b * LANES, acc[i][b]);
+    }
+}
+
+#if STEMMA_BF16_DOT
+static inline __m512i broadcast_pair(const void* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return _mm512_set1_epi32(pair);
+}
+
+template <int NB, int K>
+static inline void score_tile(const float* query, Rows<bf16> keys, int dim, float* scores) {
+    constexpr int W = NB * LANES, GROUPS = (K + 3) / 4;
+    __m512 acc[K][NB];
+    const bf16* base[GROUPS];  // every fourth key: the others are reached by addressing modes
+    for (int g = 0; g < GROUPS; g++) base[g] = keys[4 * g];
+    for (int i = 0; i < K; i++)
+        for (int b = 0; b < NB; b++) acc[i][b] = _mm512_setzero_ps();
+    for (int d = 0; d < dim; d += 2, query += W) {
+        __m512i q[NB];
+        for (int b = 0; b < NB; b++) q[b] = _mm512_loadu_si512(query + b * LANES);
+        for (int i = 0; i < K; i++) {
+            __m512i k = broadcast_pair(base[i / 4] + i % 4 * keys.stride);
+            for (int b = 0; b < NB; b++) acc[i][b] = _mm512_dpbf16_ps(acc[i][b], (__m512bh)q[b], (__m512bh)k);
+        }
+        for (int g = 0; g < GROUPS; g++) base[g] += 2;
+    }
+    for (int i = 0; i < K; i++)
+        for (int b = 0; b < NB; b++) _mm512_storeu_ps(scores + i * W + b * LANES, acc[i][b]);
+}
+
+template <int NB>
+static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, int dim, float* scores) {
+    constexpr int K = NB == 1 ? 16 : NB == 2 ? 8 : 4;
+    int t = 0;
+    for (; t + K <= num_keys; t += K)
+        score_tile<NB, K>(query, {keys[t], keys.stride}, dim, scores + t * NB * LANES);
+    for (; t < num_keys; t++) score_tile<NB, 1>(query, {keys[t], keys.stride}, dim, scores + t * NB * LANES);
+}
+
+// Rows of values as pairs of consecutive keys, [key / 2][dim]: the order that the pair product wants.
+static void pair_values(Rows<bf16> rows, int num_keys, int dim, float* paired) {
+    for (int t = 0; t < num_keys; t += 2) {
+        const bf16 *a = rows[t], *b = rows[t + 1 < num_keys ? t + 1 : t];
+        for (int d = 0; d < dim; d += 16) {
+            __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d)));
+            __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d)));
+            _mm512_storeu_si512(paired + t / 2 * dim + d, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+        }
+    }
+}
+
+template <int R, int V>
+static inline void weigh_pairs_tile(const float* weights, int width, const float* paired, int num_pairs, int dim,
+                                    float* acc) {
+    __m512 sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = _mm512_loadu_ps(acc + r * dim + v * LANES);
+    for (int p = 0; p < num_pairs; p++) {
+        __m512i value[V];
+        for (int v = 0; v < V; v++) value[v] = _mm512_loadu_si512(paired + p * dim + v * LANES);
+        for (int r = 0; r < R; r++) {
+            __m512i w = broadcast_pair(weights + p * width + r);
+            for (int v = 0; v < V; v++)
+                sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)w, (__m512bh)value[v]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) _mm512_storeu_ps(acc + r * dim + v * LANES, sum[r][v]);
+}
+
+template <int V>
+static void weigh_pairs_rows(const float* weights, int width, int rows, const float* paired, int num_pairs,
+                             int dim, float* acc) {
+    for (int r = 0; r < rows;) {
+        int left = rows - r, n = left <= 6 ? left : left <= 12 ? (left + 1) / 2 : 6;
+        const float* w = weights + r;
+        float* a = acc + int64_t(r) * dim;
+        switch (n) {
+            case 1: weigh_pairs_tile<1, V>(w, width, paired, num_pairs, dim, a); break;
+            case 2: weigh_pairs_tile<2, V>(w, width, paired, num_pairs, dim, a); break;
+            case 3: weigh_pairs_tile<3, V>(w, width, paired, num_pairs, dim, a); break;
+            case 4: weigh_pairs_tile<4, V>(w, width, paired, num_pairs, dim, a); break;
+            case 5: weigh_pairs_tile<5, V>(w, width, paired, num_pairs, dim, a); break;
+            default: weigh_pairs_tile<6, V>(w, width, paired, num_pairs, dim, a); break;
+        }
+        r += n;
+    }
+}
+
+// acc [row][dim] += weights [pair][row] x values [pair][dim]
+static void weigh_pairs(const float* weights, int width, int rows, const float* paired, int num_pairs, int dim,
+                        float* acc) {
+    int d = 0;
+    for (; d + 64 <= dim; d += 64) weigh_pairs_rows<4>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
+    for (; d < dim; d += 16) weigh_pairs_rows<1>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
+}
+#endif
+
+// acc [row][dim] += weights [key][row] x values [key][dim], in float
+static void weigh(const float* weights, int width, int rows, const float* values, int num_keys, int dim,
+                  float* acc) {
+    for (int r = 0; r < rows; r++) {
+        float* a = acc + int64_t(r) * dim;
+        for (int t = 0; t < num_keys; t++) {
+            float w = weights[t * width + r];
+            const float* v = values + int64_t(t) * dim;
+            for (int d = 0; d < dim; d++) a[d] += w * v[d];
+        }
+    }
+}
+
+// Turn scores [key][row] into weights (in place), and update the running maximum and sum of each row.
+// With `paired`, weights become bf16 pairs of consecutive keys, [key / 2][row].
+template <int NB>
+static void soften(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked, bool paired) {
+    constexpr int W = NB * LANES;
+    float* scores = s.scores.data();
+    for (int b = 0; b < NB; b++) {
+        v16i low = *(const v16i*)(s.low + b * LANES), high = *(const v16i*)(s.high + b * LANES);
+        v16f old = load(s.max + b * LANES), top = old;
+        for (int t = 0; t < num_keys; t++) {
+            float* cell = scores + t * W + b * LANES;
+            v16f x = load(cell) * args.scale;
+            if (args.softcap > 0) {
+                v16f e = vexp(x * (2.0f / args.softcap));  // tanh(y) = 1 - 2 / (exp(2y) + 1)
+                x = args.softcap - 2.0f * args.softcap / (e + 1.0f);
+            }
+            if (masked) {
+                v16i position = v16i{} + (first_key + t);
+                x = (position >= low) & (position < high) ? x : splat(MASKED);
+            }
+            top = vmax(top, x);
+            store(cell, x);
+        }
+        v16f shrink = vexp(old - top), total = load(s.sum + b * LANES) * shrink;
+        store(s.alpha + b * LANES, shrink);
+        store(s.max + b * LANES, top);
+        for (int t = 0; t < num_keys; t += 2) {
+            float* cell = scores + t * W + b * LANES;
+            v16f x = load(cell), p = vexp(x - top), p2 = splat(0);
+            if (masked) p = x > MASKED ? p : splat(0);
+            total += p;
+            if (t + 1 < num_keys) {
+                v16f x2 = load(cell + W);
+                p2 = vexp(x2 - top);
+                if (masked) p2 = x2 > MASKED ? p2 : splat(0);
+                total += p2;
+            }
+#if STEMMA_BF16_DOT
+            if (paired) {
+                __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p));
+                __m512i c = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p2));
+                _mm512_storeu_si512(scores + t / 2 * W + b * LANES, _mm512_or_si512(a, _mm512_slli_epi32(c, 16)));
+                continue;
+            }
+#endif
+            store(cell, p);
+            if (t + 1 < num_keys) store(cell + W, p2);
+        }
+        store(s.sum + b * LANES, total);
+    }
+    (void)paired;
+}
+
+template <class T>
+static void gather_query(const AttendArgs& args, const Plan& plan, const Item& item, int width, bool paired,
+                         Scratch& s) {
+    const Segment& segment = plan.segments[item.segment];
+    int group = plan.group_size, dim = args.key_dim;
+    s.query.assign(size_t(width) * (paired ? dim / 2 : dim), 0.0f);
+    for (int r = 0; r < width; r++) {
+        s.max[r] = MASKED;
+        s.sum[r] = 0;
+        s.low[r] = s.high[r] = 0;
+        if (r >= item.num_rows) continue;
+        int at = segment.token_begin + (item.row_begin + r) / group, head = (item.row_begin + r) % group;
+        int position = plan.positions[at];
+        s.high[r] = position + 1;
+        s.low[r] = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
+        const T* q = (const T*)args.query + plan.tokens[at] * args.query_token_stride +
+                     (item.kv_head * group + head) * args.query_head_stride;
+        if (paired)
+            for (int d = 0; d < dim / 2; d++) std::memcpy(&s.query[size_t(d) * width + r], q + 2 * d, 4);
+        else
+            for (int d = 0; d < dim; d++) s.query[size_t(d) * width + r] = to_float(q[d]);
+    }
+}
+
+template <class T>
+static void emit(const AttendArgs& args, Plan& plan, const Item& item, const Scratch& s) {
+    const Segment& segment = plan.segments[item.segment];
+    int group = plan.group_size, heads = plan.num_kv_heads * group, dim = args.value_dim;
+    for (int r = 0; r < item.num_rows; r++) {
+        int local = (item.row_begin + r) / group, head = item.kv_head * group + (item.row_begin + r) % group;
+        const float* acc = s.acc.data() + int64_t(r) * dim;
+        if (item.partial < 0) {
+            int token = plan.tokens[segment.token_begin + local];
+            T* out = (T*)args.output + (int64_t(token) * heads + head) * dim;
+            float inverse = 1.0f / s.sum[r];
+            for (int d = 0; d < dim; d++) out[d] = from_float<T>(acc[d] * inverse);
+        } else {
+            float* slot = plan.partials.data() + (item.partial + int64_t(local) * heads + head) * (dim + 2);
+            slot[0] = s.max[r];
+            slot[1] = s.sum[r];
+            std::memcpy(slot + 2, acc, sizeof(float) * dim);
+        }
+    }
+}
+
+// Find up to `n` tokens from `key` on: in place as far as their block reaches, or, where blocks are too short
+// to be worth a tile, gathered from several. Returns how many they are.
+template <class T>
+static int locate(const AttendArgs& args, const Plan& plan, const Segment& segment, int kv_head, int key, int n,
+                  Scratch& s, Rows<T>& keys, Rows<T>& values) {
+    auto offset = [&](int k) {
+        return segment.table[k / plan.block_size] * args.block_stride +
+               k % plan.block_size * args.token_stride + kv_head * args.head_stride;
+    };
+    if (plan.block_size >= LANES) {
+        keys = {(const T*)args.keys + offset(key), args.token_stride};
+        values = {(const T*)args.values + offset(key), args.token_stride};
+        return std::min(n, plan.block_size - key % plan.block_size);
+    }
+    s.gathered.resize(sizeof(T) * n * (args.key_dim + args.value_dim));
+    T* k = (T*)s.gathered.data();
+    T* v = k + n * args.key_dim;
+    for (int t = 0; t < n; t++) {
+        std::memcpy(k + t * args.key_dim, (const T*)args.keys + offset(key + t), sizeof(T) * args.key_dim);
+        std::memcpy(v + t * args.value_dim, (const T*)args.values + offset(key + t), sizeof(T) * args.value_dim);
+    }
+    keys = {k, args.key_dim};
+    values = {v, args.value_dim};
+    return n;
+}
+
+template <class T, int NB>
+static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scratch& s) {
+    constexpr int W = NB * LANES;
+    const bool paired = STEMMA_BF16_DOT && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
+    const Segment& segment = plan.segments[item.segment];
+    const int tile = args.value_dim > 256 ? 32 : 64, dim = args.value_dim;
+    gather_query<T>(args, plan, item, W, paired, s);
+    s.acc.assign(size_t(item.num_rows) * dim, 0.0f);
+    s.scores.resize(size_t(64) * W);
+    s.values.resize(size_t(64) * dim);
+    int first_high = s.high[0], last_high = s.high[0], first_low = s.low[0], last_low = s.low[0];
+    for (int r = 1; r < item.num_rows; r++) {
+        first_high = std::min(first_high, s.high[r]), last_high = std::max(last_high, s.high[r]);
+        first_low = std::min(first_low, s.low[r]), last_low = std::max(last_low, s.low[r]);
+    }
+    int begin = std::max(item.key_begin, first_low), end = std::min(item.key_end, last_high);
+    for (int key = begin, n; key < end; key += n) {
+        n = std::min(tile, end - key);
+        Rows<T> keys, values;
+        n = locate<T>(args, plan, segment, item.kv_head, key, n, s, keys, values);
+        bool masked = key + n > first_high || key < last_low;
+#if STEMMA_BF16_DOT
+        if constexpr (sizeof(T) == 2)
+            if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, s.scores.data());
+#endif
+        if (!paired) scores_of<NB, T>(s.query.data(), keys, n, args.key_dim, s.scores.data());
+        soften<NB>(args, s, n, key, masked, paired);
+        for (int r = 0; r < item.num_rows; r++) {
+            if (s.alpha[r] == 1.0f) continue;
+            float* acc = s.acc.data() + int64_t(r) * dim;
+            for (int d = 0; d < dim; d++) acc[d] *= s.alpha[r];
+        }
+#if STEMMA_BF16_DOT
+        if constexpr (sizeof(T) == 2)
+            if (paired) {
+                pair_values(values, n, dim, s.values.data());
+                weigh_pairs(s.scores.data(), W, item.num_rows, s.values.data(), (n + 1) / 2, dim, s.acc.data());
+            }
+#endif
+        if (!paired) {
+            for (int t = 0; t < n; t++)
+                for (int d = 0; d < dim; d++) s.values[size_t(t) * dim + d] = to_float(values[t][d]);
+            weigh(s.scores.data(), W, item.num_rows, s.values.data(), n, dim, s.acc.data());
+        }
+    }
+    emit<T>(args, plan, item, s);
+}
+
+template <class T>
+static void run_item_any(const AttendArgs& args, Plan& plan, const Item& item, Scratch& s) {
+    switch ((item.num_rows + LANES - 1) / LANES) {
+        case 1: return run_item<T, 1>(args, plan, item, s);
+        case 2: return run_item<T, 2>(args, plan, item, s);
+        case 3: return run_item<T, 3>(args, plan, item, s);
+        default: return run_item<T, 4>(args, plan, item, s);
+    }
+}
+
+// Merge the pieces of one token's heads: weigh each by its own sum and its maximum's distance from the largest.
+template <class T>
+static void merge_token(const AttendArgs& args, const Plan& plan, int index) {
+    int heads = plan.num_kv_heads * plan.group_size, dim = args.value_dim;
+    int begin = plan.merged_begin[index], end = plan.merged_begin[index + 1];
+    std::vector<float> acc(dim);
+    for (int h = 0; h < heads; h++) {
+        float top = MASKED, total = 0;
+        for (int p = begin; p < end; p++)
+            top = std::max(top, plan.partials[(plan.pieces[p] + h) * (dim + 2)]);
+        std::fill(acc.begin(), acc.end(), 0.0f);
+        for (int p = begin; p < end; p++) {
+            const float* slot = plan.partials.data() + (plan.pieces[p] + h) * (dim + 2);
+            if (slot[1] == 0) continue;
+            float weight = std::exp(slot[0] - top);
+            total += weight * slot[1];
+            for (int d = 0; d < dim; d++) acc[d] += weight * slot[2 + d];
+        }
+        T* out = (T*)args.output + (int64_t(plan.merged[index]) * heads + h) * dim;
+        for (int d = 0; d < dim; d++) out[d] = from_float<T>(acc[d] / total);
+    }
+}

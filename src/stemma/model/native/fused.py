@@ -1,0 +1,253 @@
+"""Decoder layers of the Llama pattern (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE) as few calls a layer on CPU.
+
+Run through its modules, a layer of transformers takes some fifty torch calls, which at batch 1 cost as much
+as a fifth of a 0.5B model's weights. Here the same computation is four matrix products (query, key and value
+in one, gate and up in one) and five kernel calls. Which classes follow the pattern is a list of names;
+tests hold each against plain transformers. A mixture of experts keeps its module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stemma.memory.device import DeviceKV
+from stemma.model.attention import AttentionCall
+from stemma.model.batch import ForwardBatch
+from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.native.library import AttendArgs, GateArgs, Kernels, NormArgs, RotateArgs
+from stemma.model.weights import LinearFunction, leave_file, linear_function
+
+LAYER_CLASSES = frozenset(
+    {
+        "LlamaDecoderLayer",
+        "MistralDecoderLayer",
+        "Qwen2DecoderLayer",
+        "Qwen3DecoderLayer",
+        "Qwen3MoeDecoderLayer",
+    }
+)
+MAX_HEAD_DIM = 1024
+"""What the rotary kernel has room for."""
+
+
+@dataclass(slots=True)
+class FusedLayer:
+    """One layer's weights, ready to be called."""
+
+    qkv: LinearFunction
+    output: LinearFunction
+    gate_up: LinearFunction | None
+    """None: `mlp` is called instead."""
+    down: LinearFunction | None
+    mlp: Callable[[torch.Tensor], Any] | None
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    sliding_window: int
+    """0: none."""
+    scaling: float
+
+
+def follows_pattern(hf_model: Any) -> bool:
+    """Whether `FusedDecoder` computes what this model's own modules do."""
+    base: Any = getattr(hf_model, "model", None)
+    layers = list(getattr(base, "layers", []))
+    if not layers or not all(
+        type(layer).__name__ in LAYER_CLASSES and type(layer).__module__.startswith("transformers.models.")
+        for layer in layers
+    ):
+        return False
+    attention = layers[0].self_attn
+    return bool(
+        hasattr(base, "embed_tokens")
+        and hasattr(base, "rotary_emb")
+        and attention.head_dim % 2 == 0
+        and attention.head_dim <= MAX_HEAD_DIM
+        and getattr(base.config, "hidden_act", None) == "silu"
+    )
+
+
+class FusedDecoder:
+    """Runs all layers of a model over paged KV. Takes the model's linear layers apart as it is built."""
+
+    def __init__(
+        self,
+        hf_model: Any,
+        calls: Sequence[AttentionCall],
+        kernels: Kernels,
+        *,
+        pack: bool,
+        report: Callable[[float], None],
+    ) -> None:
+        """Take over `hf_model`; `calls` are what its layers passed to attention in the probe."""
+        base = hf_model.model
+        attention = base.layers[0].self_attn
+        self._kernels = kernels
+        self._rotary = base.rotary_emb
+        self._eps = float(base.norm.variance_epsilon)
+        self._head_dim = int(attention.head_dim)
+        self._num_heads = int(base.config.num_attention_heads)
+        self._num_kv_heads = int(base.config.num_key_value_heads)
+        self._layers: list[FusedLayer] = []
+        for index in range(len(base.layers)):
+            report(index / len(base.layers))
+            self._layers.append(_fuse(base.layers[index], calls[index], pack))
+            base.layers[index] = torch.nn.Identity()  # lets the plain weights go
+        leave_file(hf_model)
+        self._embedding: torch.Tensor = base.embed_tokens.weight
+        self._final_norm: torch.Tensor = base.norm.weight
+        tied = hf_model.lm_head.weight is self._embedding
+        self._head = linear_function(hf_model.lm_head.weight, hf_model.lm_head.bias, pack=pack and not tied)
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
+        with NativeAttentionStep(batch, kv, self._kernels, ALL_QUERIES) as step:
+            return self._forward(batch, kv, step)
+
+    def _forward(self, batch: ForwardBatch, kv: DeviceKV, step: NativeAttentionStep) -> torch.Tensor:
+        kernels = self._kernels
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        cos, sin = self._rotary(hidden[None], batch.positions[None])
+        cos, sin = cos.contiguous(), sin.contiguous()
+        normed = torch.empty_like(hidden)
+        query = hidden.new_empty(hidden.shape[0], self._num_heads * self._head_dim)
+        attended = torch.empty_like(query)
+        norm = self._norm_args(hidden, normed)
+        rotate = self._rotate_args(batch, kv, cos, sin, query)
+        attend = self._attend_args(kv, query, attended)
+        norm_at, rotate_at, attend_at = (ctypes.addressof(args) for args in (norm, rotate, attend))
+        plan = step.plan(ALL_QUERIES, self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
+        keys_at, layer_bytes, part_bytes = _addresses(kv)
+        delta: torch.Tensor | None = None
+        for layer in self._layers:
+            norm.delta = None if delta is None else delta.data_ptr()
+            norm.weight = layer.input_norm.data_ptr()
+            kernels.add_rms_norm(norm_at)
+            qkv = layer.qkv(normed)
+            rotate.qkv = qkv.data_ptr()
+            rotate.q_norm = None if layer.q_norm is None else layer.q_norm.data_ptr()
+            rotate.k_norm = None if layer.k_norm is None else layer.k_norm.data_ptr()
+            rotate.keys = attend.keys = keys_at
+            rotate.values = attend.values = keys_at + part_bytes
+            keys_at += layer_bytes
+            kernels.rotate_and_write(rotate_at)
+            attend.window, attend.scale = layer.sliding_window, layer.scaling
+            kernels.attend(plan, attend_at)
+            delta = layer.output(attended)
+            norm.delta = delta.data_ptr()
+            norm.weight = layer.post_norm.data_ptr()
+            kernels.add_rms_norm(norm_at)
+            delta = self._run_mlp(layer, normed)
+        assert delta is not None
+        return self._logits(hidden, delta, batch.logits_rows)
+
+    def _run_mlp(self, layer: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
+        if layer.gate_up is None or layer.down is None:
+            assert layer.mlp is not None
+            output = layer.mlp(normed[None])
+            first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            return first.reshape(normed.shape)
+        gate_up = layer.gate_up(normed)
+        rows, width = gate_up.shape
+        activated = gate_up.new_empty(rows, width // 2)
+        args = GateArgs(
+            gate_up.data_ptr(),
+            activated.data_ptr(),
+            rows,
+            width // 2,
+            normed.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        self._kernels.silu_and_multiply(ctypes.addressof(args))
+        return layer.down(activated)
+
+    def _logits(self, hidden: torch.Tensor, delta: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        hidden, delta = hidden[rows], delta[rows]
+        normed = torch.empty_like(hidden)
+        norm = self._norm_args(hidden, normed)
+        norm.delta, norm.weight = delta.data_ptr(), self._final_norm.data_ptr()
+        self._kernels.add_rms_norm(ctypes.addressof(norm))
+        return self._head(normed)
+
+    def _norm_args(self, residual: torch.Tensor, output: torch.Tensor) -> NormArgs:
+        rows, dim = residual.shape
+        threads = torch.get_num_threads()
+        is_bf16 = residual.dtype == torch.bfloat16
+        return NormArgs(
+            None, residual.data_ptr(), None, output.data_ptr(), rows, dim, is_bf16, threads, self._eps
+        )
+
+    def _rotate_args(
+        self, batch: ForwardBatch, kv: DeviceKV, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor
+    ) -> RotateArgs:
+        return RotateArgs(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            query=query.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            tokens=query.shape[0],
+            block_stride=kv.data.stride(0),
+            token_stride=kv.data.stride(3),
+            head_stride=kv.data.stride(4),
+            heads=self._num_heads,
+            kv_heads=self._num_kv_heads,
+            dim=self._head_dim,
+            block_size=kv.layout.block_size,
+            is_bf16=query.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+            eps=self._eps,
+        )
+
+    def _attend_args(self, kv: DeviceKV, query: torch.Tensor, output: torch.Tensor) -> AttendArgs:
+        return AttendArgs(
+            query=query.data_ptr(),
+            output=output.data_ptr(),
+            query_token_stride=query.stride(0),
+            query_head_stride=self._head_dim,
+            block_stride=kv.data.stride(0),
+            token_stride=kv.data.stride(3),
+            head_stride=kv.data.stride(4),
+            key_dim=self._head_dim,
+            value_dim=self._head_dim,
+            is_bf16=query.dtype == torch.bfloat16,
+        )
+
+
+def _addresses(kv: DeviceKV) -> tuple[int, int, int]:
+    """Return the address of layer 0 in block 0, and the bytes to the next layer and to the values."""
+    size = kv.data.element_size()
+    return kv.data.data_ptr(), kv.data.stride(1) * size, kv.data.stride(2) * size
+
+
+def _join(linears: list[Any], pack: bool) -> LinearFunction:
+    """Return one product that computes those of several layers, side by side."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+    return linear_function(weight, bias, pack=pack)
+
+
+def _fuse(layer: Any, call: AttentionCall, pack: bool) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    dense = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return FusedLayer(
+        qkv=_join([attention.q_proj, attention.k_proj, attention.v_proj], pack),
+        output=_join([attention.o_proj], pack),
+        gate_up=_join([mlp.gate_proj, mlp.up_proj], pack) if dense else None,
+        down=_join([mlp.down_proj], pack) if dense else None,
+        mlp=None if dense else mlp,
+        input_norm=layer.input_layernorm.weight.detach().clone(),
+        post_norm=layer.post_attention_layernorm.weight.detach().clone(),
+        q_norm=None if q_norm is None else q_norm.weight.detach().clone(),
+        k_norm=None if k_norm is None else k_norm.weight.detach().clone(),
+        sliding_window=call.sliding_window or 0,
+        scaling=call.scaling,
+    )

@@ -1,0 +1,240 @@
+"""A proxy in front of prefill and decode servers: one request goes to one and then to the other.
+
+The prefill server gets the request with an output of one token. When it answers, the KV of the whole prompt
+is in the pool that both share. Then a decode server gets the request as it came, finds the prompt in the
+pool and generates; its answer passes through unchanged.
+
+Nothing depends on the first step for being right, only for being fast. If no prefill server answers, the
+decode server computes the prompt. If a decode server is away or dies before the client has seen a byte, the
+next one gets the request, and at last a prefill server, which is a whole server too. An answer that breaks
+off in the middle of a stream ends with an error event: it can't be continued, and must not look finished.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import httpx
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from stemma.errors import ConfigError
+from stemma.server.errors import json_response
+
+_log = logging.getLogger(__name__)
+
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
+_CONNECT_TIMEOUT_S = 2.0
+_READ_TIMEOUT_S = 600.0
+_KEPT_HEADERS = ("authorization", "content-type", "accept")
+
+
+class RouteStats:
+    """Counters since the start, for `/health`."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_prefill_failures = 0
+        """Attempts at a prefill server that brought nothing."""
+        self.num_decode_failures = 0
+        """Attempts at a decode server that brought nothing, or broke off."""
+        self.num_fallbacks = 0
+        """Requests that a prefill server answered in place of a decode server."""
+        self.num_broken_streams = 0
+
+
+class Router:
+    """Chooses servers in turn, and tries the next where one fails."""
+
+    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], client: httpx.AsyncClient) -> None:
+        if not prefills or not decodes:
+            raise ConfigError("name at least one prefill server and one decode server")
+        self.prefills = tuple(url.rstrip("/") for url in prefills)
+        self.decodes = tuple(url.rstrip("/") for url in decodes)
+        self.stats = RouteStats()
+        self._client = client
+        self._turn = count()
+
+    async def generate(self, request: Request) -> Response:
+        """Prefill on one server, decode on another."""
+        self.stats.num_requests += 1
+        content = await request.body()
+        headers = _kept(request)
+        turn = next(self._turn)
+        body = _object(content)
+        if body is not None:
+            await self._prefill(request.url.path, body, headers, turn)
+        answer = await self._first_answer(request, content, headers, turn)
+        if answer is None:
+            message = "no prefill or decode server answers"
+            return json_response({"error": {"message": message, "type": "server_error"}}, 503)
+        return answer
+
+    async def pass_on(self, request: Request) -> Response:
+        """Send any other request to the first server that answers."""
+        content, headers, path = await request.body(), _kept(request), _path_of(request)
+        for url in (*self.decodes, *self.prefills):
+            try:
+                upstream = await self._client.request(
+                    request.method, url + path, content=content, headers=headers
+                )
+            except httpx.HTTPError as error:
+                _log.warning("%s: %s", url, error or type(error).__name__)
+                continue
+            return Response(upstream.content, upstream.status_code, _content_type(upstream))
+        message = "no prefill or decode server answers"
+        return json_response({"error": {"message": message, "type": "server_error"}}, 503)
+
+    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], turn: int) -> None:
+        """Have the prompt computed and put into the pool; a failure only costs time."""
+        content = orjson.dumps(one_token_body(path, body))
+        for url in _in_turn(self.prefills, turn):
+            try:
+                answer = await self._client.post(url + path, content=content, headers=headers)
+            except httpx.HTTPError as error:
+                self.stats.num_prefill_failures += 1
+                _log.warning("prefill server %s: %s", url, error or type(error).__name__)
+                continue
+            if answer.status_code < 500:
+                return  # what is wrong with a request the decode server will say
+            self.stats.num_prefill_failures += 1
+
+    async def _first_answer(
+        self, request: Request, content: bytes, headers: dict[str, str], turn: int
+    ) -> Response | None:
+        for url in (*_in_turn(self.decodes, turn), *_in_turn(self.prefills, turn)):
+            is_fallback = url not in self.decodes
+            try:
+                answer = await self._ask(url + _path_of(request), content, headers)
+            except httpx.HTTPError as error:
+                if not is_fallback:
+                    self.stats.num_decode_failures += 1
+                _log.warning("decode server %s: %s", url, error or type(error).__name__)
+                continue
+            self.stats.num_fallbacks += is_fallback
+            return answer
+        return None
+
+    async def _ask(self, url: str, content: bytes, headers: dict[str, str]) -> Response:
+        """Return the answer; raise HTTPError if none comes, or a whole one breaks off."""
+        upstream = await self._client.send(
+            self._client.build_request("POST", url, content=content, headers=headers), stream=True
+        )
+        if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
+            try:
+                await upstream.aread()
+            finally:
+                await upstream.aclose()
+            return Response(upstream.content, upstream.status_code, _content_type(upstream))
+        chunks = upstream.aiter_raw()
+        try:
+            # Nothing is sent to the client before the first event is here: until then another server can try.
+            first = await anext(chunks, b"")
+        except httpx.HTTPError:
+            await upstream.aclose()
+            raise
+        return StreamingResponse(
+            self._stream(upstream, first, chunks), upstream.status_code, _content_type(upstream)
+        )
+
+    async def _stream(
+        self, upstream: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for chunk in rest:
+                yield chunk
+        except httpx.HTTPError as error:
+            self.stats.num_decode_failures += 1
+            self.stats.num_broken_streams += 1
+            _log.warning("decode server broke off: %s", error or type(error).__name__)
+            message = "the server that generated this answer went away; what came so far is incomplete"
+            event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
+            yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
+        finally:
+            await upstream.aclose()
+
+
+def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request that computes the same prompt and generates one token, without streaming."""
+    short = {**body, "stream": False}
+    for name in ("stream_options", "logprobs", "top_logprobs", "best_of", "prompt_logprobs", "details"):
+        short.pop(name, None)
+    if "inputs" in body:
+        parameters = body.get("parameters") or {}
+        dropped = ("details", "decoder_input_details")
+        kept = {name: value for name, value in parameters.items() if name not in dropped}
+        return {**short, "parameters": {**kept, "max_new_tokens": 1}}
+    short["n"] = 1
+    short["max_completion_tokens" if "max_completion_tokens" in short else "max_tokens"] = 1
+    short.pop("min_tokens", None)
+    return short
+
+
+def create_route_app(
+    prefills: Sequence[str], decodes: Sequence[str], client: httpx.AsyncClient | None = None
+) -> FastAPI:
+    """Return the proxy. Raises ConfigError if one of the lists is empty."""
+    timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    http = client or httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    router = Router(prefills, decodes, http)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await http.aclose()
+
+    async def health(request: Request) -> Response:
+        """Whether each server answers, and what happened so far."""
+        servers = {url: await _is_healthy(http, url) for url in (*router.prefills, *router.decodes)}
+        status = "ok" if any(servers.values()) else "down"
+        body = {"status": status, "servers": servers, **vars(router.stats)}
+        return json_response(body, 200 if status == "ok" else 503)
+
+    app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.router = router
+    app.add_route("/health", health, methods=["GET"])
+    for path in _GENERATING:
+        app.add_route(path, router.generate, methods=["POST"])
+    app.add_route("/{path:path}", router.pass_on, methods=["GET", "POST", "DELETE", "PUT"])
+    return app
+
+
+async def _is_healthy(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(f"{url}/health", timeout=_CONNECT_TIMEOUT_S)).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _in_turn(urls: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    start = turn % len(urls)
+    return urls[start:] + urls[:start]
+
+
+def _kept(request: Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in _KEPT_HEADERS if name in request.headers}
+
+
+def _path_of(request: Request) -> str:
+    query = request.url.query
+    return f"{request.url.path}?{query}" if query else request.url.path
+
+
+def _content_type(upstream: httpx.Response) -> dict[str, str]:
+    names = ("content-type", "retry-after")
+    return {name: upstream.headers[name] for name in names if name in upstream.headers}
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    try:
+        parsed = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return None
+    return parsed if isinstance(parsed, dict) else None

@@ -1,0 +1,74 @@
+"""The whole server over the small seeded model: real engine, real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from stemma.config.loading import load_settings
+from stemma.engine.async_engine import AsyncEngine
+from stemma.model.tiny import write_tiny_model
+from stemma.server.app import create_app
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server and the engine inside it."""
+
+    url: str
+    engine: AsyncEngine
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def complete(self, prompt: object, **body: object) -> dict:
+        response = self.post("/v1/completions", model="tiny", prompt=prompt, temperature=0, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stats(self) -> dict:
+        return httpx.get(f"{self.url}/admin/stats").json()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tiny_model: Path) -> Iterator[Served]:
+    flags = {"model": tiny_model, "kv_cache_memory": "2MB", "block_size": BLOCK_SIZE, "num_threads": 1}
+    settings = load_settings(flags=flags)
+    engine = AsyncEngine.from_settings(settings.engine)
+    config = uvicorn.Config(create_app(engine, settings), host="127.0.0.1", port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield Served(f"http://127.0.0.1:{port}", engine)
+    server.should_exit = True
+    thread.join(10)
+    engine.close()
+
+
+@pytest.fixture
+def served(shared_server: Served) -> Iterator[Served]:
+    """The server with an empty cache; after the test nothing may still be held."""
+    shared_server.post("/admin/cache/flush")
+    yield shared_server
+    shared_server.post("/admin/cache/flush")
+    stats = shared_server.stats()
+    assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
+    assert stats["num_free_blocks"] == stats["num_blocks"]

@@ -1,0 +1,147 @@
+"""The commands as a user runs them: real processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from stemma.cli import make_app
+from stemma.cli.client import make_http
+from stemma.cli.demo.stage import Stage
+from stemma.cli.demo.steps import STEPS
+from stemma.cli.server_process import ServerProcess
+from stemma.errors import StemmaError
+from tests.e2e.conftest import Served
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ("--kv-cache-memory", "4MB", "--block-size", "16", "--num-threads", "1")
+
+
+def stemma(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stemma", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_serve_answers_and_drains(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("STEMMA_SERVED_NAME", "named-by-the-environment")
+    with ServerProcess(tiny_model, FLAGS) as server:
+        assert "blocks of 16 tokens = 4." in server.summary or "= 3.9 MB" in server.summary
+        assert "radix index, lru eviction" in server.summary
+        [card] = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert card["id"] == "named-by-the-environment"
+        body = {"model": card["id"], "prompt": "Hello", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("MODEL", "--config", "FILE"), "unknown setting 'cache.blok_size'"),
+        ((), "no model given"),
+        (("no/such/model",), "no checkpoint directory at no/such/model"),
+        (("MODEL", "--block-size", "0"), "--block-size = 0"),
+        (("MODEL", "--port", "0", "--device", "abacus"), "unknown device 'abacus'"),
+    ],
+)
+def test_serve_says_what_is_wrong(
+    tiny_model: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    file = tmp_path / "stemma.toml"
+    file.write_text("[cache]\nblok_size = 16\n")
+    names = {"MODEL": str(tiny_model), "FILE": str(file)}
+    result = CliRunner().invoke(make_app(), ["serve", *(names.get(a, a) for a in arguments)])
+
+    assert isinstance(result.exception, StemmaError)
+    assert message in str(result.exception)
+
+
+def test_errors_are_one_line() -> None:
+    result = stemma("serve", "no/such/model")
+
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["error: no checkpoint directory at no/such/model"]
+
+
+def test_server_process_reports_why_it_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    with pytest.raises(StemmaError, match="did not start"):
+        ServerProcess(tmp_path / "none").start()
+
+
+def test_chat_shows_what_each_turn_reuses(served: Served) -> None:
+    typed = "Hello there, how are you?\nAnd tomorrow?\n/tree\n/reset\n/quit\n"
+    result = CliRunner().invoke(
+        make_app(), ["chat", served.url, "--max-tokens", "8", "--temperature", "0"], input=typed
+    )
+
+    assert result.exit_code == 0, result.output
+    assert "0 cached (0 %)" in result.output
+    assert result.output.count("prompt tokens") == 2
+    assert "default namespace" in result.output
+
+
+def test_bench_against_the_real_server(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    arguments = ["-w", "multi-turn", "--num-sessions", 2, "--num-turns", 3, "--input-tokens", 12]
+    arguments += ["--prefix-tokens", 30, "--output-tokens", 6, "--endpoint", "chat", "-c", 2, "--json", file]
+    result = CliRunner().invoke(make_app(), ["bench", served.url, *map(str, arguments)])
+
+    assert result.exit_code == 0, result.output
+    report = orjson.loads(file.read_bytes())
+    assert report["summary"]["num_failed"] == 0
+    assert report["summary"]["cached_share"] > 0.5
+    assert report["summary"]["num_generated_tokens"] == 6 * 6
+
+
+def test_demo_steps(served: Served) -> None:
+    """All steps of the demo against a server that runs already."""
+    output = io.StringIO()
+    console = Console(file=output, width=100, highlight=False)
+    server = ServerProcess(Path("unused"))
+    server.url = served.url
+
+    async def run() -> None:
+        async with make_http(served.url) as http:
+            for step in STEPS:
+                await step(Stage(console, server, http, "tiny"))
+
+    asyncio.run(run())
+    text = output.getvalue()
+    assert "Nothing in the cache begins like this prompt" in text
+    assert "and the same answer" in text
+    assert "second round" in text
+    assert text.count("question ") >= 16
+    assert "default namespace" in text
+    assert "from cache" in text.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_demo_as_a_user_runs_it() -> None:
+    result = stemma("demo", COLUMNS="100")
+
+    assert result.returncode == 0, result.stderr
+    assert "Done in" in result.stdout

@@ -1,0 +1,213 @@
+"""The engine above real tiers: every answer equals the cache-off run, whatever the tiers do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stemma.config.settings import TierSettings
+from stemma.errors import StorageError, StorageLocked
+from stemma.memory.disk.store import DiskStore
+from stemma.memory.transfer import TierTransfer
+from stemma.types import FinishReason, Tier
+from tests.engine.harness import Answer, Harness, greedy, prompt
+from tests.memory.faulty_files import FaultyFiles
+
+BLOCK_SIZE = 16
+TIMEOUT_S = 30.0
+Serve = Callable[..., Harness]
+
+
+@pytest.fixture
+def serve(harness: Callable[..., Harness]) -> Iterator[Serve]:
+    """Return a maker of engines with tiers; all are closed at the end."""
+    made: list[Harness] = []
+
+    def make(*, num_blocks: int = 12, **tiers: object) -> Harness:
+        one = harness(num_blocks=num_blocks, block_size=BLOCK_SIZE, tiers=TierSettings(**tiers))
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.engine.close()
+
+
+def lower(one: Harness) -> TierTransfer:
+    transfer = one.cache._lower
+    assert isinstance(transfer, TierTransfer)
+    return transfer
+
+
+def disk(one: Harness) -> DiskStore:
+    return next(store for store in lower(one).stores if isinstance(store, DiskStore))
+
+
+@pytest.fixture(scope="module")
+def expected(harness: Callable[..., Harness]) -> Callable[[np.ndarray], list[int]]:
+    """Return what an engine without any cache answers."""
+    off = harness(num_blocks=64, block_size=BLOCK_SIZE, enable_prefix_cache=False)
+    memory: dict[bytes, list[int]] = {}
+
+    def answer(tokens: np.ndarray) -> list[int]:
+        if tokens.tobytes() not in memory:
+            memory[tokens.tobytes()] = off.serve(tokens, greedy(4)).token_ids[0]
+        return memory[tokens.tobytes()]
+
+    return answer
+
+
+PROMPTS = [prompt(seed, 100) for seed in range(5)]
+"""Six full blocks each; the device holds twelve blocks, so at most one of them survives the next."""
+
+
+def round_of(one: Harness, expected: Callable[[np.ndarray], list[int]]) -> list[Answer]:
+    answers = []
+    for tokens in PROMPTS:
+        answer = one.serve(tokens, greedy(4))
+        assert answer.token_ids[0] == expected(tokens)
+        answers.append(answer)
+    lower(one).drain(TIMEOUT_S)
+    lower(one).check()
+    return answers
+
+
+def cached(answers: list[Answer], tier: Tier) -> list[int]:
+    return [answer.cache.cached_by_tier.get(tier, 0) for answer in answers]
+
+
+def test_a_working_set_larger_than_the_device_is_served_from_the_host(serve, expected) -> None:
+    one = serve(host_cache="64MB")
+    assert cached(round_of(one, expected), Tier.HOST) == [0] * 5
+    assert cached(round_of(one, expected), Tier.HOST) == [96] * 5
+
+
+@pytest.mark.parametrize("host_write", ["write_back", "write_through", "write_through_selective"])
+@pytest.mark.parametrize("host_exclusive", [False, True])
+def test_every_policy_gives_the_same_answers(serve, expected, host_write, host_exclusive, tmp_path) -> None:
+    one = serve(
+        host_cache="200kB",
+        host_write=host_write,
+        host_exclusive=host_exclusive,
+        disk_cache=tmp_path,
+        disk_cache_size="10MB",
+        disk_write="write_back",
+    )
+    for _ in range(3):
+        round_of(one, expected)
+
+
+def test_a_restart_is_warm(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    round_of(one, expected)
+    one.engine.close()
+    two = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    assert cached(round_of(two, expected), Tier.DISK) == [96] * 5
+
+
+def test_a_kill_leaves_what_was_written(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    round_of(one, expected)
+    disk(one)._space.release()  # as the end of the process would
+    two = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    assert cached(round_of(two, expected), Tier.DISK) == [96] * 5
+
+
+def test_a_second_engine_on_the_directory_is_refused(serve, tmp_path) -> None:
+    serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    with pytest.raises(StorageLocked):
+        serve(disk_cache=tmp_path, disk_cache_size="10MB")
+
+
+def damage(path: Path, offset: int) -> None:
+    for slab in path.glob("slab-*"):
+        content = bytearray(slab.read_bytes())
+        content[offset::4096] = bytes(byte ^ 1 for byte in content[offset::4096])
+        slab.write_bytes(content)
+
+
+def test_flipped_bits_cost_time_not_truth(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    round_of(one, expected)
+    damage(disk(one).path, 777)
+    round_of(one, expected)
+    assert disk(one).counters.reasons["checksum"] > 0
+    assert cached(round_of(one, expected), Tier.DISK) == [96] * 5
+
+
+def test_a_truncated_slab_costs_time_not_truth(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    round_of(one, expected)
+    for slab in disk(one).path.glob("slab-*"):
+        slab.write_bytes(slab.read_bytes()[:20_000])
+    round_of(one, expected)
+    assert disk(one).counters.reasons["truncated"] > 0
+    assert cached(round_of(one, expected), Tier.DISK) == [96] * 5
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_takes_nothing(serve, expected, tmp_path, number) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    files = FaultyFiles()
+    disk(one)._files = files
+    files.write_errno = number
+    round_of(one, expected)
+    round_of(one, expected)
+    assert sum(disk(one).counters.reasons.values()) > 0
+    assert disk(one).num_blocks == 0
+
+
+def test_a_disk_that_reads_nothing(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    round_of(one, expected)
+    files = FaultyFiles()
+    disk(one)._files = files
+    files.read_errno = errno.EIO
+    round_of(one, expected)
+    assert disk(one).counters.reasons["eio"] > 0
+
+
+def test_load_failure_fail_ends_the_request_with_the_reason(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB", load_failure="fail")
+    round_of(one, expected)
+    damage(disk(one).path, 777)
+    request_id = one.add(PROMPTS[0], greedy(4))
+    one.run()
+    answer = one.answers[request_id]
+    assert answer.finish[0] is FinishReason.ERROR
+    assert answer.error is not None
+    assert "disk" in answer.error
+    # The damaged block is gone, so the next attempt computes it.
+    while one.serve(PROMPTS[0], greedy(4)).error is not None:
+        pass
+    assert one.serve(PROMPTS[0], greedy(4)).token_ids[0] == expected(PROMPTS[0])
+
+
+def test_two_requests_with_one_prefix_load_it_once(serve, expected, tmp_path) -> None:
+    one = serve(host_cache="64MB")
+    round_of(one, expected)
+    first, second = (one.add(PROMPTS[0], greedy(4)) for _ in range(2))
+    one.run()
+    assert one.answers[first].token_ids[0] == one.answers[second].token_ids[0] == expected(PROMPTS[0])
+    assert lower(one).stats().loads.loaded_blocks[Tier.HOST] == 6
+
+
+def test_an_aborted_load_leaks_nothing(serve, expected) -> None:
+    one = serve(host_cache="64MB")
+    round_of(one, expected)
+    for _ in range(5):
+        request_id = one.add(PROMPTS[0], greedy(4))
+        one.step()
+        one.abort(request_id)
+        one.run()
+    round_of(one, expected)
+
+
+def test_an_unusable_directory_is_refused_at_the_start(serve, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        serve(disk_cache=tmp_path / "file")

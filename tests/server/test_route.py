@@ -1,0 +1,210 @@
+"""The proxy before prefill and decode servers, over upstream servers that do as they are told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from stemma.errors import ConfigError
+from stemma.server.route import create_route_app, one_token_body
+
+
+class Upstream:
+    """A server that records bodies and answers, fails, or breaks off."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 200
+        self.break_after: int | None = None
+        """Events after which the connection is cut; 0: before the first."""
+        app = FastAPI()
+        app.add_route("/v1/completions", self._generate, methods=["POST"])
+        app.add_route("/generate", self._generate, methods=["POST"])
+        app.add_route("/v1/models", self._models, methods=["GET"])
+        app.add_route("/health", lambda _: PlainTextResponse("ok"), methods=["GET"])
+        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            self._thread.join(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(5)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"served_by": self.name, "query": request.url.query})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if body.get("stream"):
+            return StreamingResponse(self._events(), self.status, media_type="text/event-stream")
+        if self.break_after is not None:
+            return StreamingResponse(self._events(), self.status, media_type="application/json")
+        return JSONResponse({"served_by": self.name}, self.status)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        for number in range(3):
+            if number == self.break_after:
+                raise ConnectionError("cut")
+            yield f"data: {self.name} {number}\n\n".encode()
+
+
+@pytest.fixture
+def servers() -> Iterator[dict[str, Upstream]]:
+    made = {name: Upstream(name) for name in ("p0", "p1", "d0", "d1")}
+    yield made
+    for server in made.values():
+        server.stop()
+
+
+@pytest.fixture
+async def proxy(servers: dict[str, Upstream]) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_route_app(
+        [servers["p0"].url, servers["p1"].url + "/"], [servers["d0"].url, servers["d1"].url]
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app, raise_app_exceptions=False), base_url="http://route"
+    ) as client:
+        yield client
+
+
+REQUEST = {"prompt": "x", "max_tokens": 9, "temperature": 0, "n": 2}
+
+
+async def test_a_request_is_prefilled_on_one_server_and_decoded_on_another(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    answer = await proxy.post("/v1/completions", json=REQUEST, headers={"authorization": "Bearer k"})
+    assert answer.json() == {"served_by": "d0"}
+    assert servers["p0"].bodies == [
+        {"prompt": "x", "max_tokens": 1, "temperature": 0, "n": 1, "stream": False}
+    ]
+    assert servers["d0"].bodies == [REQUEST]
+    assert (
+        servers["p0"].headers[0]["authorization"] == servers["d0"].headers[0]["authorization"] == "Bearer k"
+    )
+    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d1"}
+    assert len(servers["p1"].bodies) == 1
+
+
+async def test_a_stream_passes_through(servers: dict[str, Upstream], proxy: httpx.AsyncClient) -> None:
+    answer = await proxy.post("/v1/completions", json=REQUEST | {"stream": True})
+    assert answer.text == "data: d0 0\n\ndata: d0 1\n\ndata: d0 2\n\n"
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_without_prefill_servers_the_decode_server_does_it_all(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    servers["p0"].stop()
+    servers["p1"].status = 503
+    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d0"}
+    assert (await proxy.get("/health")).json()["num_prefill_failures"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_decode_server_that_dies_before_its_first_byte_is_replaced(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient, stream: bool
+) -> None:
+    servers["d0"].break_after = 0
+    answer = await proxy.post("/v1/completions", json=REQUEST | {"stream": stream})
+    assert answer.status_code == 200
+    assert "d1" in answer.text
+
+
+async def test_a_whole_answer_that_breaks_off_is_computed_elsewhere(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    servers["d0"].break_after = 1
+    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d1"}
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    servers["d0"].break_after = 2
+    answer = await proxy.post("/v1/completions", json=REQUEST | {"stream": True})
+    events = [line for line in answer.text.splitlines() if line]
+    assert events[:2] == ["data: d0 0", "data: d0 1"]
+    assert json.loads(events[2].removeprefix("data: "))["error"]["code"] == "stream_broken"
+    assert len(events) == 3
+    assert (await proxy.get("/health")).json()["num_broken_streams"] == 1
+
+
+async def test_prefill_servers_answer_if_no_decode_server_does(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    servers["d0"].stop()
+    servers["d1"].stop()
+    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "p0"}
+    health = (await proxy.get("/health")).json()
+    assert (health["num_fallbacks"], health["num_decode_failures"]) == (1, 2)
+
+
+async def test_nobody_answers(servers: dict[str, Upstream], proxy: httpx.AsyncClient) -> None:
+    for server in servers.values():
+        server.stop()
+    answer = await proxy.post("/v1/completions", json=REQUEST)
+    assert answer.status_code == 503
+    assert "no prefill or decode server" in answer.json()["error"]["message"]
+    assert (await proxy.get("/health")).status_code == 503
+    assert (await proxy.get("/v1/models")).status_code == 503
+
+
+async def test_errors_of_a_request_come_from_the_decode_server(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    for server in servers.values():
+        server.status = 400
+    assert (await proxy.post("/v1/completions", json=REQUEST)).status_code == 400
+    broken = await proxy.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert broken.status_code >= 400
+
+
+async def test_other_paths_go_to_a_decode_server(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    answer = await proxy.get("/v1/models?x=1")
+    assert answer.json() == {"served_by": "d0", "query": "x=1"}
+
+
+def test_bodies_for_prefill() -> None:
+    chat = {
+        "messages": [],
+        "max_completion_tokens": 50,
+        "stream": True,
+        "stream_options": {},
+        "logprobs": True,
+    }
+    assert one_token_body("/v1/chat/completions", chat) == {
+        "messages": [],
+        "max_completion_tokens": 1,
+        "n": 1,
+        "stream": False,
+    }
+    tgi = {"inputs": "x", "parameters": {"max_new_tokens": 20, "details": True, "seed": 1}, "stream": True}
+    assert one_token_body("/generate", tgi) == {
+        "inputs": "x",
+        "parameters": {"max_new_tokens": 1, "seed": 1},
+        "stream": False,
+    }
+
+
+def test_both_kinds_of_servers_are_needed() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        create_route_app([], ["http://x"])
