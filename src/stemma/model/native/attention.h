@@ -2,12 +2,14 @@
 //
 // Scores are kept as [key][row], rows in vector lanes: the maximum, the exponentials and their sum need no
 // reduction across lanes, and a key's values are broadcast instead. Softmax is the online one of
-// FlashAttention (arXiv:2205.14135), a tile of 64 keys at a time. With AVX512_BF16 both products are bf16
-// pair dot products; otherwise everything is computed in float.
+// FlashAttention (arXiv:2205.14135), a tile of 64 keys at a time. With AVX512_BF16 both products are dot
+// products of bf16 pairs, with AMX products of tiles; otherwise everything is computed in float.
 #pragma once
 
+#include <optional>
 #include <vector>
 
+#include "amx.h"
 #include "plan.h"
 #include "vec.h"
 
@@ -86,9 +88,16 @@ static inline void score_tile(const float* query, Rows<bf16> keys, int dim, floa
 }
 
 template <int NB>
-static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, int dim, float* scores) {
+static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, int dim, bool tiles,
+                            float* scores) {
     constexpr int K = NB == 1 ? 16 : NB == 2 ? 8 : 4;
     int t = 0;
+#if STEMMA_AMX
+    if (tiles && dim % 32 == 0)
+        for (; t + 16 <= num_keys; t += 16)
+            score_tile_amx<NB>(query, keys[t], keys.stride, dim, scores + t * NB * LANES);
+#endif
+    (void)tiles;
     for (; t + K <= num_keys; t += K)
         score_tile<NB, K>(query, {keys[t], keys.stride}, dim, scores + t * NB * LANES);
     for (; t < num_keys; t++) score_tile<NB, 1>(query, {keys[t], keys.stride}, dim, scores + t * NB * LANES);
@@ -151,6 +160,16 @@ static void weigh_pairs(const float* weights, int width, int rows, const float* 
     for (; d + 64 <= dim; d += 64) weigh_pairs_rows<4>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
     for (; d < dim; d += 16) weigh_pairs_rows<1>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
 }
+#if STEMMA_AMX
+// The same on tiles: fills weights and values with zeros up to a multiple of 16 pairs first.
+static void weigh_tiles(float* weights, int width, int rows, float* paired, int num_pairs, int dim, float* acc) {
+    int padded = (num_pairs + 15) / 16 * 16;
+    std::memset(weights + num_pairs * width, 0, sizeof(float) * (padded - num_pairs) * width);
+    std::memset(paired + int64_t(num_pairs) * dim, 0, sizeof(float) * (padded - num_pairs) * dim);
+    for (int r = 0; r < rows; r += LANES)
+        weigh_tile_amx(weights + r, width, paired, padded, dim, acc + int64_t(r) * dim);
+}
+#endif
 #endif
 
 // acc [row][dim] += weights [key][row] x values [key][dim], in float
@@ -296,8 +315,13 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
     const bool paired = STEMMA_BF16_DOT && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
     const Segment& segment = plan.segments[item.segment];
     const int tile = args.value_dim > 256 ? 32 : 64, dim = args.value_dim;
+    const bool tiles = paired && amx_ready();
+#if STEMMA_AMX
+    std::optional<TileScope> scope;
+    if (tiles) scope.emplace();
+#endif
     gather_query<T>(args, plan, item, W, paired, s);
-    s.acc.assign(size_t(item.num_rows) * dim, 0.0f);
+    s.acc.assign(size_t(W) * dim, 0.0f);
     s.scores.resize(size_t(64) * W);
     s.values.resize(size_t(64) * dim);
     int first_high = s.high[0], last_high = s.high[0], first_low = s.low[0], last_low = s.low[0];
@@ -313,7 +337,7 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
         bool masked = key + n > first_high || key < last_low;
 #if STEMMA_BF16_DOT
         if constexpr (sizeof(T) == 2)
-            if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, s.scores.data());
+            if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, tiles, s.scores.data());
 #endif
         if (!paired) scores_of<NB, T>(s.query.data(), keys, n, args.key_dim, s.scores.data());
         soften<NB>(args, s, n, key, masked, paired);
@@ -326,6 +350,12 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
         if constexpr (sizeof(T) == 2)
             if (paired) {
                 pair_values(values, n, dim, s.values.data());
+#if STEMMA_AMX
+                if (tiles) {
+                    weigh_tiles(s.scores.data(), W, item.num_rows, s.values.data(), (n + 1) / 2, dim, s.acc.data());
+                    continue;
+                }
+#endif
                 weigh_pairs(s.scores.data(), W, item.num_rows, s.values.data(), (n + 1) / 2, dim, s.acc.data());
             }
 #endif

@@ -23,7 +23,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 ABI = 1
-_SOURCES = ("vec.h", "plan.h", "attention.h", "kernels.cpp")
+_SOURCES = ("vec.h", "amx.h", "plan.h", "attention.h", "kernels.cpp")
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"),
     *("-Wno-psabi", "-w"),
