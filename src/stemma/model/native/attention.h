@@ -185,57 +185,67 @@ static void weigh(const float* weights, int width, int rows, const float* values
     }
 }
 
-// Turn scores [key][row] into weights (in place), and update the running maximum and sum of each row.
-// With `paired`, weights become bf16 pairs of consecutive keys, [key / 2][row].
+// Scale, cap and mask scores [key][row] in place. From here on they are exponents of 2.
 template <int NB>
-static void soften(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked, bool paired) {
+static void adjust(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked) {
     constexpr int W = NB * LANES;
-    float* scores = s.scores.data();
     for (int b = 0; b < NB; b++) {
         v16i low = *(const v16i*)(s.low + b * LANES), high = *(const v16i*)(s.high + b * LANES);
-        v16f old = load(s.max + b * LANES), top = old;
         for (int t = 0; t < num_keys; t++) {
-            float* cell = scores + t * W + b * LANES;
+            float* cell = s.scores.data() + t * W + b * LANES;
             v16f x = load(cell) * args.scale;
             if (args.softcap > 0) {
                 v16f e = vexp(x * (2.0f / args.softcap));  // tanh(y) = 1 - 2 / (exp(2y) + 1)
                 x = args.softcap - 2.0f * args.softcap / (e + 1.0f);
             }
+            x *= LOG2_E;
             if (masked) {
                 v16i position = v16i{} + (first_key + t);
                 x = (position >= low) & (position < high) ? x : splat(MASKED);
             }
-            top = vmax(top, x);
             store(cell, x);
         }
-        v16f shrink = vexp(old - top), total = load(s.sum + b * LANES) * shrink;
+    }
+}
+
+// Turn scores [key][row] into weights (in place), and update the running maximum and sum of each row.
+// With `paired`, weights become bf16 pairs of consecutive keys, [key / 2][row].
+template <int NB, bool paired>
+static void soften(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked) {
+    constexpr int W = NB * LANES;
+    float factor = args.scale * LOG2_E;
+    if (masked || args.softcap > 0) {
+        adjust<NB>(args, s, num_keys, first_key, masked);
+        factor = 1.0f;
+    }
+    for (int b = 0; b < NB; b++) {
+        float* column = s.scores.data() + b * LANES;
+        v16f old = load(s.max + b * LANES), top = load(column);
+        for (int t = 1; t < num_keys; t++) top = vmax(top, load(column + t * W));
+        top = vmax(old, top * factor);
+        v16f shrink = vexp2(old - top), total = load(s.sum + b * LANES) * shrink;
         store(s.alpha + b * LANES, shrink);
         store(s.max + b * LANES, top);
+        auto weight = [&](int t) {
+            v16f x = load(column + t * W) * factor, p = vexp2<paired>(x - top);
+            return masked ? (x > MASKED ? p : splat(0)) : p;
+        };
         for (int t = 0; t < num_keys; t += 2) {
-            float* cell = scores + t * W + b * LANES;
-            v16f x = load(cell), p = vexp(x - top), p2 = splat(0);
-            if (masked) p = x > MASKED ? p : splat(0);
-            total += p;
-            if (t + 1 < num_keys) {
-                v16f x2 = load(cell + W);
-                p2 = vexp(x2 - top);
-                if (masked) p2 = x2 > MASKED ? p2 : splat(0);
-                total += p2;
-            }
+            v16f p = weight(t), q = t + 1 < num_keys ? weight(t + 1) : splat(0);
+            total += p + q;
 #if STEMMA_BF16_DOT
-            if (paired) {
-                __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p));
-                __m512i c = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p2));
-                _mm512_storeu_si512(scores + t / 2 * W + b * LANES, _mm512_or_si512(a, _mm512_slli_epi32(c, 16)));
+            if constexpr (paired) {
+                __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p));
+                __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)q));
+                _mm512_storeu_si512(column + t / 2 * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
                 continue;
             }
 #endif
-            store(cell, p);
-            if (t + 1 < num_keys) store(cell + W, p2);
+            store(column + t * W, p);
+            if (t + 1 < num_keys) store(column + (t + 1) * W, q);
         }
         store(s.sum + b * LANES, total);
     }
-    (void)paired;
 }
 
 template <class T>
@@ -340,7 +350,7 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
             if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, tiles, s.scores.data());
 #endif
         if (!paired) scores_of<NB, T>(s.query.data(), keys, n, args.key_dim, s.scores.data());
-        soften<NB>(args, s, n, key, masked, paired);
+        paired ? soften<NB, STEMMA_BF16_DOT>(args, s, n, key, masked) : soften<NB, false>(args, s, n, key, masked);
         for (int r = 0; r < item.num_rows; r++) {
             if (s.alpha[r] == 1.0f) continue;
             float* acc = s.acc.data() + int64_t(r) * dim;
@@ -392,7 +402,7 @@ static void merge_token(const AttendArgs& args, const Plan& plan, int index) {
         for (int p = begin; p < end; p++) {
             const float* slot = plan.partials.data() + (plan.pieces[p] + h) * (dim + 2);
             if (slot[1] == 0) continue;
-            float weight = std::exp(slot[0] - top);
+            float weight = std::exp2(slot[0] - top);
             total += weight * slot[1];
             for (int d = 0; d < dim; d++) acc[d] += weight * slot[2 + d];
         }

@@ -47,21 +47,27 @@ static inline v16f load(const float* p) { return *reinterpret_cast<const v16f*>(
 static inline void store(float* p, v16f x) { *reinterpret_cast<v16f*>(p) = x; }
 static inline v16f vmax(v16f a, v16f b) { return a > b ? a : b; }
 
-// exp by splitting off a power of two and a polynomial of degree 6 on [-ln2/2, ln2/2] (relative error 2e-7).
-// Arguments below -87 give (nearly) 0.
-static inline v16f vexp(v16f x) {
-    x = vmax(x, splat(-87.0f));
+// 2^x: a power of two times a polynomial on [-1/2, 1/2]; relative error 2e-7, or 5e-5 if `rough` (enough for
+// what is rounded to bf16 next). Arguments below -126 give (nearly) 0.
+template <bool rough = false>
+static inline v16f vexp2(v16f x) {
+    x = vmax(x, splat(-126.0f));
     const v16f magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    v16f shifted = x * 1.44269504088896341f + magic;
-    v16f n = shifted - magic;
-    v16f r = x - n * 0.693145751953125f;
-    r = r - n * 1.42860682030941723e-6f;
-    v16f p = splat(1.0f / 720);
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
+    v16f shifted = x + magic;
+    v16f r = x - (shifted - magic), p;
+    if (rough) {
+        p = splat(9.618129e-3f);
+    } else {
+        p = splat(1.540353e-4f);
+        p = p * r + 1.333356e-3f;
+        p = p * r + 9.618129e-3f;
+    }
+    p = p * r + 5.550411e-2f;
+    p = p * r + 2.402265e-1f;
+    p = p * r + 6.931472e-1f;
     p = p * r + 1.0f;
     return (v16f)((v16i)p + ((v16i)shifted << 23));
 }
+
+constexpr float LOG2_E = 1.44269504088896341f;
+static inline v16f vexp(v16f x) { return vexp2(x * LOG2_E); }
