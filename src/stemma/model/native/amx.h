@@ -135,6 +135,5 @@ static inline void weigh_tile_amx(const float* weights, int width, const float* 
 }
 #else
 #define STEMMA_AMX 0
-static bool amx_ready() { return false; }
 struct TileScope {};
 #endif

@@ -27,7 +27,7 @@ struct AttendArgs {  // strides in elements
 };
 
 struct Scratch {
-    std::vector<float> query, scores, values, acc;
+    std::vector<float> query, scores, keys, values, acc;
     std::vector<char> gathered;
     float max[ROWS], sum[ROWS], alpha[ROWS];
     int32_t low[ROWS], high[ROWS];  // visible keys of each row: [low, high)
@@ -41,22 +41,27 @@ struct Rows {
     const T* operator[](int64_t i) const { return first + i * stride; }
 };
 
-// Scores of 4 keys at a time against NB x 16 rows; `query` is [dim][row], or [dim / 2][row] in pairs.
-template <int NB, class T>
-static void scores_of(const float* query, Rows<T> keys, int num_keys, int dim, float* scores) {
+// Scores of K keys [key][dim] against NB x 16 rows [dim][row], in float.
+template <int NB, int K>
+static inline void score_floats(const float* query, const float* keys, int dim, float* scores) {
     constexpr int W = NB * LANES;
-    for (int t = 0; t < num_keys; t += 4) {
-        const T* k[4];
-        for (int i = 0; i < 4; i++) k[i] = keys[t + i < num_keys ? t + i : num_keys - 1];
-        v16f acc[4][NB] = {};
-        for (int d = 0; d < dim; d++)
-            for (int b = 0; b < NB; b++) {
-                v16f q = load(query + d * W + b * LANES);
-                for (int i = 0; i < 4; i++) acc[i][b] += q * to_float(k[i][d]);
-            }
-        for (int i = 0; i < 4 && t + i < num_keys; i++)
-            for (int b = 0; b < NB; b++) store(scores + (t + i) * W + b * LANES, acc[i][b]);
-    }
+    v16f acc[K][NB] = {};
+    for (int d = 0; d < dim; d++)
+        for (int b = 0; b < NB; b++) {
+            v16f q = load(query + d * W + b * LANES);
+            for (int i = 0; i < K; i++) acc[i][b] += q * keys[i * dim + d];
+        }
+    for (int i = 0; i < K; i++)
+        for (int b = 0; b < NB; b++) store(scores + i * W + b * LANES, acc[i][b]);
+}
+
+template <int NB>
+static void scores_of_floats(const float* query, const float* keys, int num_keys, int dim, float* scores) {
+    constexpr int K = ACCUMULATORS / NB > 8 ? 8 : ACCUMULATORS / NB > 1 ? ACCUMULATORS / NB : 1;
+    int t = 0;
+    for (; t + K <= num_keys; t += K)
+        score_floats<NB, K>(query, keys + int64_t(t) * dim, dim, scores + t * NB * LANES);
+    for (; t < num_keys; t++) score_floats<NB, 1>(query, keys + int64_t(t) * dim, dim, scores + t * NB * LANES);
 }
 
 #if STEMMA_BF16_DOT
@@ -172,17 +177,49 @@ static void weigh_tiles(float* weights, int width, int rows, float* paired, int 
 #endif
 #endif
 
-// acc [row][dim] += weights [key][row] x values [key][dim], in float
-static void weigh(const float* weights, int width, int rows, const float* values, int num_keys, int dim,
-                  float* acc) {
-    for (int r = 0; r < rows; r++) {
-        float* a = acc + int64_t(r) * dim;
-        for (int t = 0; t < num_keys; t++) {
-            float w = weights[t * width + r];
-            const float* v = values + int64_t(t) * dim;
-            for (int d = 0; d < dim; d++) a[d] += w * v[d];
+template <int R, int V>
+static inline void weigh_floats_tile(const float* weights, int width, const float* values, int num_keys, int dim,
+                                     float* acc) {
+    v16f sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = load(acc + r * dim + v * LANES);
+    for (int t = 0; t < num_keys; t++)
+        for (int v = 0; v < V; v++) {
+            v16f value = load(values + int64_t(t) * dim + v * LANES);
+            for (int r = 0; r < R; r++) sum[r][v] += value * weights[t * width + r];
         }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(acc + r * dim + v * LANES, sum[r][v]);
+}
+
+// acc [row][dim] += weights [key][row] x values [key][dim], in float
+static void weigh_floats(const float* weights, int width, int rows, const float* values, int num_keys, int dim,
+                         float* acc) {
+    constexpr int R = 4, V = ACCUMULATORS / R;
+    for (int r = 0; r < rows;) {
+        int n = rows - r >= R ? R : 1, d = 0;
+        const float* w = weights + r;
+        float* a = acc + int64_t(r) * dim;
+        if (n == R) {
+            for (; d + V * LANES <= dim; d += V * LANES)
+                weigh_floats_tile<R, V>(w, width, values + d, num_keys, dim, a + d);
+            for (; d + LANES <= dim; d += LANES)
+                weigh_floats_tile<R, 1>(w, width, values + d, num_keys, dim, a + d);
+        } else {
+            for (; d + LANES <= dim; d += LANES)
+                weigh_floats_tile<1, 1>(w, width, values + d, num_keys, dim, a + d);
+        }
+        for (; d < dim; d++)
+            for (int i = 0; i < n; i++)
+                for (int t = 0; t < num_keys; t++) a[i * dim + d] += w[t * width + i] * values[int64_t(t) * dim + d];
+        r += n;
     }
+}
+
+template <class T>
+static void to_floats(Rows<T> rows, int num_rows, int dim, float* out) {
+    for (int t = 0; t < num_rows; t++)
+        for (int d = 0; d < dim; d++) out[int64_t(t) * dim + d] = to_float(rows[t][d]);
 }
 
 // Scale, cap and mask scores [key][row] in place. From here on they are exponents of 2.
@@ -325,15 +362,19 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
     const bool paired = STEMMA_BF16_DOT && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
     const Segment& segment = plan.segments[item.segment];
     const int tile = args.value_dim > 256 ? 32 : 64, dim = args.value_dim;
-    const bool tiles = paired && amx_ready();
 #if STEMMA_AMX
+    const bool tiles = paired && amx_ready();
     std::optional<TileScope> scope;
     if (tiles) scope.emplace();
+#else
+    const bool tiles = false;
 #endif
     gather_query<T>(args, plan, item, W, paired, s);
+    (void)tiles;
     s.acc.assign(size_t(W) * dim, 0.0f);
     s.scores.resize(size_t(64) * W);
     s.values.resize(size_t(64) * dim);
+    if (!paired) s.keys.resize(size_t(64) * args.key_dim);
     int first_high = s.high[0], last_high = s.high[0], first_low = s.low[0], last_low = s.low[0];
     for (int r = 1; r < item.num_rows; r++) {
         first_high = std::min(first_high, s.high[r]), last_high = std::max(last_high, s.high[r]);
@@ -349,7 +390,10 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
         if constexpr (sizeof(T) == 2)
             if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, tiles, s.scores.data());
 #endif
-        if (!paired) scores_of<NB, T>(s.query.data(), keys, n, args.key_dim, s.scores.data());
+        if (!paired) {
+            to_floats(keys, n, args.key_dim, s.keys.data());
+            scores_of_floats<NB>(s.query.data(), s.keys.data(), n, args.key_dim, s.scores.data());
+        }
         paired ? soften<NB, STEMMA_BF16_DOT>(args, s, n, key, masked) : soften<NB, false>(args, s, n, key, masked);
         for (int r = 0; r < item.num_rows; r++) {
             if (s.alpha[r] == 1.0f) continue;
@@ -370,9 +414,8 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
             }
 #endif
         if (!paired) {
-            for (int t = 0; t < n; t++)
-                for (int d = 0; d < dim; d++) s.values[size_t(t) * dim + d] = to_float(values[t][d]);
-            weigh(s.scores.data(), W, item.num_rows, s.values.data(), n, dim, s.acc.data());
+            to_floats(values, n, dim, s.values.data());
+            weigh_floats(s.scores.data(), W, item.num_rows, s.values.data(), n, dim, s.acc.data());
         }
     }
     emit<T>(args, plan, item, s);

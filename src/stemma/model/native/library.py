@@ -119,7 +119,7 @@ class Kernels:
 @cache
 def load_kernels() -> Kernels | None:
     """Return the kernels, building them if need be; None where they are switched off or can't be built."""
-    if os.environ.get("STEMMA_NATIVE") == "0" or platform.system() != "Linux":
+    if os.environ.get("STEMMA_NATIVE") == "0" or not _processor_fits():
         return None
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
@@ -168,6 +168,13 @@ def _cache_folder() -> Path:
     except OSError:
         pass
     return Path(tempfile.mkdtemp(prefix="stemma-"))  # private to this process; built anew each time
+
+
+def _processor_fits() -> bool:
+    """Whether this is Linux on x86 with AVX-512: with less, torch is faster than these kernels."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    return {b"avx512f", b"avx512bw", b"avx512vl"} <= set(_cpu_features().split())
 
 
 def _cpu_features() -> bytes:

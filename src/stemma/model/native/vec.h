@@ -1,4 +1,5 @@
-// Vectors of 16 floats by the compiler's vector extension: one zmm with AVX-512, two ymm with AVX2, and so on.
+// Vectors of 16 floats by the compiler's vector extension: one register of AVX-512. (Compilers can split them
+// for lesser processors, but do it so badly that torch is faster there; native/library.py doesn't load us.)
 // Element types: float, and bf16 as its upper 16 bits.
 #pragma once
 
@@ -15,6 +16,7 @@ typedef float v16f __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t v16i __attribute__((vector_size(64), aligned(4), may_alias));
 
 constexpr int LANES = 16;
+constexpr int ACCUMULATORS = 16;  // v16f that fit in registers beside operands
 constexpr float MASKED = -1e30f;  // a score nobody sees; finite, so that differences stay defined
 
 struct bf16 {
