@@ -20,15 +20,7 @@ from stemma.memory.lease import Lease, PendingLoad
 from stemma.memory.lower import DeviceBlock, LowerTiers, Prefetch
 from stemma.memory.records import BlockRecords
 from stemma.prefix.draw import Decode, draw_tree
-from stemma.prefix.explain import (
-    DISABLED_MISS,
-    Ghost,
-    Ghosts,
-    Miss,
-    MissFacts,
-    MissReason,
-    explain_miss,
-)
+from stemma.prefix.explain import DISABLED_MISS, Miss, MissReason
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys, partial_key
 from stemma.prefix.radix import RadixIndex
@@ -80,12 +72,10 @@ class PrefixCache:
         self._buffer = buffer
         self._index = index
         self._key_space = key_space
-        self._policy_name = policy_name
         self._lower = lower
         self._clock = clock
         self._allocator = BlockAllocator(buffer.num_blocks)
-        self._records = BlockRecords(buffer.num_blocks)
-        self._ghosts = Ghosts(capacity=max(1024, 4 * buffer.num_blocks))
+        self._records = BlockRecords(buffer.num_blocks, self.block_size, policy_name)
         self._leases: set[Lease] = set()
         self._draining: list[Lease] = []
         self._num_evicted = 0
@@ -171,7 +161,7 @@ class PrefixCache:
             future = self._lower.load(keys, fresh[: len(tiers)].tolist())
             lease.pending = PendingLoad(num_full, tiers, future)
         else:
-            lease.miss = self._explain(lease, found, num_cached, num_lost)
+            lease.miss = self._explain(lease, found, num_lost)
         self._leases.add(lease)
         return lease
 
@@ -219,7 +209,7 @@ class PrefixCache:
             lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + self.block_size
         self.commit(lease, lease.num_cached_tokens)
         found = Match(lease.num_cached_tokens, lease.block_table[: pending.first + num_loaded])
-        lease.miss = self._explain(lease, found, lease.num_cached_tokens, 0)
+        lease.miss = self._explain(lease, found, 0)
 
     def commit(self, lease: Lease, num_computed: int, *, tail: bool = False) -> None:
         """Enter blocks whose KV is complete in the index; O(1) until another block is full.
@@ -355,7 +345,7 @@ class PrefixCache:
             num_evicted_blocks=self._num_evicted,
             num_deduplicated_blocks=self._num_deduplicated,
             num_copied_heads=self._num_copied_heads,
-            num_ghosts=len(self._ghosts),
+            num_ghosts=self._records.num_ghosts,
         )
 
     def check(self) -> None:
@@ -435,7 +425,6 @@ class PrefixCache:
                 DeviceBlock(block_id, key, lease.key(i - 1), num_tokens, lease.priority, lease.ttl_s),
                 int(canonical[i - 1]) if i else None,
             )
-            self._ghosts.remove(key)
             taken.append(block_id)
         if self._lower is not None and taken:
             self._lower.on_commit([self._records.describe(i) for i in taken])
@@ -445,10 +434,12 @@ class PrefixCache:
         blocks = [self._records.describe(i) for i in block_ids.tolist()]
         if self._lower is not None and reason is MissReason.EVICTED:
             self._lower.on_evict(blocks)
-        now = self._clock()
-        for block in blocks:
-            self._ghosts.add(block.key, Ghost(now, reason, self._policy_name, block.num_tokens))
-            self._records.remove(block.block_id)
+        self._records.bury(blocks, reason, self._clock())
+
+    def _explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
+        if self._index is None:
+            return DISABLED_MISS
+        return self._records.explain(lease, found, num_lost, self._clock())
 
     def _let_go(self, lease: Lease) -> None:
         """Unpin and release the blocks of a lease that is no longer registered."""
@@ -462,20 +453,3 @@ class PrefixCache:
         for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
             self._draining.remove(lease)
             self._let_go(lease)
-
-    def _explain(self, lease: Lease, found: Match, num_cached: int, num_lost: int) -> Miss:
-        if self._index is None:
-            return DISABLED_MISS
-        size = self.block_size
-        num_full, num_tail = divmod(found.num_tokens, size)
-        goes_on = False
-        if num_tail:
-            goes_on = self._records.num_tokens(int(found.block_ids[-1])) > num_tail
-        elif num_full:
-            goes_on = self._records.has_children(int(found.block_ids[-1]))
-        rest = lease.tokens[num_full * size : (num_full + 1) * size]
-        ghost = self._ghosts.find(lease.key(num_full - 1), rest)
-        if ghost is not None and ghost.num_tokens <= num_tail:
-            ghost = None  # what it held was served from another block
-        facts = MissFacts(lease.num_tokens, num_cached, goes_on, ghost, num_lost)
-        return explain_miss(facts, self._clock())

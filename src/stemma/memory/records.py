@@ -1,7 +1,8 @@
 """What `PrefixCache` notes about each device block that is in the index: key, parent, length, hints.
 
 Struct of arrays, indexed by block id: 90 bytes a block, no Python object each, and the keys of a matched
-chain come out in one indexing operation.
+chain come out in one indexing operation. Blocks that left are remembered as ghosts, so that a miss can be
+explained.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from stemma.memory.lease import KEY_BYTES
+from stemma.memory.lease import KEY_BYTES, Lease
 from stemma.memory.lower import DeviceBlock
+from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, explain_miss
+from stemma.prefix.index import Match
 from stemma.types import BlockIds, BlockKey
 
 _ROOT = -1
+_GHOSTS_PER_BLOCK = 4
+_MIN_GHOSTS = 1024
 
 
 class BlockRecords:
     """One row per device block. A block is present if it holds tokens."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, policy_name: str) -> None:
+        self._block_size = block_size
+        self._policy_name = policy_name
+        self._ghosts = Ghosts(capacity=max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * num_blocks))
         self._keys: npt.NDArray[np.uint8] = np.zeros((num_blocks, KEY_BYTES), dtype=np.uint8)
         self._parent_keys: npt.NDArray[np.uint8] = np.zeros((num_blocks, KEY_BYTES), dtype=np.uint8)
         self._parents: npt.NDArray[np.int32] = np.full(num_blocks, _ROOT, dtype=np.int32)
@@ -37,6 +45,7 @@ class BlockRecords:
         if parent_id is not None:
             self._num_children[parent_id] += 1
         self._num_tokens[block_id] = block.num_tokens
+        self._ghosts.remove(block.key)
         self._priorities[block_id] = block.priority
         self._ttls_s[block_id] = np.nan if block.ttl_s is None else block.ttl_s
 
@@ -47,6 +56,35 @@ class BlockRecords:
             if parent != _ROOT:
                 self._num_children[parent] -= 1
             self._num_tokens[block_id] = 0
+
+    def bury(self, blocks: list[DeviceBlock], reason: MissReason, now: float) -> None:
+        """Forget blocks that were evicted or flushed, all but their ghosts."""
+        for block in blocks:
+            self._ghosts.add(block.key, Ghost(now, reason, self._policy_name, block.num_tokens))
+            self.remove(block.block_id)
+
+    @property
+    def num_ghosts(self) -> int:
+        """Blocks remembered after they left."""
+        return len(self._ghosts)
+
+    def explain(self, lease: Lease, found: Match, num_lost: int, now: float) -> Miss:
+        """Return why a lease doesn't have more cached tokens.
+
+        `found` is what the index matched; `num_lost` of its tokens were not reused for want of a block.
+        """
+        num_full, num_tail = divmod(found.num_tokens, self._block_size)
+        goes_on = False
+        if num_tail:
+            goes_on = self.num_tokens(int(found.block_ids[-1])) > num_tail
+        elif num_full:
+            goes_on = self.has_children(int(found.block_ids[-1]))
+        rest = lease.tokens[num_full * self._block_size : (num_full + 1) * self._block_size]
+        ghost = self._ghosts.find(lease.key(num_full - 1), rest)
+        if ghost is not None and ghost.num_tokens <= num_tail:
+            ghost = None  # what it held was served from another block
+        facts = MissFacts(lease.num_tokens, lease.num_cached_tokens, goes_on, ghost, num_lost)
+        return explain_miss(facts, now)
 
     def present(self) -> npt.NDArray[np.bool_]:
         """Return which blocks are in the index, shape [num_blocks]."""
