@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +45,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
 
 
-@pytest.fixture(scope="session")
-def shared_server(tiny_model: Path) -> Iterator[Served]:
-    flags = {"model": tiny_model, "kv_cache_memory": "2MB", "block_size": BLOCK_SIZE, "num_threads": 1}
-    settings = load_settings(flags=flags)
+def start_server(model: Path, **flags: object) -> tuple[Served, Callable[[], None]]:
+    """Start a server in this process; return it and how to stop it."""
+    given = {"model": model, "kv_cache_memory": "2MB", "block_size": BLOCK_SIZE, "num_threads": 1} | flags
+    settings = load_settings(flags=given)
     engine = AsyncEngine.from_settings(settings.engine)
     config = uvicorn.Config(create_app(engine, settings), host="127.0.0.1", port=0, log_level="warning")
     server = uvicorn.Server(config)
@@ -57,10 +57,20 @@ def shared_server(tiny_model: Path) -> Iterator[Served]:
     while not server.started:
         thread.join(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield Served(f"http://127.0.0.1:{port}", engine)
-    server.should_exit = True
-    thread.join(10)
-    engine.close()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(10)
+        engine.close()
+
+    return Served(f"http://127.0.0.1:{port}", engine), stop
+
+
+@pytest.fixture(scope="session")
+def shared_server(tiny_model: Path) -> Iterator[Served]:
+    served, stop = start_server(tiny_model)
+    yield served
+    stop()
 
 
 @pytest.fixture

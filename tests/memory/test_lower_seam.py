@@ -47,6 +47,9 @@ class DictTiers:
     def close(self) -> None:
         pass
 
+    def stats(self) -> None:
+        return None
+
     def on_commit(self, blocks) -> None:
         self.committed += blocks
 

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from stemma.engine.cache_control import CacheControl
 from stemma.engine.sampling_params import SamplingParams
+from stemma.memory.lower import TransferStats
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, Tier, TokenArray
@@ -105,6 +107,8 @@ class EngineStats:
     num_evicted_blocks: int
     misses_by_reason: dict[str, int]
     """Requests by `CacheReport.miss_reason`."""
+    transfer: TransferStats | None = None
+    """The tiers below the device; None if there are none."""
     num_draft_tokens: int = 0
     """Draft tokens verified."""
     num_accepted_draft_tokens: int = 0
@@ -117,6 +121,8 @@ class EngineClient(Protocol):
     model_name: str
     max_model_len: int
     tokenizer: Tokenizer
+    cache_control: CacheControl
+    """What an operator may do to the cache."""
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
 

@@ -24,6 +24,7 @@ from typing import TypeVar
 from stemma.config.settings import EngineSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
+from stemma.engine.cache_control import CacheControl
 from stemma.engine.engine import Engine, describe_error
 from stemma.engine.output import OutputProcessor, SequenceNews
 from stemma.errors import InvalidRequest, Overloaded, ShuttingDown, StemmaError
@@ -52,6 +53,7 @@ class AsyncEngine:
         self.tokenizer = parts.tokenizer
         self.default_sampling: Mapping[str, float | int] = parts.model.default_sampling
         self._engine: Engine = parts.engine
+        self.cache_control = CacheControl(parts.engine.cache, parts.device, parts.key_space, self._call)
         self._max_waiting = max_waiting
         self._processor = OutputProcessor(parts.tokenizer, parts.engine.limits)
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

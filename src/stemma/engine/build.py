@@ -11,6 +11,7 @@ from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
+from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.sizing import num_device_blocks
 from stemma.memory.tiers import open_tiers
 from stemma.model.causal_lm import CausalLM
@@ -31,6 +32,9 @@ class EngineParts:
     model: CausalLM
     tokenizer: Tokenizer
     model_name: str
+    device: DeviceCopy
+    """Bytes of device blocks, in and out."""
+    key_space: KeySpace
 
 
 def build_engine(settings: EngineSettings, progress: Progress | None = None) -> EngineParts:
@@ -56,7 +60,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         drafter=make_drafter(settings.speculation, cache.continuation),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
-    return EngineParts(engine, model, tokenizer, name)
+    return EngineParts(engine, model, tokenizer, name, DeviceCopy(kv), key_space)
 
 
 def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:

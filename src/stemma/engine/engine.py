@@ -163,6 +163,7 @@ class Engine:
             num_free_blocks=cache.num_free_blocks,
             num_cached_blocks=cache.num_cached_blocks,
             num_evicted_blocks=cache.num_evicted_blocks,
+            transfer=self.cache.transfer_stats(),
             misses_by_reason=dict(self._misses),
             num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
             num_accepted_draft_tokens=self._drafter.num_accepted_tokens if self._drafter else 0,

@@ -17,7 +17,7 @@ import numpy as np
 from stemma.errors import IntegrityError, StorageError
 from stemma.memory.blocks import BlockAllocator
 from stemma.memory.lease import Lease, PendingLoad
-from stemma.memory.lower import DeviceBlock, LowerTiers, Prefetch
+from stemma.memory.lower import DeviceBlock, LowerTiers, Prefetch, TransferStats
 from stemma.memory.records import BlockRecords
 from stemma.prefix.draw import Decode, draw_tree
 from stemma.prefix.explain import DISABLED_MISS, Miss, MissReason
@@ -162,6 +162,32 @@ class PrefixCache:
             lease.pending = PendingLoad(num_full, tiers, future)
         else:
             lease.miss = self._explain(lease, found, num_lost)
+        self._leases.add(lease)
+        return lease
+
+    @property
+    def lower(self) -> LowerTiers | None:
+        """The tiers below the device, if there are any."""
+        return self._lower
+
+    def hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
+        """Return a lease on the full blocks of a prompt that lie on the device; it may be empty.
+
+        Nothing is allocated, copied or loaded. `free(lease, lease.num_tokens)` gives it up.
+        """
+        num_full = 0
+        if self._index is not None and len(tokens):
+            found = self._index.match(namespace, tokens)
+            num_full = found.num_full_blocks(self.block_size)
+        held = tokens[: num_full * self.block_size]
+        lease = Lease(namespace, self._key_space.root(namespace), held, self.block_size)
+        if self._index is not None and num_full:
+            shared = found.block_ids[:num_full]
+            self._index.pin(shared)
+            self._allocator.acquire(shared)
+            lease.append_blocks(shared)
+            lease.adopt_keys(self._records.keys(shared))
+            lease.num_committed = num_full
         self._leases.add(lease)
         return lease
 
@@ -347,6 +373,10 @@ class PrefixCache:
             num_copied_heads=self._num_copied_heads,
             num_ghosts=self._records.num_ghosts,
         )
+
+    def transfer_stats(self) -> TransferStats | None:
+        """Return what the lower tiers did; None without them."""
+        return self._lower.stats() if self._lower is not None else None
 
     def check(self) -> None:
         """Prove that index, records, leases and allocator agree on who holds what (slow)."""

@@ -16,13 +16,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from queue import PriorityQueue
 
 from stemma.errors import StorageError
 from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.estimate import LoadEstimator
 from stemma.memory.host import HostStore
+from stemma.memory.lower import LoadCounters
 from stemma.memory.recent_keys import Whereabouts
 from stemma.memory.staging import StagingArena
 from stemma.memory.store import BlockPut, BlockStore, ReadResult
@@ -31,20 +32,6 @@ from stemma.types import BlockKey, Tier
 logger = logging.getLogger(__name__)
 CHUNK_BLOCKS = 16
 _LOAD, _PREFETCH, _STOP = 0, 1, 2
-
-
-@dataclass(slots=True)
-class LoadCounters:
-    """What became of loads. Written under the queue's lock."""
-
-    num_loads: int = 0
-    num_prefetches: int = 0
-    loaded_blocks: Counter[Tier] = field(default_factory=Counter)
-    prefetched_blocks: Counter[Tier] = field(default_factory=Counter)
-    lost_blocks: Counter[tuple[Tier, ReadResult]] = field(default_factory=Counter)
-    """Blocks that a tier said it had and didn't deliver; their tokens were computed."""
-    num_late_loads: int = 0
-    """Loads given up at their time limit; the blocks they lacked were computed."""
 
 
 class Load:

@@ -6,11 +6,13 @@ must return at once: `load` works in the background and answers through its futu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from stemma.memory.store import ReadResult, StoreCounters
 from stemma.types import BlockKey, Tier
 
 
@@ -38,6 +40,46 @@ class Prefetch:
     """Stop moving blocks to the host tier: the request is admitted, or gone."""
 
 
+@dataclass(slots=True)
+class LoadCounters:
+    """What became of loads. Written under the queue's lock."""
+
+    num_loads: int = 0
+    num_prefetches: int = 0
+    loaded_blocks: Counter[Tier] = field(default_factory=Counter)
+    prefetched_blocks: Counter[Tier] = field(default_factory=Counter)
+    lost_blocks: Counter[tuple[Tier, ReadResult]] = field(default_factory=Counter)
+    """Blocks that a tier said it had and didn't deliver; their tokens were computed."""
+    num_late_loads: int = 0
+    """Loads given up at their time limit; the blocks they lacked were computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One lower tier."""
+
+    counters: StoreCounters
+    num_blocks: int | None
+    """None: unknown, the tier is shared."""
+    capacity_blocks: int | None
+    load_s_per_block: float | None
+    """Estimated; None until measured."""
+    is_worth_loading: bool
+    num_queued_writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """All lower tiers."""
+
+    tiers: Mapping[Tier, TierStats]
+    loads: LoadCounters
+    num_dropped_writes: int
+    """Blocks not copied down because staging was full."""
+    compute_s_per_block: float | None
+    """Estimated cost of computing a block: a tier slower than this isn't loaded from."""
+
+
 class LowerTiers(Protocol):
     """Host, disk and pool as one."""
 
@@ -61,6 +103,9 @@ class LowerTiers(Protocol):
 
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks entered the device index (for write-through)."""
+
+    def stats(self) -> TransferStats:
+        """Return counters and gauges."""
 
     def close(self) -> None:
         """Finish queued writes, as far as a time limit allows, and let go of everything."""

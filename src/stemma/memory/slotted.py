@@ -198,15 +198,23 @@ class SlottedStore(LocalStore):
         """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
         with self._lock:
             self._check_open()
-            due = np.flatnonzero(self._now() - self._used_at > self._ttl_s).tolist()
-            total = 0
-            while leaves := [
-                s for s in due if not self._index.is_pinned(s) and not self._index.has_children(s)
-            ]:
-                total += self._drop(leaves)
-                due = sorted(set(due) - set(leaves))
+            total = self._drop_due(np.flatnonzero(self._now() - self._used_at > self._ttl_s).tolist())
             self.counters.num_expired += total
             return total
+
+    def drop_unused(self, seconds: float) -> int:
+        """Drop unpinned blocks, leaves first, that nobody used for so long; return how many."""
+        with self._lock:
+            self._check_open()
+            now = self._now()
+            return self._drop_due([s for s, _, _ in self._index.live() if now - self._used_at[s] > seconds])
+
+    def _drop_due(self, due: list[int]) -> int:
+        total = 0
+        while leaves := [s for s in due if self._index.is_leaf(s)]:
+            total += self._drop(leaves)
+            due = sorted(set(due) - set(leaves))
+        return total
 
     def close(self) -> None:
         """See `BlockStore`. Waits for the calls that move bytes now."""

@@ -19,12 +19,12 @@ from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.disk.store import DiskStore
 from stemma.memory.estimate import LoadEstimator
 from stemma.memory.host import HostStore
-from stemma.memory.loads import LoadCounters, LoadQueue
-from stemma.memory.lower import DeviceBlock, Prefetch
+from stemma.memory.loads import LoadQueue
+from stemma.memory.lower import DeviceBlock, Prefetch, TierStats, TransferStats
 from stemma.memory.recent_keys import RecentKeys, Whereabouts
 from stemma.memory.slotted import SlottedStore
 from stemma.memory.staging import StagingArena
-from stemma.memory.store import BlockPut, BlockStore, LocalStore, StoreCounters
+from stemma.memory.store import BlockPut, BlockStore, LocalStore
 from stemma.memory.write_queue import BATCH_BLOCKS, StagedBlock, WriteQueue
 from stemma.types import BlockKey, Tier
 
@@ -52,32 +52,6 @@ class TransferPolicy:
     load_timeout_s: float = 2.0
     fail_on_load_failure: bool = False
     """Whether a load that a tier can't deliver fails its request; else the tokens are computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """One lower tier."""
-
-    counters: StoreCounters
-    num_blocks: int | None
-    """None: unknown, the tier is shared."""
-    capacity_blocks: int | None
-    load_s_per_block: float | None
-    """Estimated; None until measured."""
-    is_worth_loading: bool
-    num_queued_writes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStats:
-    """All lower tiers."""
-
-    tiers: Mapping[Tier, TierStats]
-    loads: LoadCounters
-    num_dropped_writes: int
-    """Blocks not copied down because staging was full."""
-    compute_s_per_block: float | None
-    """Estimated cost of computing a block: a tier slower than this isn't loaded from."""
 
 
 class TierTransfer:
@@ -307,9 +281,20 @@ class TierTransfer:
         """Return, per tier, which keys lie there. Asks the pool, so not for the step loop."""
         return {store.tier: store.exists_many(keys) for store in self._stores}
 
-    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, int]:
-        """Forbid eviction from host and disk; return how many blocks each held and pinned."""
-        return {s.tier: sum(s.pin(keys)) for s in self._stores if isinstance(s, LocalStore)}
+    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
+        """Forbid eviction from host and disk; return which blocks each held and pinned, for `unpin`."""
+        pinned: dict[Tier, list[BlockKey]] = {}
+        for store in self._stores:
+            if isinstance(store, LocalStore):
+                held = store.pin(keys)
+                pinned[store.tier] = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+        return pinned
+
+    def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
+        """Take back what `pin` returned."""
+        for store in self._stores:
+            if isinstance(store, LocalStore):
+                store.unpin(pinned.get(store.tier, ()))
 
     def flush(self) -> dict[Tier, int]:
         """Drop every unpinned block of host and disk; return how many really went. A shared pool stays."""

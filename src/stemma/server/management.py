@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +14,7 @@ from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import OpenAIRoute, json_response
 from stemma.server.prompts import check_model
+from stemma.server.tier_metrics import tiers_as_json
 
 open_router = APIRouter()
 """Needs no API key: load balancers ask it."""
@@ -61,9 +62,12 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/admin/stats")
-async def stats(request: Request) -> Response:
+async def engine_stats(request: Request) -> Response:
     """The engine's counters and gauges as JSON."""
-    snapshot = asdict(await context_of(request).engine.stats())
+    stats = await context_of(request).engine.stats()
+    snapshot = asdict(replace(stats, transfer=None))
+    if stats.transfer is not None:
+        snapshot["transfer"] = tiers_as_json(stats.transfer)
     snapshot["cached_tokens_by_tier"] = {
         tier.value: count for tier, count in snapshot["cached_tokens_by_tier"].items()
     }
@@ -77,9 +81,3 @@ async def draw_tree(request: Request) -> Response:
     if not given.isdigit() or not 1 <= int(given) <= 1000:
         raise InvalidRequest("max_tokens must be between 1 and 1000", param="max_tokens")
     return PlainTextResponse(await context_of(request).engine.draw_tree(int(given)))
-
-
-@router.post("/admin/cache/flush")
-async def flush_cache(request: Request) -> Response:
-    """Drop every block that no request uses, and say how many those were."""
-    return json_response({"num_dropped_blocks": await context_of(request).engine.flush_cache()})

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stemma.engine.api import EngineStats, RequestOutput
+from stemma.server.tier_metrics import tier_metrics
 from stemma.types import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -57,6 +58,8 @@ class _EngineCollector(Collector):
         for reason, number in sorted(stats.misses_by_reason.items()):
             misses.add_metric([reason], number)
         yield misses
+        if stats.transfer is not None:
+            yield from tier_metrics(stats.transfer)
 
 
 class ServerMetrics:

@@ -47,6 +47,15 @@ BACK_OFF_S = 30.0
 """After a failed write or growth, how long no further one is tried: each try may cost a good block."""
 
 
+_SMALL_FILES_BYTES = 65536
+"""Set aside for manifest and lock."""
+
+
+def size_for_blocks(manifest: Manifest, num_blocks: int) -> int:
+    """Return the limit that a sub-directory needs to hold `num_blocks`."""
+    return _SMALL_FILES_BYTES + num_blocks * (manifest.slot_bytes + RECORD_BYTES)
+
+
 class DiskStore(SlottedStore):
     """Blocks on a local disk, there again after a restart."""
 
@@ -70,7 +79,7 @@ class DiskStore(SlottedStore):
         the process. Raises ConfigError if not one block fits, and what `open_space` raises.
         """
         wanted = new_manifest(space, block_bytes, size_bytes)
-        capacity_blocks = (size_bytes - 65536) // (wanted.slot_bytes + RECORD_BYTES)
+        capacity_blocks = (size_bytes - _SMALL_FILES_BYTES) // (wanted.slot_bytes + RECORD_BYTES)
         if capacity_blocks < 1:
             raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
         super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)

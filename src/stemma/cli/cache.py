@@ -1,0 +1,321 @@
+"""`stemma cache`: what lies in a disk cache, cleaning it, and carrying prefixes as files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stemma.config.sizes import format_size, parse_size
+from stemma.errors import ConfigError, StorageError, StorageLocked
+
+if TYPE_CHECKING:
+    from stemma.memory.disk.store import DiskStore
+    from stemma.types import TokenArray
+
+app = typer.Typer(no_args_is_help=True, help="Look into disk caches, clean them, export and import prefixes.")
+
+Directory = Annotated[Path, typer.Argument(help="Directory that --disk-cache names.")]
+Space = Annotated[
+    str | None, typer.Option("--space", help="Sub-directory, by the start of its name; default: all.")
+]
+Url = Annotated[str | None, typer.Option(help="A running server, e.g. http://127.0.0.1:8000.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="STEMMA_API_KEY", help="Its API key.")]
+Salt = Annotated[str, typer.Option(help="Namespace, as `cache_salt` in requests.")]
+
+
+@app.command("ls")
+def ls_command(directory: Directory) -> None:
+    """List the models whose blocks lie in a directory."""
+    from stemma.memory.disk.directory import list_spaces
+    from stemma.memory.disk.existing import count_blocks
+
+    table = Table("name", "model", "layout", "tokens a block", "blocks", "on disk", "last change", "in use")
+    for space in list_spaces(directory):
+        manifest, count = space.manifest, count_blocks(space)
+        table.add_row(
+            space.path.name,
+            manifest.model_fingerprint[:16] if manifest else "damaged",
+            manifest.kv_layout if manifest else "",
+            str(manifest.block_size) if manifest else "",
+            "" if count is None else str(count),
+            format_size(space.allocated_bytes),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(space.used_at)),
+            "yes" if space.in_use else "no",
+        )
+    Console(soft_wrap=True).print(table)
+
+
+@app.command("verify")
+def verify_command(directory: Directory, space: Space = None) -> None:
+    """Read every block and drop those that are damaged; exit status 1 if there were any."""
+    num_bad = 0
+    for store in _stores(directory, space):
+        found = store.verify()
+        bad = {reason: count for reason, count in found.items() if reason != "ok"}
+        num_bad += sum(bad.values())
+        detail = ", ".join(f"{count} {reason}" for reason, count in bad.items()) or "none damaged"
+        typer.echo(f"{store.path.name}: {found['ok']} blocks sound, {detail}")
+    if num_bad:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def gc_command(
+    directory: Directory,
+    unused_for: Annotated[str | None, typer.Option(help="Drop what nobody used so long: 12h, 7d.")] = None,
+    max_size: Annotated[
+        str | None, typer.Option(help="Delete the longest unused models until the rest fits, e.g. 50GB.")
+    ] = None,
+) -> None:
+    """Remove damaged sub-directories, blocks out of use, and whole models that are. Spares what is in use."""
+    from stemma.memory.disk.directory import list_spaces, remove_space
+    from stemma.memory.disk.existing import open_existing, parse_age
+
+    age_s = None if unused_for is None else parse_age(unused_for)
+    limit = None if max_size is None else parse_size(max_size)
+    total = sum(space.allocated_bytes for space in list_spaces(directory))
+    for space in list_spaces(directory):
+        too_old = age_s is not None and time.time() - space.used_at > age_s
+        too_much = limit is not None and total > limit
+        if space.in_use:
+            typer.echo(f"{space.path.name}: in use, left alone")
+        elif space.manifest is None or too_old or too_much:
+            remove_space(space.path)
+            total -= space.allocated_bytes
+            typer.echo(f"{space.path.name}: removed, {format_size(space.allocated_bytes)} free")
+        elif age_s is not None:
+            store = open_existing(space)
+            typer.echo(f"{space.path.name}: {store.drop_unused(age_s)} blocks dropped")
+            store.close()
+
+
+@app.command("clear")
+def clear_command(directory: Directory, space: Space = None) -> None:
+    """Delete all blocks, of one model or of all. Spares what is in use."""
+    from stemma.memory.disk.directory import list_spaces, remove_space
+
+    for found in list_spaces(directory):
+        if not found.path.name.startswith(space or ""):
+            continue
+        try:
+            remove_space(found.path)
+        except StorageLocked as error:
+            typer.echo(f"{found.path.name}: {error}")
+            continue
+        typer.echo(f"{found.path.name}: removed, {format_size(found.allocated_bytes)} free")
+
+
+@app.command("export")
+def export_command(
+    output: Annotated[Path, typer.Argument(help="File to write.")],
+    url: Url = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="A disk cache instead of a server.")] = None,
+    space: Space = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt's text.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt's text.")] = None,
+    token_ids: Annotated[Path | None, typer.Option(help="File with token ids, by spaces or commas.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint; with --dir and text, to tokenize.")] = None,
+    salt: Salt = "",
+    api_key: ApiKey = None,
+) -> None:
+    """Write the cached blocks of a prompt to a file, from a running server or from a disk cache."""
+    given = _prompt(prompt, prompt_file, token_ids)
+    draft = output.with_name(output.name + ".new")
+    try:
+        if directory is not None:
+            count = _export_from_directory(draft, directory, space, _tokens(given, model), salt)
+        elif url is not None:
+            count = _export_from_server(draft, url, {"prompt": given, "cache_salt": salt}, api_key)
+        else:
+            raise ConfigError("say where from: --url or --dir")
+        draft.replace(output)
+    finally:
+        draft.unlink(missing_ok=True)
+    typer.echo(f"{count} blocks, {format_size(output.stat().st_size)} in {output}")
+
+
+@app.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(help="An exported file.")],
+    url: Url = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="A disk cache instead of a server.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="With --dir: its size limit; default: what the file needs more.")
+    ] = None,
+    salt: Salt = "",
+    api_key: ApiKey = None,
+) -> None:
+    """Give the blocks of an exported file to a running server, or put them into a disk cache."""
+    if directory is not None:
+        count = _import_to_directory(file, directory, None if size is None else parse_size(size))
+    elif url is not None:
+        count = _import_to_server(file, url, salt, api_key)
+    else:
+        raise ConfigError("say where to: --url or --dir")
+    typer.echo(f"{count} new blocks")
+
+
+def _stores(directory: Path, space: str | None) -> Iterator[DiskStore]:
+    from stemma.memory.disk.directory import list_spaces
+    from stemma.memory.disk.existing import open_existing
+
+    for found in list_spaces(directory):
+        if found.path.name.startswith(space or "") and found.manifest is not None:
+            store = open_existing(found)
+            yield store
+            store.close()
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: Path | None) -> str | list[int]:
+    given = [one for one in (prompt, prompt_file, token_ids) if one is not None]
+    if len(given) != 1:
+        raise ConfigError("give exactly one of --prompt, --prompt-file and --token-ids")
+    try:
+        if prompt_file is not None:
+            return prompt_file.read_text()
+        if token_ids is not None:
+            return [int(word) for word in token_ids.read_text().replace(",", " ").split()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read the prompt: {error}") from error
+    assert prompt is not None
+    return prompt
+
+
+def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
+    from stemma.types import as_tokens
+
+    if isinstance(given, list):
+        return as_tokens(given)
+    if model is None:
+        raise ConfigError("with --dir, text needs --model to be tokenized; or give --token-ids")
+    from stemma.model.tokenizer import Tokenizer
+
+    return Tokenizer(model).encode(given)
+
+
+def _export_from_directory(
+    draft: Path, directory: Path, space: str | None, tokens: TokenArray, salt: str
+) -> int:
+    from stemma.memory.bundle import write_bundle
+    from stemma.memory.disk.existing import find_space, open_existing, space_of
+    from stemma.memory.store import ReadResult
+    from stemma.prefix.keys import Namespace, chain_keys
+
+    found = find_space(directory, space)
+    store = open_existing(found)
+    assert found.manifest is not None
+    key_space = space_of(found.manifest)
+    root = key_space.root(Namespace(salt=salt))
+    buffer = memoryview(bytearray(store.block_bytes))
+
+    def blocks() -> Iterator[memoryview]:
+        for key in chain_keys(root, tokens, key_space.block_size):
+            if store.get_many([key], [buffer])[0] is not ReadResult.HIT:
+                return
+            yield buffer
+
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        count = write_bundle(file, key_space, root, tokens, blocks(), store.block_bytes)
+    store.close()
+    if not count:
+        raise StorageError("nothing of this prompt lies in the disk cache")
+    return count
+
+
+def _import_to_directory(path: Path, directory: Path, size_bytes: int | None) -> int:
+    from stemma.memory.bundle import read_blocks, read_header
+    from stemma.memory.disk.directory import list_spaces, new_manifest
+    from stemma.memory.disk.existing import count_blocks
+    from stemma.memory.disk.store import DiskStore, size_for_blocks
+    from stemma.memory.store import BlockPut, PutResult
+    from stemma.prefix.eviction.registry import make_policy
+
+    with _open(path) as file:
+        header = read_header(file)
+        if size_bytes is None:
+            manifest = new_manifest(header.space, header.block_bytes, 0)
+            spaces = list_spaces(directory) if directory.exists() else []
+            own = [count_blocks(one) or 0 for one in spaces if one.path.name == manifest.digest]
+            others = sum(one.allocated_bytes for one in spaces if one.path.name != manifest.digest)
+            size_bytes = others + size_for_blocks(manifest, sum(own) + header.num_blocks)
+        policy = make_policy("lru")
+        store = DiskStore(directory, header.space, header.block_bytes, size_bytes, policy, time.time)
+        parents = [header.root, *header.keys]
+        num_new = 0
+
+        def take(position: int, key: Any, data: memoryview) -> None:
+            nonlocal num_new
+            result = store.put_many([BlockPut(key, parents[position], data)])[0]
+            if result not in (PutResult.STORED, PutResult.EXISTS):
+                raise StorageError(f"the disk cache took {position} blocks, then: {result}")
+            num_new += result is PutResult.STORED
+
+        try:
+            read_blocks(file, header, take)
+        finally:
+            store.close()
+    return num_new
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise StorageError(f"can't read {path}: {error.strerror}") from error
+
+
+def _export_from_server(draft: Path, url: str, body: dict[str, Any], api_key: str | None) -> int:
+    import httpx
+
+    try:
+        with (
+            httpx.Client(base_url=url, headers=_headers(api_key), timeout=600.0) as client,
+            client.stream("POST", "/admin/cache/export", json=body) as response,
+        ):
+            if response.status_code != 200:
+                raise StorageError(_message(response.read(), response.status_code))
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                for chunk in response.iter_bytes():
+                    file.write(chunk)
+            return int(response.headers["x-num-blocks"])
+    except httpx.HTTPError as error:
+        raise StorageError(f"{url}: {error}") from error
+
+
+def _import_to_server(path: Path, url: str, salt: str, api_key: str | None) -> int:
+    import httpx
+
+    with _open(path) as file:
+        try:
+            response = httpx.post(
+                f"{url}/admin/cache/import",
+                params={"cache_salt": salt},
+                content=file,
+                headers=_headers(api_key),
+                timeout=600.0,
+            )
+        except httpx.HTTPError as error:
+            raise StorageError(f"{url}: {error}") from error
+    if response.status_code != 200:
+        raise StorageError(_message(response.content, response.status_code))
+    return int(response.json()["num_new_blocks"])
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def _message(content: bytes, status: int) -> str:
+    import json
+
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered with status {status}"

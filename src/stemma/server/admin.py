@@ -1,0 +1,234 @@
+"""The operator's plane of the cache: look, prewarm, pin, flush, export and import.
+
+A prompt is given as ``prompt`` (text or token ids) or as ``messages``, and ``cache_salt`` names its
+namespace, as in the completion APIs. So what an operator pins is what a client will hit.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from typing import Any, BinaryIO
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.cache_control import CacheLookup, Pin
+from stemma.engine.sampling_params import SamplingParams
+from stemma.errors import ClientDisconnected, GenerationFailed, InvalidRequest, StorageError
+from stemma.prefix.keys import Namespace
+from stemma.server.body import read_object, validate
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import OpenAIRoute, json_response
+from stemma.server.prompts import chat_prompt, completion_prompts
+from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.openai import ChatRequest
+from stemma.server.tier_metrics import tiers_as_json
+from stemma.types import Tier, TokenArray
+
+router = APIRouter(route_class=OpenAIRoute, prefix="/admin/cache")
+_CHUNK_BYTES = 1 << 20
+
+
+class PrefixRequest(RequestModel):
+    """A prompt, by its text, token ids or messages."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> PrefixRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class PinRequest(PrefixRequest):
+    """What to pin, and for how long."""
+
+    ttl_s: float | None = Field(default=None, gt=0.0)
+
+
+class PrewarmRequest(PinRequest):
+    """What to compute ahead, and how to keep it."""
+
+    priority: int = Field(default=50, ge=0, le=100)
+    pin: bool = False
+
+
+class UnpinRequest(RequestModel):
+    """What to give free."""
+
+    pin_id: str
+
+
+@router.get("/tiers")
+async def tiers(request: Request) -> Response:
+    """Counters and gauges of the tiers below the device."""
+    stats = await context_of(request).engine.stats()
+    return json_response({"tiers": {}} if stats.transfer is None else tiers_as_json(stats.transfer))
+
+
+@router.post("/lookup")
+async def lookup(request: Request) -> Response:
+    """How many tokens of a prompt lie in which tier; computes and moves nothing."""
+    context, body = context_of(request), validate(PrefixRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    found = await context.engine.cache_control.lookup(_namespace(body), tokens)
+    return json_response(_lookup_json(found))
+
+
+@router.post("/prewarm")
+async def prewarm(request: Request) -> Response:
+    """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
+    context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
+    tokens, namespace = await _tokens(context, body), _namespace(body)
+    wanted = GenerationRequest(
+        request_id=new_request_id("prewarm"),
+        prompt_token_ids=tokens,
+        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        namespace=namespace,
+        priority=body.priority,
+        ttl_s=body.ttl_s,
+    )
+    answer: dict[str, Any] = {}
+    async for output in context.engine.generate(wanted):
+        if output.error is not None:
+            raise GenerationFailed(output.error)
+        answer = {
+            "num_prompt_tokens": output.cache.num_prompt_tokens,
+            "num_cached_tokens": output.cache.num_cached_tokens,
+            "cached_by_tier": _by_tier(output.cache.cached_by_tier),
+        }
+    if body.pin:
+        pin = await context.engine.cache_control.pin(namespace, tokens, body.ttl_s)
+        answer["pin"] = _pin_json(pin)
+    return json_response(answer)
+
+
+@router.post("/pin")
+async def pin(request: Request) -> Response:
+    """Forbid eviction of what is cached of a prompt."""
+    context, body = context_of(request), validate(PinRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    made = await context.engine.cache_control.pin(_namespace(body), tokens, body.ttl_s)
+    return json_response(_pin_json(made))
+
+
+@router.post("/unpin")
+async def unpin(request: Request) -> Response:
+    """Permit eviction again."""
+    body = validate(UnpinRequest, await read_object(request))
+    gone = await context_of(request).engine.cache_control.unpin(body.pin_id)
+    return json_response(_pin_json(gone))
+
+
+@router.get("/pins")
+async def pins(request: Request) -> Response:
+    """All pins."""
+    held = context_of(request).engine.cache_control.pins()
+    return json_response({"pins": [_pin_json(one) for one in held]})
+
+
+@router.post("/flush")
+async def flush(request: Request) -> Response:
+    """Drop every block that no request or pin holds, from device, host and disk; say what really went."""
+    report = await context_of(request).engine.cache_control.flush()
+    return json_response(
+        {
+            "num_dropped_blocks": sum(report.freed_blocks.values()),
+            "dropped_blocks": _by_tier(report.freed_blocks),
+            "kept_blocks": _by_tier(report.kept_blocks),
+            "freed_bytes": report.freed_bytes,
+        }
+    )
+
+
+@router.post("/export")
+async def export(request: Request) -> Response:
+    """The cached leading blocks of a prompt as a file (`memory/bundle.py`)."""
+    context, body = context_of(request), validate(PrefixRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response
+    try:
+        count = await context.engine.cache_control.export(_namespace(body), tokens, file)
+        if not count:
+            raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
+    except BaseException:
+        file.close()
+        raise
+    size = file.tell()
+    headers = {"content-length": str(size), "x-num-blocks": str(count)}
+    return StreamingResponse(_content(context, file), headers=headers, media_type="application/octet-stream")
+
+
+@router.post("/import")
+async def import_(request: Request) -> Response:
+    """Take the blocks of an exported file; ``?cache_salt=`` names the namespace it was exported from."""
+    context = context_of(request)
+    namespace = Namespace(salt=request.query_params.get("cache_salt", ""))
+    with tempfile.TemporaryFile() as file:
+        try:
+            async for chunk in request.stream():
+                await context.in_thread(lambda chunk=chunk: file.write(chunk))  # type: ignore[misc]
+        except ClientDisconnect as error:
+            raise ClientDisconnected("the client left while sending the file") from error
+        file.seek(0, os.SEEK_SET)
+        try:
+            header, num_new = await context.engine.cache_control.import_(namespace, file)
+        except StorageError as error:
+            raise InvalidRequest(str(error)) from error
+    return json_response(
+        {
+            "num_tokens": header.num_blocks * header.space.block_size,
+            "num_blocks": header.num_blocks,
+            "num_new_blocks": num_new,
+        }
+    )
+
+
+async def _content(context: ServerContext, file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        file.seek(0)
+        while chunk := await context.in_thread(lambda: file.read(_CHUNK_BYTES)):
+            yield chunk
+
+
+def _namespace(body: PrefixRequest) -> Namespace:
+    return Namespace(salt=body.cache_salt or "")
+
+
+async def _tokens(context: ServerContext, body: PrefixRequest) -> TokenArray:
+    if body.messages is not None:
+        chat = validate(ChatRequest, {"model": context.engine.model_name, "messages": body.messages})
+        return await chat_prompt(context, chat)
+    assert body.prompt is not None
+    prompts = await completion_prompts(context, body.prompt)
+    return prompts[0]
+
+
+def _by_tier(counts: Any) -> dict[str, int]:
+    return {Tier(tier).value: count for tier, count in counts.items()}
+
+
+def _lookup_json(found: CacheLookup) -> dict[str, Any]:
+    return {
+        "num_prompt_tokens": found.num_prompt_tokens,
+        "num_cached_tokens": found.num_cached_tokens,
+        "served_by_tier": _by_tier(found.served_by_tier),
+        "tokens_by_tier": _by_tier(found.tokens_by_tier),
+    }
+
+
+def _pin_json(pin: Pin) -> dict[str, Any]:
+    return {
+        "pin_id": pin.pin_id,
+        "num_prompt_tokens": pin.num_prompt_tokens,
+        "tokens_by_tier": _by_tier(pin.tokens_by_tier),
+        "ttl_s": pin.ttl_s,
+    }
