@@ -99,6 +99,8 @@ class TierSettings(SettingsModel):
     """For `write_through_selective`: copy a block down on this use; being computed is the first."""
     prefetch: Literal["best_effort", "timeout", "wait_complete"] = "timeout"
     """Whether a request waits for blocks in slow tiers: never, up to `load_timeout_s`, or to the end."""
+    load_when: Literal["faster", "always"] = "faster"
+    """Load a hit only where measurements predict that it beats computing, or always."""
     load_timeout_s: float = Field(default=2.0, gt=0.0)
     """What a load hasn't brought by then is computed."""
     load_failure: Literal["recompute", "fail"] = "recompute"

@@ -60,6 +60,7 @@ def transfer_policy(settings: TierSettings) -> TransferPolicy:
         selective_uses=settings.write_through_uses,
         exclusive=settings.host_exclusive,
         prefetch=settings.prefetch,
+        load_always=settings.load_when == "always",
         load_timeout_s=settings.load_timeout_s,
         fail_on_load_failure=settings.load_failure == "fail",
     )

@@ -49,6 +49,8 @@ class TransferPolicy:
     """Whether a block moved up from the host tier leaves it; else the copy stays."""
     prefetch: PrefetchPolicy = "timeout"
     """Whether a request waits for slow tiers: not at all, up to `load_timeout_s`, or to the end."""
+    load_always: bool = False
+    """Whether to load even what would be computed faster."""
     load_timeout_s: float = 2.0
     fail_on_load_failure: bool = False
     """Whether a load that a tier can't deliver fails its request; else the tokens are computed."""
@@ -139,7 +141,8 @@ class TierTransfer:
         found = self._locate(keys)
         if self._policy.prefetch == "best_effort":
             found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
-        found = found[: self.estimator.num_worth_loading(found, self._loads.num_queued_blocks)]
+        if not self._policy.load_always:
+            found = found[: self.estimator.num_worth_loading(found, self._loads.num_queued_blocks)]
         in_host = [key for key, tier in zip(keys, found, strict=False) if tier is Tier.HOST]
         if self._host is not None and in_host:
             self._host.touch(in_host)
