@@ -74,6 +74,9 @@ async def test_errors() -> None:
             await stream_answer(http, "/v1/completions", {})
         with pytest.raises(RequestFailed, match="lists no model"):
             await first_model(http)
+    async with client(lambda _: httpx.Response(200, content=b"data: {oops\n\n")) as http:
+        with pytest.raises(RequestFailed, match="not JSON"):
+            await stream_answer(http, "/v1/completions", {})
 
 
 async def test_extra_fields_are_left_out_for_servers_that_refuse_them() -> None:

@@ -40,7 +40,6 @@ USER = [{"role": "user", "content": "Hello"}]
         ({"prompt": "x", "n": 65}, 400, "n"),
         ({"prompt": "x", "n": 0}, 400, "n"),
         ({"prompt": "x", "n": 1.5}, 400, "n"),
-        ({"prompt": "x", "best_of": 2}, 400, "best_of"),
         ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
         ({"prompt": "x", "logprobs": 1, "echo": True}, 400, "echo"),
         ({"prompt": "x", "stop": [1]}, 400, "stop[0]"),
@@ -207,3 +206,16 @@ async def test_a_bug_is_a_500_without_details(client: httpx.AsyncClient, engine:
     response = await client.post("/v1/completions", json={"model": "scripted", "prompt": "x"})
 
     assert (response.status_code, response.json()["error"]["message"]) == (500, "internal error")
+
+
+async def test_a_text_far_too_long_is_not_even_tokenized(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.max_model_len = 4
+    monkeypatch.setattr(engine.tokenizer, "encode", None)
+    for path, body in (
+        ("/v1/completions", {"prompt": "x" * 2000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 2000}]}),
+    ):
+        response = await client.post(path, json={"model": "scripted", **body})
+        assert response.json()["error"]["code"] == "context_length_exceeded"

@@ -74,7 +74,7 @@ class Conversation:
             self._messages = list(self._start)
         elif question == "/tree":
             response = await self._http.get("/admin/cache/tree")
-            self._console.print(response.text, markup=False)
+            self._console.print(response.text, markup=False, soft_wrap=True)
         elif question:
             await self._ask(question, model)
 

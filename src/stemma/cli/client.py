@@ -112,6 +112,8 @@ async def stream_answer(
             counted = _read_usage(chunk, answer) or counted
     except httpx.HTTPError as error:
         raise RequestFailed(f"{type(error).__name__}: {error}") from error
+    except orjson.JSONDecodeError as error:
+        raise RequestFailed(f"an event of the stream is not JSON: {error}") from error
     answer.finished_at = answer.piece_times[-1] if answer.piece_times else time.perf_counter()
     answer.text = "".join(pieces)
     if not counted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +47,8 @@ def command(
 
         def on_ready(url: str) -> None:
             console.print(_summary(parts, settings))
+            if settings.server.api_key is None and not _is_loopback(settings.server.host):
+                console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
             console.print(f"[bold green]{READY}[/] {url}  [dim](Ctrl-C drains and stops)[/]")
 
         raise typer.Exit(serve(engine, settings, listener, on_ready))
@@ -62,6 +65,13 @@ def _load(console: Console, settings: Settings) -> EngineParts:
             progress.update(task, description=stage, total=1.0, completed=share)
 
         return build_engine(settings.engine, report)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _summary(parts: EngineParts, settings: Settings) -> str:

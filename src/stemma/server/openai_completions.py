@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import StemmaError
+from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
@@ -18,7 +19,7 @@ from stemma.server.generation import OutputStream, run_to_end, start
 from stemma.server.logprobs import CompletionLogprobs
 from stemma.server.prompts import check_model, completion_prompts
 from stemma.server.retention import generation_request
-from stemma.server.sampling import completion_sampling
+from stemma.server.sampling import completion_sampling, widen_to_best_of
 from stemma.server.schemas.openai import CompletionRequest
 from stemma.server.sse import DONE, EventStream, event
 from stemma.server.usage import UsageMeter
@@ -34,12 +35,13 @@ async def create_completion(request: Request) -> Response:
     body = validate(CompletionRequest, await read_object(request))
     check_model(context, body.model)
     params = completion_sampling(context, body)
+    wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
     prompts = await completion_prompts(
         context, body.prompt, add_special_tokens=body.add_special_tokens is not False
     )
     response_id = new_request_id("cmpl")
     generations = [
-        generation_request(f"{response_id}-{index}", tokens, params, body)
+        generation_request(f"{response_id}-{index}", tokens, wide, body)
         for index, tokens in enumerate(prompts)
     ]
     echoes = await _echoes(context, body, prompts)
@@ -57,7 +59,7 @@ async def create_completion(request: Request) -> Response:
             sequence.stop_reason,
         )
         for index, result in enumerate(results)
-        for number, sequence in enumerate(result.sequences)
+        for number, sequence in enumerate(keep_best(result.sequences, params.n))
     ]
     return json_response({**reply.head, "choices": choices, "usage": UsageMeter.of(results).usage()})
 

@@ -13,6 +13,8 @@ from stemma.server.schemas.openai import ChatRequest, Message
 from stemma.types import TokenArray, as_tokens
 
 _MAX_TOKEN_ID = 2**31 - 1
+_MAX_CHARS_PER_TOKEN = 256
+"""More than any common vocabulary's longest token."""
 
 
 def check_model(context: ServerContext, name: str) -> None:
@@ -33,6 +35,15 @@ def check_tokens(context: ServerContext, tokens: TokenArray, param: str = "promp
             param=param,
         )
     return tokens
+
+
+def check_length(context: ServerContext, num_chars: int, param: str) -> None:
+    """Raise PromptTooLong for texts so long that tokenizing them would only waste time."""
+    if num_chars > _MAX_CHARS_PER_TOKEN * context.engine.max_model_len:
+        limit = context.engine.max_model_len
+        raise PromptTooLong(
+            f"the prompt has {num_chars} characters; this model's context holds {limit} tokens", param=param
+        )
 
 
 async def completion_prompts(
@@ -73,6 +84,7 @@ async def text_prompt(
     """Return the token ids of one text."""
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
+    check_length(context, len(text), param)
     tokenizer = context.engine.tokenizer
     work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
         text, add_special_tokens=add_special_tokens
@@ -83,6 +95,7 @@ async def text_prompt(
 async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
     """Return the token ids of a conversation, rendered by the checkpoint's template."""
     messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
+    check_length(context, sum(len(message.get("content", "")) for message in messages), "messages")
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.continue_final_message:
         template_kwargs["continue_final_message"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from stemma.engine.sampling_params import SamplingParams
@@ -47,7 +48,7 @@ def _openai_sampling(
         raise InvalidRequest("beam search is not supported", param="use_beam_search")
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest("response_format: only 'text' is supported", param="response_format")
-    n = check_n(context, body.n, body.best_of)
+    n = check_n(context, body.n)
     return SamplingParams(
         n=n,
         seed=body.seed,
@@ -63,15 +64,29 @@ def _openai_sampling(
     )
 
 
-def check_n(context: ServerContext, n: int | None, best_of: int | None) -> int:
+def check_n(context: ServerContext, n: int | None) -> int:
     """Return the number of sequences; raise InvalidRequest if they could never run together."""
     wanted = 1 if n is None else n
     limit = context.settings.engine.scheduler.max_num_seqs
     if not 1 <= wanted <= limit:
         raise InvalidRequest(f"n must be between 1 and {limit} on this server, got {wanted}", param="n")
-    if best_of is not None and best_of != wanted:
-        raise InvalidRequest("best_of other than n is not supported", param="best_of")
     return wanted
+
+
+def widen_to_best_of(
+    context: ServerContext, params: SamplingParams, best_of: int | None, *, stream: bool
+) -> SamplingParams:
+    """Return `params` for `best_of` sequences, of which `best_of.keep_best` keeps `params.n`."""
+    if best_of is None or best_of == params.n:
+        return params
+    limit = context.settings.engine.scheduler.max_num_seqs
+    if not params.n < best_of <= limit:
+        raise InvalidRequest(f"best_of must be between n and {limit}, got {best_of}", param="best_of")
+    if stream:
+        raise InvalidRequest("best_of can't be streamed: the best is known at the end", param="best_of")
+    if params.greedy:
+        raise InvalidRequest("best_of needs a temperature above 0", param="best_of")
+    return replace(params, n=best_of, logprobs=params.logprobs or 0)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -93,7 +108,7 @@ def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> SamplingParams:
     """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
     return SamplingParams(
-        n=check_n(context, body.n, body.best_of),
+        n=check_n(context, body.n),
         seed=body.seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),

@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
 from stemma.errors import StemmaError
+from stemma.server.best_of import keep_best
 from stemma.server.body import validate
 from stemma.server.context import context_of, new_request_id
 from stemma.server.errors import json_response, tgi_error_body
 from stemma.server.generation import OutputStream, run_to_end, start
 from stemma.server.prompts import check_model, text_prompt
-from stemma.server.sampling import vllm_sampling
+from stemma.server.sampling import vllm_sampling, widen_to_best_of
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 from stemma.server.sse import EventStream
 
@@ -31,14 +32,15 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     if body.model is not None:
         check_model(context, body.model)
     params = vllm_sampling(context, body)
+    wide = widen_to_best_of(context, params, body.best_of, stream=body.stream)
     tokens = await text_prompt(context, body.prompt)
-    generation = GenerationRequest(new_request_id("gen"), tokens, params)
+    generation = GenerationRequest(new_request_id("gen"), tokens, wide)
     if body.stream:
         outputs = await start(context, request, [generation], "vllm")
         headers = {"x-stemma-cached-tokens": str(outputs.first[1].cache.num_cached_tokens)}
         return EventStream(_pieces(outputs), outputs, headers)
     [result] = await run_to_end(context, request, [generation], "vllm")
-    texts = [body.prompt + sequence.text for sequence in result.sequences]
+    texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]
     headers = {"x-stemma-cached-tokens": str(result.cache.num_cached_tokens)}
     return json_response({"text": texts}, headers=headers)
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stemma.cli.bench.driver import Endpoint, LoadOptions, Record, drive, negotiate
+from stemma.cli.bench.driver import DEFAULT_CONCURRENCY, Endpoint, LoadOptions, Record, drive, negotiate
 from stemma.cli.bench.report import Summary, as_json, summarize, times_table, totals_table
 from stemma.cli.bench.workloads import Session, WorkloadName, WorkloadOptions, build
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
@@ -39,7 +39,10 @@ def command(
     ] = "shared-prefix",
     model: Annotated[str | None, typer.Option(help="Model name; default: the first one listed.")] = None,
     endpoint: Annotated[Endpoint, typer.Option(help="Which endpoint.")] = "completions",
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Sessions at once.")] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", "-c", min=1, help="Sessions at once; default: 8, at a rate no limit."),
+    ] = None,
     request_rate: Annotated[
         float | None, typer.Option(min=0.001, help="Sessions begun a second, Poisson; default: no wait.")
     ] = None,
@@ -76,10 +79,12 @@ def command(
         seed=seed,
     )
     sessions = build(workload, options, count_tokens)
+    if concurrency is None and request_rate is None:
+        concurrency = DEFAULT_CONCURRENCY
     load = LoadOptions(concurrency, request_rate, output_tokens, seed)
     run = Run(url, model, api_key, endpoint, load, count_tokens)
     summary, records, target_name = asyncio.run(_run(console, run, sessions))
-    console.print(f"[bold]{target_name}[/] at {url}, workload [bold]{workload}[/], concurrency {concurrency}")
+    console.print(f"[bold]{target_name}[/] at {url}, workload [bold]{workload}[/], {_describe(load)}")
     console.print(times_table(summary))
     console.print(totals_table(summary))
     if json_file is not None:
@@ -93,6 +98,13 @@ def command(
         }
         json_file.write_bytes(orjson.dumps(as_json(summary, records, setup), option=orjson.OPT_INDENT_2))
     _fail_if_any_failed(console, summary, records)
+
+
+def _describe(load: LoadOptions) -> str:
+    parts = [] if load.concurrency is None else [f"concurrency {load.concurrency}"]
+    if load.request_rate is not None:
+        parts.append(f"{load.request_rate:g} sessions/s")
+    return ", ".join(parts)
 
 
 def _token_counter(path: Path | None) -> TokenCounter | None:

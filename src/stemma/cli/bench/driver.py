@@ -18,12 +18,15 @@ Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
+DEFAULT_CONCURRENCY = 8
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How hard to drive the server."""
 
-    concurrency: int = 8
-    """Sessions open at once."""
+    concurrency: int | None = DEFAULT_CONCURRENCY
+    """Sessions open at once; None: no limit."""
     request_rate: float | None = None
     """Sessions begun per second, Poisson; None: as fast as `concurrency` allows."""
     output_tokens: int = 64
@@ -118,7 +121,7 @@ async def drive(
     A session that fails ends there; the others go on.
     """
     records: list[Record] = []
-    gate = asyncio.Semaphore(options.concurrency)
+    gate = asyncio.Semaphore(options.concurrency or len(sessions))
     arrivals = random.Random(options.seed)
 
     async def run(number: int, session: Session) -> None:

@@ -56,7 +56,6 @@ class OpenAIRequest(RequestModel):
     cache_ttl_s: float | None = Field(default=None, gt=0)
     """Retention hint: seconds of disuse after which those blocks go first."""
     use_beam_search: bool = False
-    best_of: int | None = None
     response_format: ResponseFormat | None = None
 
 
@@ -67,6 +66,8 @@ class CompletionRequest(OpenAIRequest):
     """Text, texts, token ids, or lists of token ids; checked item by item in `prompts.py`."""
     logprobs: int | None = None
     echo: bool = False
+    best_of: int | None = None
+    """Generate so many and return the `n` with the highest mean log-probability."""
     suffix: str | None = None
 
 

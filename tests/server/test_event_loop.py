@@ -1,0 +1,53 @@
+"""Long prompts are tokenized in threads: meanwhile the server answers others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.scripted_engine import ScriptedEngine
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/v1/completions", {"prompt": "long"}, "encode"),
+        ("/generate", {"inputs": "long"}, "encode"),
+        ("/generate", {"inputs": "long", "parameters": {"truncate": 2}}, "encode"),
+        ("/generate", {"prompt": "long"}, "encode"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "long"}]},
+            "apply_chat_template",
+        ),
+    ],
+)
+async def test_tokenizing_does_not_stop_the_server(
+    client: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    method: str,
+) -> None:
+    begun, finish = threading.Event(), threading.Event()
+    real = getattr(engine.tokenizer, method)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert finish.wait(10)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(engine.tokenizer, method, slow)
+    waiting = asyncio.create_task(client.post(path, json={"model": "scripted", **body}))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    assert (await client.get("/health")).status_code == 200
+    assert not waiting.done()
+    finish.set()
+    assert (await waiting).status_code == 200
