@@ -90,6 +90,10 @@ async def test_stop_strings_reach_the_step_loop(engine):
     outputs = await collect(engine, request("b", prompt(4, 9), greedy(1500, stop=(stop,))))
     assert "".join(d.text for o in outputs for d in o.deltas) == full[: full.index(stop)]
     assert outputs[-1].deltas[0].stop_reason == stop
+    while (await engine.stats()).num_running:
+        await asyncio.sleep(0.01)
+    assert engine._processor.num_open == 0
+    await engine.check()
 
 
 async def test_bad_requests_fail_before_the_first_output(engine):

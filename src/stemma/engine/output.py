@@ -54,6 +54,11 @@ class OutputProcessor:
         self._limits = limits
         self._answers: dict[str, _Answers] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Requests between their first and their last output."""
+        return len(self._answers)
+
     def process(self, news: Iterable[SequenceNews]) -> tuple[list[RequestOutput], list[Stopped]]:
         """Return one output for each request that has news, and the sequences to stop."""
         grouped: dict[str, list[SequenceNews]] = {}
@@ -71,6 +76,8 @@ class OutputProcessor:
         self, request_id: str, items: list[SequenceNews], stopped: list[Stopped]
     ) -> RequestOutput | None:
         state = items[0].state
+        if state.is_answered:
+            return None  # the step loop went on until it learnt of the stop string
         answers = self._answers.setdefault(request_id, _Answers())
         deltas: list[SequenceDelta] = []
         error = None
@@ -89,6 +96,7 @@ class OutputProcessor:
             return None
         is_finished = len(answers.finished) == state.request.params.n
         if is_finished:
+            state.is_answered = True
             del self._answers[request_id]
         return RequestOutput(
             request_id=request_id,

@@ -23,9 +23,18 @@ class Status(Enum):
 
 
 class RequestState:
-    """A request from arrival to its last output. Changed by the step loop alone."""
+    """A request from arrival to its last output. Changed by the step loop, but for `is_answered`."""
 
-    __slots__ = ("arrival", "cache", "num_unfinished", "order", "queue_wait_s", "request", "sequences")
+    __slots__ = (
+        "arrival",
+        "cache",
+        "is_answered",
+        "num_unfinished",
+        "order",
+        "queue_wait_s",
+        "request",
+        "sequences",
+    )
 
     def __init__(self, request: GenerationRequest, arrival: float, order: int) -> None:
         self.request = request
@@ -38,6 +47,8 @@ class RequestState:
         self.cache: CacheReport | None = None
         """Set when the request starts, and never again: recomputing after a preemption is no hit."""
         self.queue_wait_s = 0.0
+        self.is_answered = False
+        """The client has the last output. Set by the output side alone; later tokens are dropped."""
 
 
 class Sequence:

@@ -173,7 +173,9 @@ class Scheduler:
         futures: list[Future[Any]] = [
             s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending
         ]
+        futures += self._cache.abandoned_loads()
         futures += [s.prefetch.probe for s in self._waiting.values() if s.prefetch]
+        futures = [future for future in futures if not future.done()]
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
 

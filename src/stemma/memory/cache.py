@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -236,6 +237,10 @@ class PrefixCache:
         self.commit(lease, lease.num_cached_tokens)
         found = Match(lease.num_cached_tokens, lease.block_table[: pending.first + num_loaded])
         lease.miss = self._explain(lease, found, 0)
+
+    def abandoned_loads(self) -> list[Future[int]]:
+        """Return the loads that still write into blocks whose lease is gone."""
+        return [lease.pending.num_loaded for lease in self._draining if lease.pending is not None]
 
     def commit(self, lease: Lease, num_computed: int, *, tail: bool = False) -> None:
         """Enter blocks whose KV is complete in the index; O(1) until another block is full.
