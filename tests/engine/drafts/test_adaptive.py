@@ -36,11 +36,11 @@ def test_as_long_as_all_steps_are_alike_a_row_costs_nothing() -> None:
     assert cost.token_s == pytest.approx(0.025)
 
 
-def test_prefills_are_not_learned_from() -> None:
+def test_a_step_that_gave_nothing_is_not_learned_from() -> None:
     cost = fitted(0.03, 0.001)
-    before = cost.row_s
-    cost.observe(2048, 2048, 1, 4.0)
-    assert cost.row_s == before
+    before = cost.token_s
+    cost.observe(1, 100, 0, 4.0)
+    assert cost.token_s == before
 
 
 @pytest.mark.parametrize(

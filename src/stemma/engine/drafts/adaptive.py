@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 _COST_DECAY = 0.98
 _SOLVE_EVERY = 8
-_MAX_ROWS_LEARNED = 512
-"""Steps with more rows are prefills: their cost a row says nothing about a draft's."""
 _FIRST_PROBE_AFTER = 8
 _LAST_PROBE_AFTER = 256
 _PROBE_TOKENS = 2
@@ -49,7 +47,7 @@ class StepCost:
 
     def observe(self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float) -> None:
         """Learn from a step of decodes alone that gave `num_tokens` tokens."""
-        if num_rows > _MAX_ROWS_LEARNED or num_tokens == 0:
+        if num_tokens == 0:
             return
         features = np.array([1.0, num_rows, num_context_tokens / 1024])
         self._products = self._products * _COST_DECAY + np.outer(features, features)
