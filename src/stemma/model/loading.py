@@ -23,6 +23,7 @@ from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.memory.device import TORCH_DTYPES
 from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
+from stemma.model.experts import pack_experts
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.latent import cache_latents
 from stemma.model.native.fused import FusedDecoder, follows_pattern
@@ -219,6 +220,8 @@ def _make_decoder(
     pack = can_pack(hf_model.dtype, device)
     native = device.type == "cpu" and hf_model.dtype in (torch.bfloat16, torch.float32)
     kernels = load_kernels() if native else None
+    if pack:
+        pack_experts(hf_model)
     if kernels is not None and follows_pattern(hf_model):
         return FusedDecoder(hf_model, calls, kernels, pack=pack, report=report)
     if pack:
