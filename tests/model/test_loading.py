@@ -122,6 +122,15 @@ def test_context_beyond_the_model(qwen2: Path) -> None:
         load(qwen2, max_model_len=4096)
 
 
+def test_rotary_embedding_that_depends_on_the_whole_context(tmp_path: Path) -> None:
+    """Dynamic NTK turns all keys anew beyond the trained length: KV can't be reused there."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    path = checkpoints.build("llama", tmp_path, rope_parameters=rope)
+    assert load_model(ModelSettings(path=path, device="cpu")).max_model_len == 512
+    with pytest.raises(ConfigError, match="ends at 512"):
+        load(path, max_model_len=1024)
+
+
 def test_unknown_device(qwen2: Path) -> None:
     with pytest.raises(ConfigError):
         load(qwen2, device="abacus")

@@ -148,14 +148,28 @@ def named_architecture(config: Any) -> str:
 
 
 def _max_model_len(settings: ModelSettings, config: Any) -> int:
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = _context_limit(config.get_text_config())
     if settings.max_model_len is None:
         if limit is None:
             raise ConfigError(f"{settings.path} names no max_position_embeddings; set max_model_len")
-        return int(limit)
+        return limit
     if limit is not None and settings.max_model_len > limit:
         raise ConfigError(f"max_model_len is {settings.max_model_len}, but the model ends at {limit}")
     return settings.max_model_len
+
+
+def _context_limit(config: Any) -> int | None:
+    """Return the longest context in which a token's KV depends on nothing after it; None if unknown.
+
+    Some rotary embeddings (dynamic NTK, LongRoPE) turn all keys anew once the context outgrows the length of
+    their training. KV computed before is then wrong, in any cache; such models end at that length here.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        trained = rope.get("original_max_position_embeddings")
+        return int(trained or getattr(config, "original_max_position_embeddings", None) or limit or 0) or None
+    return None if limit is None else int(limit)
 
 
 @contextmanager

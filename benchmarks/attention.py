@@ -1,0 +1,201 @@
+"""What attention, linear layers and a whole step cost: `python -m benchmarks.attention [--steps] [--json F]`.
+
+Shapes of Qwen2.5-0.5B (14 query / 2 KV heads of 64) in bf16, one thread, CPU time of that thread (a shared
+machine disturbs it little), best of several. Each line is a ratio within one run: native kernels to torch path
+for attention, packed to `F.linear` for weights; with `--steps`, steps of the 0.5B checkpoint with the native
+kernels to those without (transformers' modules, attention by torch, packed weights in both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import thread_time
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.checkpoint import half_billion_checkpoint
+from stemma.config.settings import ModelSettings
+from stemma.memory.device import DeviceKV
+from stemma.memory.layout import KVLayout
+from stemma.model.attention import AttentionCall
+from stemma.model.batch import ForwardBatch
+from stemma.model.loading import load_model
+from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.native.library import load_kernels
+from stemma.model.paged import AttentionStep
+from stemma.model.weights import linear_function
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 64
+LINEARS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
+"""Query, key and value; output; gate and up; down: rows and columns of one layer's weights."""
+NUM_LAYERS = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch: context length and number of new tokens of each sequence, and blocks they share."""
+
+    name: str
+    context_lens: list[int]
+    num_queries: list[int]
+    shared_blocks: int = 0
+
+
+CASES = (
+    Case("decode, batch 1, context 64", [64], [1]),
+    Case("decode, batch 1, context 1024", [1024], [1]),
+    Case("decode, batch 1, context 8192", [8192], [1]),
+    Case("decode, batch 8, context 1024", [1024] * 8, [1] * 8),
+    Case("decode, batch 32, context 1024", [1024] * 32, [1] * 32),
+    Case("decode, batch 32, context 32 to 2048", [2048 * (i + 1) // 32 - 32 for i in range(1, 32)], [1] * 31),
+    Case("decode, 16 over one prefix of 4096", [4160] * 16, [1] * 16, shared_blocks=64),
+    Case("decode, 16 of 4160, nothing shared", [4160] * 16, [1] * 16),
+    Case("8 new tokens over 1024", [1024], [8]),
+    Case("32 new tokens over 2048", [2080], [32]),
+    Case("512 new tokens over 512", [1024], [512]),
+    Case("cold prompt of 512", [512], [512]),
+    Case("cold prompt of 2048", [2048], [2048]),
+)
+STEPS = (CASES[0], Case("decode, batch 8, context 2048", [2048] * 8, [1] * 8), CASES[9], CASES[11])
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds of the faster way and of the plain one."""
+
+    what: str
+    ms: float
+    plain_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """Below 1 is a gain."""
+        return self.ms / self.plain_ms
+
+
+def best_ms(run: Callable[[], object], rounds: int = 7) -> float:
+    """Return the least CPU time of several runs, after one to warm up."""
+    run()
+    times = []
+    for _ in range(rounds):
+        start = thread_time()
+        run()
+        times.append(thread_time() - start)
+    return min(times) * 1e3
+
+
+def make_batch(case: Case) -> tuple[ForwardBatch, int]:
+    """Return the batch and how many blocks it needs."""
+    needs = [-(-length // BLOCK_SIZE) for length in case.context_lens]
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
+    tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for row, need in enumerate(needs):
+        for index in range(need):
+            shared = row > 0 and index < case.shared_blocks
+            tables[row, index] = tables[0, index] if shared else order.pop()
+        length = case.context_lens[row]
+        for position in range(length - case.num_queries[row], length):
+            positions.append(position)
+            block = int(tables[row, position // BLOCK_SIZE])
+            slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+        starts.append(len(positions))
+    batch = ForwardBatch(
+        token_ids=torch.arange(len(positions)) % 1000 + 10,
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        query_starts=starts,
+        context_lens=case.context_lens,
+        block_tables=tables,
+        logits_rows=torch.tensor([start - 1 for start in starts[1:]]),
+    )
+    return batch, sum(needs)
+
+
+def bench_attention(case: Case) -> Result:
+    """Time one layer's KV write and attention, planning left out (it is done once a step)."""
+    kernels = load_kernels()
+    if kernels is None:
+        raise SystemExit("no native kernels on this machine: nothing to compare")
+    batch, num_blocks = make_batch(case)
+    kv = DeviceKV(KVLayout(1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, "bfloat16"), num_blocks)
+    kv.data.normal_()
+    tokens = len(batch.positions)
+    query = torch.randn(tokens, HEADS, HEAD_DIM).bfloat16()
+    new = torch.randn(2, tokens, KV_HEADS, HEAD_DIM).bfloat16()
+    call = AttentionCall(0, HEAD_DIM**-0.5, None, None, None)
+    plain = AttentionStep(batch, kv)
+    with NativeAttentionStep(batch, kv, kernels, ALL_QUERIES) as native:
+        return Result(
+            case.name,
+            best_ms(lambda: native.attend(call, query, new[0], new[1])),
+            best_ms(lambda: plain.attend(call, query, new[0], new[1])),
+        )
+
+
+def bench_linears(num_tokens: int) -> Result:
+    """Time the linear layers of the whole model."""
+    weights = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(NUM_LAYERS) for shape in LINEARS]
+    packed = [linear_function(weight, None, pack=True) for weight in weights]
+    inputs = [torch.randn(num_tokens, shape[1]).bfloat16() for shape in LINEARS] * NUM_LAYERS
+    pairs = list(zip(packed, inputs, strict=True))
+    plain = list(zip(weights, inputs, strict=True))
+    rounds = 5 if num_tokens < 256 else 2
+    return Result(
+        f"linear layers, {num_tokens} tokens",
+        best_ms(lambda: [layer(x) for layer, x in pairs], rounds),
+        best_ms(lambda: [F.linear(x, weight) for weight, x in plain], rounds),
+    )
+
+
+def bench_steps() -> list[Result]:
+    """Time whole forward passes of the 0.5B checkpoint with and without native kernels."""
+    settings = ModelSettings(path=half_billion_checkpoint(), dtype="bfloat16", device="cpu", num_threads=1)
+    times: list[list[float]] = []
+    for native in ("1", "0"):
+        os.environ["STEMMA_NATIVE"] = native
+        load_kernels.cache_clear()
+        model = load_model(settings)
+        times.append([])
+        for case in STEPS:
+            batch, num_blocks = make_batch(case)
+            kv = DeviceKV(model.layout(BLOCK_SIZE), num_blocks)
+            times[-1].append(best_ms(lambda m=model, b=batch, k=kv: m.forward(b, k), 5))  # type: ignore[misc]
+    return [
+        Result(f"step: {case.name}", *pair)
+        for case, pair in zip(STEPS, zip(*times, strict=True), strict=True)
+    ]
+
+
+def main() -> None:
+    """Run all and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", action="store_true", help="also whole steps of the 0.5B checkpoint")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        results = [bench_attention(case) for case in CASES]
+        results += [bench_linears(num_tokens) for num_tokens in (1, 8, 32, 256)]
+    if options.steps:
+        results += bench_steps()
+    table = Table("what", "ms", "plain ms", "ratio")
+    for result in results:
+        table.add_row(result.what, f"{result.ms:.3f}", f"{result.plain_ms:.3f}", f"{result.ratio:.2f}")
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
