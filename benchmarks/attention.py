@@ -1,7 +1,7 @@
 """What attention, linear layers and a whole step cost: `python -m benchmarks.attention [--steps] [--json F]`.
 
-Shapes of Qwen2.5-0.5B (14 query / 2 KV heads of 64) in bf16, one thread, CPU time of that thread (a shared
-machine disturbs it little), best of several. Each line is a ratio within one run: native kernels to torch path
+Shapes of Qwen2.5-0.5B (14 query / 2 KV heads of 64) in bf16, one thread, CPU time of that thread, best of
+several. Each line is a ratio within one run: native kernels to torch path
 for attention, packed to `F.linear` for weights; with `--steps`, steps of the 0.5B checkpoint with the native
 kernels to those without (transformers' modules, attention by torch, packed weights in both).
 """
