@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.cli.client import make_http
 from stemma.cli.demo.stage import Stage
-from stemma.cli.demo.steps import STEPS
+from stemma.cli.demo.steps import CACHE_STEPS
 from stemma.cli.server_process import ServerProcess
 from stemma.errors import StemmaError
 from tests.e2e.conftest import Served
@@ -118,7 +118,7 @@ def test_bench_against_the_real_server(served: Served, tmp_path: Path) -> None:
 
 
 def test_demo_steps(served: Served) -> None:
-    """All steps of the demo against a server that runs already."""
+    """The steps that need no tiers, against a server that runs already."""
     output = io.StringIO()
     console = Console(file=output, width=100, highlight=False)
     server = ServerProcess(Path("unused"))
@@ -126,7 +126,7 @@ def test_demo_steps(served: Served) -> None:
 
     async def run() -> None:
         async with make_http(served.url) as http:
-            for step in STEPS:
+            for step in CACHE_STEPS:
                 await step(Stage(console, server, http, "tiny"))
 
     asyncio.run(run())
@@ -139,9 +139,13 @@ def test_demo_steps(served: Served) -> None:
     assert "from cache" in text.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_demo_as_a_user_runs_it() -> None:
     result = stemma("demo", COLUMNS="100")
 
     assert result.returncode == 0, result.stderr
-    assert "Done in" in result.stdout
+    lines = result.stdout.splitlines()
+    handbook = next(line for line in lines if line.startswith("the handbook"))
+    restarted = next(line for line in lines if line.startswith("after the restart"))
+    assert "from host" in handbook
+    assert "from disk" in restarted
+    assert "Done in" in lines[-1]

@@ -41,6 +41,8 @@ class Answer:
     num_prompt_tokens: int | None = None
     num_generated_tokens: int = 0
     num_cached_tokens: int | None = None
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    """Only Stemma says."""
     miss_reason: str | None = None
     miss_detail: str | None = None
     finish_reason: str | None = None
@@ -175,6 +177,7 @@ def _read_usage(chunk: dict[str, Any], answer: Answer) -> bool:
             answer.num_cached_tokens = cached
             break
     own = usage.get("stemma") or {}
+    answer.cached_by_tier = own.get("cached_tokens_by_tier") or {}
     answer.miss_reason = own.get("miss_reason")
     answer.miss_detail = own.get("miss_detail")
     if isinstance(usage.get("completion_tokens"), int):

@@ -67,6 +67,19 @@ def _load(console: Console, settings: Settings) -> EngineParts:
         return build_engine(settings.engine, report)
 
 
+def _tiers(settings: Settings) -> str:
+    """Return what lies below the device tier, e.g. ``host 8.0 GB, disk 100.0 GB; ``; empty if nothing does."""
+    tiers, pool = settings.engine.tiers, settings.engine.cache.pool
+    parts = []
+    if tiers.host_cache is not None:
+        parts.append(f"host {format_size(tiers.host_cache)}")
+    if tiers.disk_cache is not None:
+        parts.append(f"disk {format_size(tiers.disk_cache_size)} in {tiers.disk_cache}")
+    if pool is not None:
+        parts.append(f"pool {pool.name}")
+    return ", ".join(parts) + "; " if parts else ""
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -83,6 +96,6 @@ def _summary(parts: EngineParts, settings: Settings) -> str:
     return (
         f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
         f"weights {format_size(parts.model.weight_bytes)}; "
-        f"KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; "
+        f"KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; {_tiers(settings)}"
         f"context {parts.engine.limits.max_tokens}"
     )

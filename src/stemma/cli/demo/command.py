@@ -6,9 +6,7 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from stemma.cli.client import first_model, make_http
@@ -16,22 +14,20 @@ from stemma.cli.demo.stage import Stage
 from stemma.cli.demo.steps import STEPS
 from stemma.cli.server_process import ServerProcess
 
-_FLAGS = ("--kv-cache-memory", "256MB", "--block-size", "64")
 _HIDDEN_SIZE = 384
 _NUM_LAYERS = 6
+_FLAGS = ("--block-size", "64", "--kv-cache-memory", "40MB", "--host-cache", "80MB")
+"""A device tier with room for all that the first steps leave behind (100 blocks), and not much more."""
 
 
-def command(
-    model: Annotated[
-        Path | None, typer.Option(help="A checkpoint directory to use instead of the small random model.")
-    ] = None,
-) -> None:
+def command() -> None:
     """Show the prefix cache at work: no download, under a minute."""
     console = Console(highlight=False)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="stemma-demo-") as directory:
-        path = model or _build_model(console, Path(directory) / "demo-model")
-        server = ServerProcess(path, _FLAGS)
+        model = _build_model(console, Path(directory) / "demo-model")
+        disk = ("--disk-cache", f"{directory}/disk", "--disk-cache-size", "200MB")
+        server = ServerProcess(model, (*_FLAGS, *disk))
         with console.status("starting the server"):
             server.start()
         try:
@@ -52,8 +48,11 @@ def _build_model(console: Console, path: Path) -> Path:
 
 
 async def _run(console: Console, server: ServerProcess) -> None:
-    async with make_http(server.url) as http:
-        stage = Stage(console, server, http, await first_model(http))
+    http = make_http(server.url)
+    stage = Stage(console, server, http, await first_model(http))
+    try:
         await stage.complete("warm-up", "Hello")
         for step in STEPS:
             await step(stage)
+    finally:
+        await stage.http.aclose()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from stemma.cli.client import stream_answer
+from stemma.cli.client import make_http, stream_answer
 from stemma.cli.server_process import ServerProcess
 
 _BAR_CELLS = 20
@@ -27,6 +27,14 @@ class Outcome:
     """To the first token, or of the whole request where nothing is streamed."""
     text: str
     miss_detail: str | None = None
+    tiers: tuple[str, ...] = ()
+    """Where the cached tokens came from."""
+
+    @property
+    def source(self) -> str:
+        """What the cached tokens came from, in words: the tiers, if the device tier wasn't all."""
+        lower = set(self.tiers) - {"device"}
+        return f"from {' and '.join(self.tiers)}" if lower else "from cache"
 
 
 @dataclass(slots=True)
@@ -61,6 +69,7 @@ class Stage:
             answer.ttft_s,
             answer.text,
             answer.miss_detail,
+            tuple(tier for tier, count in answer.cached_by_tier.items() if count),
         )
 
     async def generate(self, label: str, inputs: str, max_new_tokens: int) -> Outcome:
@@ -81,6 +90,15 @@ class Stage:
             details["stemma"]["miss_detail"],
         )
 
+    async def restart(self) -> float:
+        """End the server as a crash would and start it again; return the seconds until it takes requests."""
+        self.server.kill()
+        started = time.perf_counter()
+        self.server.start()
+        await self.http.aclose()
+        self.http = make_http(self.server.url)
+        return time.perf_counter() - started
+
     def show(self, outcomes: list[Outcome]) -> None:
         """Print each request: what was reused, what it took, and why the rest was computed."""
         for outcome in outcomes:
@@ -88,7 +106,7 @@ class Stage:
                 f"{outcome.label:<17} ",
                 bar(outcome.num_cached_tokens, outcome.num_prompt_tokens),
                 (f" {outcome.num_cached_tokens:>4}", "bold"),
-                f" of {outcome.num_prompt_tokens:>4} from cache",
+                f" of {outcome.num_prompt_tokens:>4} {outcome.source}",
                 (f"{1000 * outcome.seconds:>8.0f} ms", "bold"),
             )
             self.console.print(line)

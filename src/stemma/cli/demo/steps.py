@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Awaitable, Callable
 
 from rich.text import Text
 
+from stemma.cli.bench.workloads import TextMaker
 from stemma.cli.demo import texts
 from stemma.cli.demo.stage import Stage, bar
 
 Step = Callable[[Stage], Awaitable[None]]
 _ANSWER_TOKENS = 48
+_NUM_FILLERS = 8
+_FILLER_WORDS = 400
 
 
 async def miss_and_hit(stage: Stage) -> None:
@@ -109,4 +113,39 @@ async def totals(stage: Stage) -> None:
     )
 
 
-STEPS: tuple[Step, ...] = (miss_and_hit, partial_hit, dialogue, few_shot, tree, totals)
+async def demotion(stage: Stage) -> None:
+    """Push the handbook out of the device tier, and ask about it again."""
+    stage.title(
+        "6. Out of memory, not out of reach",
+        "New prompts need the blocks. What they push out of the device tier moves one tier down, to DRAM "
+        "(host), and comes back when it is asked for.",
+    )
+    before = (await stage.http.get("/admin/stats")).json()["num_evicted_blocks"]
+    maker = TextMaker(random.Random(0))
+    for number in range(_NUM_FILLERS):
+        await stage.complete("filler", f"{number}. {maker.text(_FILLER_WORDS)}", max_tokens=1)
+    after = (await stage.http.get("/admin/stats")).json()["num_evicted_blocks"]
+    stage.console.print(f"{_NUM_FILLERS} long new prompts; {after - before} blocks moved down.")
+    question = texts.HANDBOOK_QUESTIONS[0]
+    stage.show([await stage.complete("the handbook", texts.HANDBOOK + question)])
+
+
+async def crash(stage: Stage) -> None:
+    """Kill the server, start it again: what was on disk is a hit."""
+    stage.title(
+        "7. kill -9 and a restart",
+        "Full blocks are on disk as well. The server is killed and started again on the same directory.",
+    )
+    seconds = await stage.restart()
+    stage.console.print(f"Killed; ready again after {seconds:.0f} s, most of it importing torch.")
+    await stage.complete("warm-up", "Hello")
+    question = texts.HANDBOOK_QUESTIONS[0]
+    again = await stage.complete("after the restart", texts.HANDBOOK + question)
+    stage.show([again, await stage.complete("the same prompt", texts.HANDBOOK + question)])
+
+
+CACHE_STEPS: tuple[Step, ...] = (miss_and_hit, partial_hit, dialogue, few_shot, tree, totals)
+"""Need nothing but a server."""
+TIER_STEPS: tuple[Step, ...] = (demotion, crash)
+"""Need a server process of our own, with a small device tier and tiers below it."""
+STEPS = (*CACHE_STEPS, *TIER_STEPS)
