@@ -68,7 +68,7 @@ def _load(console: Console, settings: Settings) -> EngineParts:
 
 
 def _tiers(settings: Settings) -> str:
-    """Return what lies below the device tier, e.g. ``host 8.0 GB, disk 100.0 GB; ``; empty if nothing does."""
+    """Return what lies below the device tier, e.g. ``host 8.0 GB, disk 100.0 GB; ``, or nothing."""
     tiers, pool = settings.engine.tiers, settings.engine.cache.pool
     parts = []
     if tiers.host_cache is not None:
