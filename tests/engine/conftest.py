@@ -61,8 +61,18 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
         kv = DeviceKV(layout, num_blocks)
         key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
         options = {} if clock is None else {"clock": clock}
-        lower = open_tiers(tiers, kv, key_space) if tiers is not None else None
-        cache = PrefixCache(kv, make_index(settings.cache, key_space), key_space, lower=lower, **options)
+        lower = None
+        if tiers is not None or settings.cache.pool is not None:
+            pool, role = settings.cache.pool, settings.role
+            lower = open_tiers(tiers or TierSettings(), kv, key_space, pool=pool, role=role)
+        cache = PrefixCache(
+            kv,
+            make_index(settings.cache, key_space),
+            key_space,
+            lower=lower,
+            takes_tails=settings.role == "decode",
+            **options,
+        )
         if "speculation" in fields:
             drafter = make_drafter(settings.speculation, cache.continuation)
         limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))

@@ -348,11 +348,13 @@ def test_detach_and_attach(rig: Rig) -> None:
     transfer = rig.open(rig.host(8), rig.disk())
     blocks = rig.fill("a", 2)
     transfer.on_commit(blocks)
-    store = transfer.detach(Tier.DISK)
-    assert store is not None
+    finish = transfer.detach(Tier.DISK)
+    assert finish is not None
     assert transfer.match(keys(blocks)) == []
-    transfer.attach(store)
+    finish()
+    transfer.attach(rig.disk())
     assert transfer.match(keys(blocks)) == [Tier.DISK] * 2
+    assert transfer.detach(Tier.POOL) is None
 
 
 def test_estimates_decide_how_much_to_load() -> None:

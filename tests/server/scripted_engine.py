@@ -48,6 +48,7 @@ class ScriptedEngine:
     model_name: str = "scripted"
     max_model_len: int = 4096
     default_sampling: dict[str, float] = field(default_factory=dict)
+    pool: None = None
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
     active: set[str] = field(default_factory=set)

@@ -22,6 +22,9 @@ class SettingsModel(BaseModel):
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
 
+Role = Literal["both", "prefill", "decode"]
+
+
 class ModelSettings(SettingsModel):
     """Which checkpoint to load, and how."""
 
@@ -163,6 +166,8 @@ class EngineSettings(SettingsModel):
     """Everything the engine needs."""
 
     model: ModelSettings
+    role: Role = "both"
+    """`prefill` computes prompts and publishes their KV to the pool; `decode` takes it from there."""
     cache: CacheSettings = CacheSettings()
     tiers: TierSettings = TierSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

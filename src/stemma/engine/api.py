@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from stemma.config.settings import PoolSettings
 from stemma.engine.cache_control import CacheControl
+from stemma.engine.pool import EnginePool
 from stemma.engine.sampling_params import SamplingParams
 from stemma.memory.lower import TransferStats
 from stemma.model.tokenizer import Tokenizer
@@ -126,6 +128,9 @@ class EngineClient(Protocol):
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
 
+    pool: EnginePool | None
+    """None: the prefix cache is off."""
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.
 
@@ -143,6 +148,12 @@ class EngineClient(Protocol):
 
     async def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many were dropped."""
+
+    async def attach_pool(self, settings: PoolSettings) -> None:
+        """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
+
+    async def detach_pool(self) -> bool:
+        """Write what is queued for the pool and let go of it; return whether there was one."""
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, let running ones finish; abort the rest after `timeout_s`.

@@ -21,13 +21,13 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from stemma.config.settings import EngineSettings
+from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.cache_control import CacheControl
 from stemma.engine.engine import Engine, describe_error
 from stemma.engine.output import OutputProcessor, SequenceNews
-from stemma.errors import InvalidRequest, Overloaded, ShuttingDown, StemmaError
+from stemma.errors import ConfigError, InvalidRequest, Overloaded, ShuttingDown, StemmaError
 from stemma.model.loading import Progress
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class AsyncEngine:
         self.max_model_len = parts.engine.limits.max_tokens
         self.tokenizer = parts.tokenizer
         self.default_sampling: Mapping[str, float | int] = parts.model.default_sampling
+        self.pool = parts.pool
         self._engine: Engine = parts.engine
         self.cache_control = CacheControl(parts.engine.cache, parts.device, parts.key_space, self._call)
         self._max_waiting = max_waiting
@@ -88,6 +89,8 @@ class AsyncEngine:
                     is_finished = True
                     raise output
                 is_finished = output.finished
+                if is_finished and self.pool is not None:
+                    await self.pool.settle(self._call)
                 yield output
         finally:
             del self._subscriptions[request.request_id]
@@ -109,6 +112,16 @@ class AsyncEngine:
     async def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many were dropped."""
         return await self._call(self._engine.flush_cache)
+
+    async def attach_pool(self, settings: PoolSettings) -> None:
+        """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
+        if self.pool is None:
+            raise ConfigError("a pool needs the prefix cache, which is off")
+        await self.pool.attach(settings, self._call)
+
+    async def detach_pool(self) -> bool:
+        """Write what is queued for the pool and let go of it; return whether there was one."""
+        return self.pool is not None and await self.pool.detach(self._call)
 
     async def check(self) -> None:
         """Raise IntegrityError if blocks and their holders don't agree (slow; for tests and soaks)."""

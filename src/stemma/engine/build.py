@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from stemma.config.settings import CacheSettings, EngineSettings
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
+from stemma.engine.pool import EnginePool
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
+from stemma.errors import ConfigError
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
 from stemma.memory.device_copy import DeviceCopy
@@ -35,6 +37,8 @@ class EngineParts:
     device: DeviceCopy
     """Bytes of device blocks, in and out."""
     key_space: KeySpace
+    pool: EnginePool | None = None
+    """None: the prefix cache is off, and without it there can be no pool."""
 
 
 def build_engine(settings: EngineSettings, progress: Progress | None = None) -> EngineParts:
@@ -42,14 +46,31 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
 
     Raises ModelError, UnsupportedModel or ConfigError.
     """
+    check_role(settings)
     model = load_model(settings.model, progress)
     tokenizer = Tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
     layout = model.layout(settings.cache.block_size)
     kv = DeviceKV(layout, num_device_blocks(settings.cache, layout, model.device), model.device)
     key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
     index = make_index(settings.cache, key_space)
-    lower = open_tiers(settings.tiers, kv, key_space, eviction=settings.cache.eviction) if index else None
-    cache = PrefixCache(kv, index, key_space, policy_name=settings.cache.eviction, lower=lower)
+    lower = None
+    if index is not None:
+        lower = open_tiers(
+            settings.tiers,
+            kv,
+            key_space,
+            eviction=settings.cache.eviction,
+            pool=settings.cache.pool,
+            role=settings.role,
+        )
+    cache = PrefixCache(
+        kv,
+        index,
+        key_space,
+        policy_name=settings.cache.eviction,
+        lower=lower,
+        takes_tails=settings.role == "decode",
+    )
     limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
     engine = Engine(
         Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),
@@ -60,7 +81,23 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         drafter=make_drafter(settings.speculation, cache.continuation),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
-    return EngineParts(engine, model, tokenizer, name, DeviceCopy(kv), key_space)
+    pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)
+    return EngineParts(engine, model, tokenizer, name, DeviceCopy(kv), key_space, pool)
+
+
+def check_role(settings: EngineSettings) -> None:
+    """Raise ConfigError if prefill and decode apart, or a pool, can't work with the other settings."""
+    pool = settings.cache.pool
+    if pool is not None and not settings.cache.enable_prefix_cache:
+        raise ConfigError("a pool needs the prefix cache; leave enable_prefix_cache on")
+    if settings.role == "both":
+        return
+    if pool is None:
+        raise ConfigError(f"role {settings.role} needs a pool to meet the other side in; set --pool")
+    if settings.role == "prefill" and pool.write != "write_through":
+        raise ConfigError("role prefill publishes every block: pool_write must be write_through")
+    if settings.role == "decode" and settings.tiers.prefetch == "best_effort":
+        raise ConfigError("role decode waits for the pool: prefetch must not be best_effort")
 
 
 def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:

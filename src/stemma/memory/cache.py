@@ -65,6 +65,7 @@ class PrefixCache:
         *,
         policy_name: str = "lru",
         lower: LowerTiers | None = None,
+        takes_tails: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`index` None disables reuse: blocks are then only allocated and shared between forks."""
@@ -74,6 +75,7 @@ class PrefixCache:
         self._index = index
         self._key_space = key_space
         self._lower = lower
+        self._takes_tails = takes_tails
         self._clock = clock
         self._allocator = BlockAllocator(buffer.num_blocks)
         self._records = BlockRecords(buffer.num_blocks, self.block_size, policy_name)
@@ -138,7 +140,7 @@ class PrefixCache:
             lease.append_blocks(shared)
             lease.adopt_keys(self._records.keys(shared))
             lease.num_committed = num_full
-        tiers = self._lower_match(lease, num_full)
+        tiers, keys = self._lower_match(lease, found)
         num_tail = found.num_tokens % self.block_size if not tiers else 0
         num_needed = -(-(len(tokens) + num_new) // self.block_size) - num_full
         num_lost = 0
@@ -158,8 +160,7 @@ class PrefixCache:
             if self._lower is not None and num_full:
                 self._lower.on_hit([self._records.describe(i) for i in shared.tolist()])
         if tiers and self._lower is not None:
-            keys = [lease.key(num_full + i) for i in range(len(tiers))]
-            future = self._lower.load(keys, fresh[: len(tiers)].tolist())
+            future = self._lower.load(keys[: len(tiers)], fresh[: len(tiers)].tolist())
             lease.pending = PendingLoad(num_full, tiers, future)
         else:
             lease.miss = self._explain(lease, found, num_lost)
@@ -207,10 +208,12 @@ class PrefixCache:
         """A prompt was queued: let the lower tiers look for what the device lacks of it."""
         if self._lower is None:
             return None
-        num_full = self._match(namespace, tokens).num_full_blocks(self.block_size)
+        found = self._match(namespace, tokens)
+        num_full = found.num_full_blocks(self.block_size)
         wanted = tokens[: (len(tokens) - 1) // self.block_size * self.block_size]
         root = self._key_space.root(namespace)
         keys = chain_keys(root, wanted, self.block_size)
+        keys += self._tail_key([root, *keys][-1], tokens, found)
         return self._lower.prefetch([root, *keys][num_full], keys[num_full:])
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -232,8 +235,10 @@ class PrefixCache:
                 lease.load_error = str(error)
             else:
                 raise error
-        for tier in pending.tiers[:num_loaded]:
-            lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + self.block_size
+        for number, tier in enumerate(pending.tiers[:num_loaded], pending.first):
+            # The last token is always computed, even where its block was loaded.
+            num_tokens = min(self.block_size, lease.num_tokens - 1 - number * self.block_size)
+            lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + num_tokens
         self.commit(lease, lease.num_cached_tokens)
         found = Match(lease.num_cached_tokens, lease.block_table[: pending.first + num_loaded])
         lease.miss = self._explain(lease, found, 0)
@@ -405,11 +410,24 @@ class PrefixCache:
             return _NO_MATCH
         return self._index.match(namespace, tokens[:-1])
 
-    def _lower_match(self, lease: Lease, num_full: int) -> tuple[Tier, ...]:
+    def _lower_match(self, lease: Lease, found: Match) -> tuple[tuple[Tier, ...], list[BlockKey]]:
+        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys asked."""
         if self._lower is None:
-            return ()
+            return (), []
         last = (lease.num_tokens - 1) // self.block_size
-        return tuple(self._lower.match([lease.key(i) for i in range(num_full, last)]))
+        keys = [lease.key(i) for i in range(found.num_full_blocks(self.block_size), last)]
+        keys += self._tail_key(lease.key(last - 1), lease.tokens, found)
+        return tuple(self._lower.match(keys)), keys
+
+    def _tail_key(self, parent: BlockKey, tokens: TokenArray, found: Match) -> list[BlockKey]:
+        """Return the key of the block that the prompt's last token lies in, as a prefill server publishes it.
+
+        Nothing if we don't ask for such blocks, or the device has all of it but the last token.
+        """
+        tail = tokens[(len(tokens) - 1) // self.block_size * self.block_size :]
+        if not self._takes_tails or len(tail) < 2 or found.num_tokens >= len(tokens) - 1:
+            return []
+        return [partial_key(parent, tail)]
 
     def _allocate(self, num_blocks: int) -> BlockIds | None:
         """Return fresh blocks, evicting what is needed; None if that isn't enough."""

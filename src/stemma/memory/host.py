@@ -44,6 +44,11 @@ class HostStore(SlottedStore):
         self._arena = torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=pin_memory)
         self._bytes = self._arena.numpy()
 
+    @property
+    def memory(self) -> memoryview:
+        """The whole arena, for `BlockStore.register` of the stores below."""
+        return self._bytes.reshape(-1).data
+
     def borrow(self, keys: Sequence[BlockKey]) -> list[torch.Tensor | None]:
         """Return a view ([block_bytes] uint8) of each key that is held; it stays valid until `unpin`.
 

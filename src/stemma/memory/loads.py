@@ -213,8 +213,12 @@ class LoadQueue:
     # -- worker threads ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        buffers = StagingArena(CHUNK_BLOCKS, self._device.block_bytes, pin_memory=self._device.is_cuda)
+        buffers: StagingArena | None = None
         while (task := self._tasks.get()[2]) is not None:
+            if buffers is None:  # a server without lower tiers never pays for them
+                buffers = StagingArena(
+                    CHUNK_BLOCKS, self._device.block_bytes, pin_memory=self._device.is_cuda
+                )
             try:
                 self._work(task, buffers)
             except StorageError as error:
@@ -269,7 +273,7 @@ class LoadQueue:
             missing = [key for n, key in enumerate(task.keys) if not any(there[n] for there in local)]
             there = pool.exists_many(missing)
             seen = [key for key, is_there in zip(missing, there, strict=True) if is_there]
-            self._whereabouts.note_found(Tier.POOL, seen)
+            self._whereabouts.note_in_pool(seen)
         with task.lock:
             if not task.probe.done():
                 task.probe.set_result(None)
@@ -294,6 +298,9 @@ class LoadQueue:
             results = self._from_host(task, store, keys)
         else:
             results = store.get_many(keys, [buffers.view(n) for n in range(len(keys))])
+            for key, result in zip(keys, results, strict=True):
+                if result is not ReadResult.HIT:
+                    self._whereabouts.note_lost(key)
             results = _until_first_failure(results)
             self._deliver(task, results.count(ReadResult.HIT), buffers, store.tier)
         self._estimator.observe_load(store.tier, len(keys), self._clock() - start)
@@ -330,9 +337,11 @@ class LoadQueue:
         with task.lock:
             if task.future.done():
                 return
-            block_ids = task.block_ids[task.num_done : task.num_done + count]
+            first = task.num_done
+            block_ids = task.block_ids[first : first + count]
             self._device.into(block_ids, [buffers.tensor(n) for n in range(count)])
             task.num_done += count
+        self._whereabouts.forget_origin(task.keys[first : first + count])
         with self._lock:
             self.counters.loaded_blocks[tier] += count
 
@@ -342,6 +351,9 @@ class LoadQueue:
         first = task.num_done
         parents = [task.parent, *task.keys][first : first + count]
         keys = task.keys[first : first + count]
+        if not task.future.done():
+            # Before the put: as soon as a block is there the step loop may find it and ask where it is from.
+            self._whereabouts.note_origin(tier, keys)
         host.put_many(
             [
                 BlockPut(key, parent, buffers.view(n))
@@ -349,7 +361,6 @@ class LoadQueue:
             ]
         )
         task.num_done += count
-        self._whereabouts.note_found(tier, keys)
         with self._lock:
             self.counters.prefetched_blocks[tier] += count
 

@@ -59,12 +59,17 @@ class Whereabouts:
         self._in_pool = RecentKeys[bool](capacity)
         """Seen in the pool, which is too far away to be asked on the step loop."""
 
-    def note_found(self, tier: Tier, keys: Iterable[BlockKey]) -> None:
-        """Keys were seen in the pool (POOL), or copied to the host tier from another one."""
-        if tier is Tier.POOL:
-            self._in_pool.note(dict.fromkeys(keys, True))
-        else:
-            self._origins.note(dict.fromkeys(keys, tier))
+    def note_in_pool(self, keys: Iterable[BlockKey]) -> None:
+        """Keys were seen in the pool, or are on their way into it."""
+        self._in_pool.note(dict.fromkeys(keys, True))
+
+    def note_origin(self, tier: Tier, keys: Iterable[BlockKey]) -> None:
+        """Keys are being copied to the host tier from another one."""
+        self._origins.note(dict.fromkeys(keys, tier))
+
+    def forget_origin(self, keys: Iterable[BlockKey]) -> None:
+        """Keys went from their tier to the device without a detour: there is no credit left to give."""
+        self._origins.forget(keys)
 
     def note_lost(self, key: BlockKey) -> None:
         """A key wasn't where it was said to be."""

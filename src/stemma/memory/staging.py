@@ -21,6 +21,11 @@ class StagingArena:
         self._lock = threading.Lock()
 
     @property
+    def memory(self) -> memoryview:
+        """All slots, for `BlockStore.register`."""
+        return self._bytes.reshape(-1).data
+
+    @property
     def num_free(self) -> int:
         """Slots that nobody has."""
         return len(self._free)

@@ -125,6 +125,13 @@ class BlockStore(ABC):
     block_bytes: int
     counters: StoreCounters
 
+    def register(self, memory: memoryview) -> None:
+        """Announce memory, for its whole life, that blocks are read into and written from.
+
+        A store that crosses a network may spare a copy there; others take no notice.
+        """
+        return None
+
     @abstractmethod
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return, per key, whether a read now would probably hit. A hint: the read decides."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
-from stemma.config.settings import TierSettings
+from stemma.config.settings import PoolSettings, Role, TierSettings
+from stemma.errors import StemmaError
 from stemma.memory.device import DeviceKV
 from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.disk.store import DiskStore
 from stemma.memory.host import HostStore
+from stemma.memory.pool.opening import open_pool
 from stemma.memory.store import BlockStore
 from stemma.memory.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.registry import make_policy
@@ -17,12 +19,19 @@ from stemma.types import Tier
 
 
 def open_tiers(
-    settings: TierSettings, kv: DeviceKV, key_space: KeySpace, *, eviction: str = "lru"
-) -> TierTransfer | None:
-    """Open the tiers that the settings name, each with a policy `eviction` of its own; None if there is none.
+    settings: TierSettings,
+    kv: DeviceKV,
+    key_space: KeySpace,
+    *,
+    eviction: str = "lru",
+    pool: PoolSettings | None = None,
+    role: Role = "both",
+) -> TierTransfer:
+    """Open the tiers that the settings name, each with a policy `eviction` of its own.
 
-    Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked, StorageMismatch) if
-    the disk's directory can't be used.
+    Without any the transfer idles; a pool may be attached to it later. Raises ConfigError if a tier is too
+    small for a block, StorageError (StorageLocked, StorageMismatch) if the disk's directory can't be used or
+    the pool doesn't answer.
     """
     block_bytes = kv.layout.block_bytes
     stores: list[BlockStore] = []
@@ -41,19 +50,26 @@ def open_tiers(
         is_cuda = kv.device.type == "cuda"
         policy = make_policy(eviction)
         stores.append(HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda))
-    if not stores:
-        return None
-    return TierTransfer(
+    transfer = TierTransfer(
         DeviceCopy(kv),
         stores,
-        transfer_policy(settings),
+        transfer_policy(settings, role),
         time.monotonic,
         block_size=kv.layout.block_size,
         staging_bytes=settings.transfer_buffer,
     )
+    if pool is not None:
+        try:
+            store = open_pool(pool, key_space, kv.layout)
+        except StemmaError:
+            transfer.close()
+            raise
+        transfer.introduce(store)
+        transfer.attach(store, pool.write)
+    return transfer
 
 
-def transfer_policy(settings: TierSettings) -> TransferPolicy:
+def transfer_policy(settings: TierSettings, role: Role = "both") -> TransferPolicy:
     """Return when blocks move, as the settings say."""
     return TransferPolicy(
         writes={Tier.HOST: settings.host_write, Tier.DISK: settings.disk_write},
@@ -62,5 +78,6 @@ def transfer_policy(settings: TierSettings) -> TransferPolicy:
         prefetch=settings.prefetch,
         load_always=settings.load_when == "always",
         load_timeout_s=settings.load_timeout_s,
+        publish_tails=role == "prefill",
         fail_on_load_failure=settings.load_failure == "fail",
     )

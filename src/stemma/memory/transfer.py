@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from stemma.config.settings import WritePolicy
@@ -52,6 +53,8 @@ class TransferPolicy:
     load_always: bool = False
     """Whether to load even what would be computed faster."""
     load_timeout_s: float = 2.0
+    publish_tails: bool = False
+    """Whether partial last blocks go to the pool too, for a decode server that asks for this very prompt."""
     fail_on_load_failure: bool = False
     """Whether a load that a tier can't deliver fails its request; else the tokens are computed."""
 
@@ -80,9 +83,8 @@ class TierTransfer:
         self._block_size = block_size
         self._stores: tuple[BlockStore, ...] = ()
         self._host: HostStore | None = None
-        self._staging = StagingArena(
-            max(4, staging_bytes // device.block_bytes), device.block_bytes, pin_memory=device.is_cuda
-        )
+        self._staging_bytes = staging_bytes
+        self._staging_arena: StagingArena | None = None
         self._queues: dict[Tier, WriteQueue] = {}
         self._writes: dict[Tier, WritePolicy] = {}
         self._num_uses = RecentKeys[int](_MAX_KEYS_REMEMBERED)
@@ -108,6 +110,13 @@ class TierTransfer:
         """All stores, nearest first."""
         return self._stores
 
+    def introduce(self, store: BlockStore) -> None:
+        """Announce our memory to a store that is about to be attached. May be slow; for any thread."""
+        if not isinstance(store, HostStore):
+            store.register(self._staging.memory)
+            if self._host is not None:
+                store.register(self._host.memory)
+
     def attach(self, store: BlockStore, write: WritePolicy | None = None) -> None:
         """Use a store from now on. Raises ConfigError if the tier has one.
 
@@ -125,13 +134,18 @@ class TierTransfer:
         order = list(Tier)
         self._stores = tuple(sorted((*self._stores, store), key=lambda one: order.index(one.tier)))
 
-    def detach(self, tier: Tier) -> BlockStore | None:
-        """Stop using a slow tier once its queued writes are done; return its store which is still open."""
+    def detach(self, tier: Tier) -> Callable[[], None] | None:
+        """Stop using a slow tier; None if there is none.
+
+        The rest takes time and is for another thread: call what is returned. It waits for queued writes,
+        as far as a time limit allows, and closes the store.
+        """
         store = next((one for one in self._stores if one.tier is tier), None)
-        if store is not None:
-            self._stores = tuple(one for one in self._stores if one is not store)
-            self._queues.pop(tier).close()
-        return store
+        if store is None:
+            return None
+        self._stores = tuple(one for one in self._stores if one is not store)
+        self._whereabouts.clear()
+        return partial(_finish, self._queues.pop(tier), store)
 
     # -- up ---------------------------------------------------------------------------------------------
 
@@ -185,12 +199,19 @@ class TierTransfer:
 
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
         """See `LowerTiers`."""
+        if not self._stores:
+            return
         full = self._full(blocks)
         self._num_uses.note({block.key: self._num_uses.get(block.key, 0) + 1 for block in full})
         self._write(full, self._tiers("write_through"))
+        if self._policy.publish_tails:
+            tails = [block for block in blocks if block.num_tokens < self._block_size]
+            self._write(tails, {Tier.POOL} & self._queues.keys())
 
     def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
         """See `LowerTiers`."""
+        if not self._stores:
+            return
         full = self._full(blocks)
         uses = {block.key: self._num_uses.get(block.key, 0) + 1 for block in full}
         self._num_uses.note(uses)
@@ -213,6 +234,16 @@ class TierTransfer:
         if self._host.num_free < self._low_water:
             for tier in tiers - {Tier.HOST}:
                 self._queues[tier].wake()
+
+    @property
+    def _staging(self) -> StagingArena:
+        """Made when the first slow tier comes."""
+        if self._staging_arena is None:
+            num_slots = max(4, self._staging_bytes // self._device.block_bytes)
+            self._staging_arena = StagingArena(
+                num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda
+            )
+        return self._staging_arena
 
     def _full(self, blocks: Sequence[DeviceBlock]) -> list[DeviceBlock]:
         """Leave out partial blocks: lower tiers are asked for full ones alone."""
@@ -248,7 +279,7 @@ class TierTransfer:
         for queue in queues:
             queue.put(staged)
             if queue.store.tier is Tier.POOL:
-                self._whereabouts.note_found(Tier.POOL, [block.key for block in taken])
+                self._whereabouts.note_in_pool([block.key for block in taken])
 
     # -- on the writer threads --------------------------------------------------------------------------
 
@@ -310,6 +341,11 @@ class TierTransfer:
         """Wait until queued writes are done; return whether they are."""
         return all(queue.drain(timeout_s) for queue in list(self._queues.values()))
 
+    def wait_for_queued(self, tier: Tier, timeout_s: float) -> bool:
+        """Wait until what is queued for a tier now is written or has failed; return whether it is."""
+        queue = self._queues.get(tier)
+        return queue is None or queue.wait_for_queued(timeout_s)
+
     def stats(self) -> TransferStats:
         """Return counters and gauges of all tiers."""
         tiers = {}
@@ -341,3 +377,8 @@ class TierTransfer:
             store.close()
         self._stores = ()
         self._host = None
+
+
+def _finish(queue: WriteQueue, store: BlockStore) -> None:
+    queue.close()
+    store.close()

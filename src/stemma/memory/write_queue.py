@@ -45,6 +45,8 @@ class WriteQueue:
         self._blocks: deque[StagedBlock] = deque()
         self._touches: deque[list[BlockKey]] = deque(maxlen=256)
         self._keys: set[BlockKey] = set()
+        self._num_put = 0
+        self._num_done = 0
         self._is_busy = False
         self._is_awake = False
         self._is_closing = False
@@ -65,6 +67,7 @@ class WriteQueue:
         with self._changed:
             self._blocks.extend(staged)
             self._keys.update(one.block.key for one in staged)
+            self._num_put += len(staged)
             self._changed.notify_all()
 
     def touch(self, keys: list[BlockKey]) -> None:
@@ -85,6 +88,12 @@ class WriteQueue:
             return self._changed.wait_for(
                 lambda: not (self._blocks or self._touches or self._is_busy or self._is_awake), timeout_s
             )
+
+    def wait_for_queued(self, timeout_s: float) -> bool:
+        """Wait until the blocks queued before this call are written or have failed; tell whether they are."""
+        with self._changed:
+            target = self._num_put
+            return self._changed.wait_for(lambda: self._num_done >= target, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is queued, as far as the time allows, and end the thread."""
@@ -140,6 +149,8 @@ class WriteQueue:
             logger.debug("%s: %d of %d blocks not written", self.store.tier, len(failed), len(batch))
 
     def _give_back(self, batch: list[StagedBlock]) -> None:
+        self._num_done += len(batch)
+        self._changed.notify_all()
         for one in batch:
             self._keys.discard(one.block.key)
             self._staging.give(one.slot)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from stemma.config.settings import Settings
 from stemma.engine.api import EngineClient
-from stemma.server import admin, management, openai_chat, openai_completions, tgi
+from stemma.server import admin, admin_pool, management, openai_chat, openai_completions, tgi
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
 from stemma.server.metrics import ServerMetrics
@@ -24,6 +24,7 @@ ROUTERS = (
     management.open_router,
     management.router,
     admin.router,
+    admin_pool.router,
 )
 """One per plane; a new endpoint is a new file and a line here."""
 

@@ -57,7 +57,7 @@ class PoolStore(BlockStore):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_bytes = block_bytes
-        self._settings = settings
+        self.settings = settings
         self._names = names
         self._guard = Guard(
             backend,
@@ -128,7 +128,7 @@ class PoolStore(BlockStore):
         if not self._closed:
             self._guard.admits()
         return PoolStatus(
-            name=self._settings.name,
+            name=self.settings.name,
             circuit=self._guard.breaker.state,
             num_opened=self._guard.breaker.num_opened,
             last_error=self._guard.last_error,

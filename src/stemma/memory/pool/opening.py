@@ -1,0 +1,20 @@
+"""From settings to an open pool tier."""
+
+from __future__ import annotations
+
+from stemma.config.settings import PoolSettings
+from stemma.memory.layout import KVLayout
+from stemma.memory.pool.keys import PoolKeys
+from stemma.memory.pool.registry import open_pool_backend, read_pool_config
+from stemma.memory.pool.store import PoolStore
+from stemma.prefix.keys import KeySpace
+
+
+def open_pool(settings: PoolSettings, key_space: KeySpace, layout: KVLayout) -> PoolStore:
+    """Open the backend that `settings` name; may block for seconds.
+
+    Values are named after the model's content, not its directory: servers that load the same weights from
+    different places share blocks. Raises ConfigError, or StorageError if the pool can't be reached.
+    """
+    backend = open_pool_backend(settings.name, read_pool_config(settings.config))
+    return PoolStore(backend, PoolKeys(key_space.model_fingerprint), layout.block_bytes, settings)
