@@ -23,12 +23,17 @@ from torch import nn
 
 
 class LatentProjection:
-    """The two halves of a layer's `kv_b_proj`, as views: W_uk [H, nope, rank], W_uv [H, value, rank]."""
+    """A layer's `kv_b_proj`: what turns its latents into keys and values of all heads."""
 
     def __init__(self, weight: torch.Tensor, *, nope_dim: int, rope_dim: int, value_dim: int) -> None:
+        """Take `kv_b_proj.weight`, [H * (nope + value), rank].
+
+        The halves are kept a second time in the order that makes small products four to eight times faster on
+        CPU; that is less than one percent of such a model's weights.
+        """
         self.weight = weight.view(-1, nope_dim + value_dim, weight.shape[1])
-        self.key_weight = self.weight[:, :nope_dim]
-        self.value_weight = self.weight[:, nope_dim:]
+        self._key_weight = self.weight[:, :nope_dim].transpose(1, 2).contiguous().transpose(1, 2)
+        self._value_weight = self.weight[:, nope_dim:].transpose(1, 2).contiguous()
         self.rank = weight.shape[1]
         self.nope_dim = nope_dim
         self.rope_dim = rope_dim
@@ -41,12 +46,12 @@ class LatentProjection:
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Turn q [T, H, nope + rope] into a query over latents, [T, H, rank + rope]."""
         nope = query[..., : self.nope_dim]
-        folded = torch.bmm(nope.transpose(0, 1), self.key_weight).transpose(0, 1)
+        folded = torch.bmm(nope.transpose(0, 1), self._key_weight).transpose(0, 1)
         return torch.cat((folded, query[..., self.nope_dim :]), dim=-1)
 
     def project(self, output: torch.Tensor) -> torch.Tensor:
         """Turn weighted latents [T, H, rank] into the heads' values [T, H, value]."""
-        return torch.bmm(output.transpose(0, 1), self.value_weight.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(output.transpose(0, 1), self._value_weight).transpose(0, 1)
 
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn cached latents [C, rank + rope] into keys [C, H, nope + rope] and values [C, H, value]."""

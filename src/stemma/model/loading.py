@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +28,7 @@ from stemma.model.experts import pack_experts
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.latent import cache_latents
 from stemma.model.native.fused import FusedDecoder, follows_pattern
-from stemma.model.native.library import load_kernels
+from stemma.model.native.library import Kernels, load_kernels
 from stemma.model.weights import can_pack, pack_linears, plain_layers
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -52,6 +53,8 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     report("reading the fingerprint", 0.0)
+    # Compiling takes five seconds, once a machine; it goes on beside the loading.
+    compiling = ThreadPoolExecutor(1).submit(load_kernels) if device.type == "cpu" else None
     fingerprint = model_fingerprint(path)
     hf_model = _load_weights(settings, config, device, report)
     cache_latents(hf_model)
@@ -59,7 +62,8 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     kv_shape, calls = probe(hf_model)
     weight_bytes = sum(p.numel() * p.element_size() for p in hf_model.parameters())
     dtype: torch.dtype = hf_model.dtype
-    decoder = _make_decoder(hf_model, calls, device, lambda share: report("packing weights", share))
+    kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
+    decoder = _make_decoder(hf_model, calls, kernels, lambda share: report("packing weights", share))
     generation = _read_json(path / "generation_config.json") if _has(path, "generation_config.json") else {}
     info = ModelInfo(
         architecture=type(hf_model).__name__,
@@ -228,12 +232,10 @@ def _load_weights(settings: ModelSettings, config: Any, device: torch.device, re
 
 
 def _make_decoder(
-    hf_model: Any, calls: list[AttentionCall], device: torch.device, report: Callable[[float], None]
+    hf_model: Any, calls: list[AttentionCall], kernels: Kernels | None, report: Callable[[float], None]
 ) -> Decoder:
     """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
-    pack = can_pack(hf_model.dtype, device)
-    native = device.type == "cpu" and hf_model.dtype in (torch.bfloat16, torch.float32)
-    kernels = load_kernels() if native else None
+    pack = can_pack(hf_model.dtype, hf_model.device)
     if pack:
         pack_experts(hf_model)
     if kernels is not None and follows_pattern(hf_model):
