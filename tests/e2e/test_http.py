@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 
 import httpx
@@ -230,4 +231,28 @@ async def test_a_client_that_leaves_frees_its_blocks(served: Served, stream: boo
     while (stats := served.stats())["num_running"] or stats["num_waiting"]:
         assert time.monotonic() < deadline
     assert stats["num_generated_tokens"] - before < 150 * 2 * num_prompts
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
+
+
+async def test_a_storm_of_clients_that_come_and_go_leaves_nothing_behind(served: Served) -> None:
+    """Sixty requests of all kinds, a third of them given up at a random time; then the books must balance."""
+    rng = random.Random(7)
+
+    async def visit(client: httpx.AsyncClient, number: int) -> None:
+        prompt = f"{LONG if rng.random() < 0.5 else ''}Visitor {number % 7} asks {rng.random()}"
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": rng.randint(1, 40), "n": rng.randint(1, 2)}
+        body |= {"stream": rng.random() < 0.5, "temperature": rng.choice([0, 1]), "ignore_eos": True}
+        patience_s = rng.choice([0.02, 0.2, 60, 60, 60, 60])
+        try:
+            async with asyncio.timeout(patience_s):
+                response = await client.post(f"{served.url}/v1/completions", json=body)
+        except TimeoutError:
+            return
+        assert response.status_code == 200, response.text
+
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=20)) as client:
+        await asyncio.gather(*(visit(client, number) for number in range(60)))
+    while (stats := served.stats())["num_running"] or stats["num_waiting"]:
+        await asyncio.sleep(0.01)
+    await served.engine.check()
     assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
