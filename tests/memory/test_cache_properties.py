@@ -76,17 +76,16 @@ class CacheMachine(RuleBasedStateMachine):
         if one in self.alive and self.cache.extend(one.lease, one.lease.num_tokens + 1):
             one.lease.append(token)
 
-    @rule(one=running, draft=st.lists(st.integers(0, 2), min_size=1, max_size=4))
-    def compute_a_rejected_draft(self, one, draft):
-        """Rows behind the known tokens are written and then forgotten."""
+    @rule(one=running, num_tokens=st.integers(1, 4))
+    def compute_a_rejected_draft(self, one, num_tokens):
+        """Rows behind the known tokens are written, and overwritten later."""
         if one not in self.alive or one.num_computed < one.lease.num_tokens:
             return
         known = one.lease.num_tokens
-        if self.cache.extend(one.lease, known + len(draft)):
-            for token in draft:
-                one.lease.append(token)
-            self.buffer.compute(one.lease, known, known + len(draft))
-            one.lease.truncate(known)
+        if self.cache.extend(one.lease, known + num_tokens):
+            for position in range(known, known + num_tokens):
+                block = one.lease.block_table[position // self.block_size]
+                self.buffer.data[block, position % self.block_size] = -1
 
     @rule(target=running, one=running)
     def fork(self, one):

@@ -115,12 +115,6 @@ class Lease:
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
 
-    def truncate(self, num_tokens: int) -> None:
-        """Forget tokens from position `num_tokens` on (rejected drafts); their KV is overwritten later."""
-        assert self.num_committed * self.block_size <= num_tokens <= self.num_tokens
-        self.num_tokens = num_tokens
-        self.num_keys = min(self.num_keys, num_tokens // self.block_size)
-
     def append_blocks(self, block_ids: BlockIds) -> None:
         """Add blocks at the end of the table."""
         total = self.num_blocks + len(block_ids)
