@@ -116,7 +116,7 @@ def test_sampled_output_keeps_its_distribution(mode: str) -> None:
     """Unseeded: the first three tokens of many answers fit the product of the model's distributions."""
     world = World(SpeculationSettings(mode=mode, adaptive=False))
     params = SamplingParams(temperature=0.7)
-    num_answers = 2000
+    num_answers = 1200
     seen: Counter[tuple[int, ...]] = Counter()
     for i in range(num_answers):
         seen[tuple(world.generate([3, 1], params, 3, seed_source=i))] += 1
