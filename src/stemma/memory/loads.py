@@ -260,7 +260,10 @@ class LoadQueue:
         for store in self._stores():
             if store.tier in passed_over or (task.block_ids is None and store.tier is Tier.HOST):
                 continue
-            count = next((n for n, there in enumerate(store.exists_many(ahead)) if not there), len(ahead))
+            there = store.exists_many(ahead)
+            if store.tier is Tier.POOL:
+                self._note_pool(ahead, there)
+            count = there.index(False) if False in there else len(ahead)
             if count:
                 return store, ahead[:count]
         return None, ()
@@ -272,11 +275,16 @@ class LoadQueue:
             local = [store.exists_many(task.keys) for store in self._stores() if store is not pool]
             missing = [key for n, key in enumerate(task.keys) if not any(there[n] for there in local)]
             there = pool.exists_many(missing)
-            seen = [key for key, is_there in zip(missing, there, strict=True) if is_there]
-            self._whereabouts.note_in_pool(seen)
+            self._note_pool(missing, there)
         with task.lock:
             if not task.probe.done():
                 task.probe.set_result(None)
+
+    def _note_pool(self, keys: Sequence[BlockKey], there: Sequence[bool]) -> None:
+        """Remember what a probe of the pool found, and forget what it didn't: it will be written again."""
+        found = dict(zip(keys, there, strict=True))
+        self._whereabouts.note_in_pool([key for key in keys if found[key]])
+        self._whereabouts.note_not_in_pool([key for key in keys if not found[key]])
 
     def _host(self) -> HostStore | None:
         return next((store for store in self._stores() if isinstance(store, HostStore)), None)

@@ -63,6 +63,10 @@ class Whereabouts:
         """Keys were seen in the pool, or are on their way into it."""
         self._in_pool.note(dict.fromkeys(keys, True))
 
+    def note_not_in_pool(self, keys: Iterable[BlockKey]) -> None:
+        """Keys aren't in the pool (any more), or couldn't be put there."""
+        self._in_pool.forget(keys)
+
     def note_origin(self, tier: Tier, keys: Iterable[BlockKey]) -> None:
         """Keys are being copied to the host tier from another one."""
         self._origins.note(dict.fromkeys(keys, tier))

@@ -128,7 +128,10 @@ class TierTransfer:
             self._host = store
         else:
             self._queues[store.tier] = WriteQueue(
-                store, self._staging, idle_work=lambda: self._idle_work(store)
+                store,
+                self._staging,
+                idle_work=lambda: self._idle_work(store),
+                on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
             )
         self._writes[store.tier] = write or self._policy.writes.get(store.tier, "write_through")
         order = list(Tier)

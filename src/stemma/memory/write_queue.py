@@ -36,8 +36,17 @@ class StagedBlock:
 class WriteQueue:
     """One store, one thread."""
 
-    def __init__(self, store: BlockStore, staging: StagingArena, *, idle_work: Work | None = None) -> None:
-        """`idle_work` runs on the same thread whenever `wake` is called or a second passed."""
+    def __init__(
+        self,
+        store: BlockStore,
+        staging: StagingArena,
+        *,
+        idle_work: Work | None = None,
+        on_failed: Callable[[Sequence[BlockKey]], None] | None = None,
+    ) -> None:
+        """`idle_work` runs on the same thread whenever `wake` is called or a second passed. `on_failed` hears
+        which blocks the store didn't take."""
+        self._on_failed = on_failed
         self.store = store
         self._staging = staging
         self._idle_work = idle_work
@@ -144,9 +153,15 @@ class WriteQueue:
             data = self._staging.view(one.slot)
             puts.append(BlockPut(block.key, block.parent, data, block.priority, block.ttl_s))
         results = self.store.put_many(puts)
-        failed = [result for result in results if result in (PutResult.ERROR, PutResult.NO_SPACE)]
+        failed = [
+            put.key
+            for put, result in zip(puts, results, strict=True)
+            if result not in (PutResult.STORED, PutResult.EXISTS)
+        ]
         if failed:
             logger.debug("%s: %d of %d blocks not written", self.store.tier, len(failed), len(batch))
+            if self._on_failed is not None:
+                self._on_failed(failed)
 
     def _give_back(self, batch: list[StagedBlock]) -> None:
         self._num_done += len(batch)

@@ -1,0 +1,117 @@
+"""The engine above real pools whose servers die: every answer equals the cache-off run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stemma.memory.pool.breaker import Circuit
+from tests.engine.harness import Harness
+from tests.engine.test_pool import PROMPTS, Expected, expected, from_pool, pool, round_of
+from tests.engine.test_pool import serve as serve_directory
+from tests.memory.pool.servers import MooncakeMaster, RedisServer
+
+__all__ = ["expected", "serve_directory"]  # fixtures
+
+HOLDER = """
+import json, sys
+from stemma.memory.pool.registry import open_pool_backend
+pool = open_pool_backend("mooncake", json.loads(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it never came to be"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "pool.json"
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path, config: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    config.write_text(json.dumps({"url": server.url}))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def master(config: Path) -> Iterator[MooncakeMaster]:
+    master = MooncakeMaster(client_ttl_s=3)
+    config.write_text(json.dumps(master.config()))
+    yield master
+    master.stop()
+
+
+def closed(one: Harness) -> bool:
+    return pool(one).status().circuit is Circuit.CLOSED
+
+
+def test_redis_is_stopped_and_comes_back(
+    serve_directory: Callable[..., Harness], expected: Expected, redis_server: RedisServer
+) -> None:
+    one = serve_directory(pool="redis")
+    round_of(one, expected)
+    assert from_pool(round_of(one, expected)) == [96] * 4
+    redis_server.stop()
+    round_of(one, expected)
+    assert pool(one).counters.reasons["unreachable"] > 0
+    redis_server.start()
+    until(lambda: closed(one))
+    round_of(one, expected)
+    round_of(one, expected)
+    assert from_pool(round_of(serve_directory(pool="redis"), expected)) == [96] * 4
+
+
+def test_the_mooncake_master_is_killed_and_comes_back(
+    serve_directory: Callable[..., Harness], expected: Expected, master: MooncakeMaster
+) -> None:
+    one = serve_directory(pool="mooncake", pool_deadline_s=0.5)
+    round_of(one, expected)
+    assert from_pool(round_of(one, expected)) == [96] * 4
+    master.stop()
+    until(lambda: bool(round_of(one, expected)) and not closed(one))
+    reasons = pool(one).counters.reasons
+    assert reasons["late"] + reasons["unreachable"] > 0
+    master.start()
+    until(lambda: closed(one))
+    # DRAM objects are forgotten with the master. Lost blocks are noticed, computed, and put again.
+    until(lambda: from_pool(round_of(one, expected)) == [96] * 4)
+
+
+def test_the_process_that_holds_the_blocks_is_killed(
+    serve_directory: Callable[..., Harness], expected: Expected, master: MooncakeMaster, config: Path
+) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, json.dumps(master.config())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"ready\n"
+        config.write_text(json.dumps(master.config(0)))
+        one = serve_directory(pool="mooncake", pool_deadline_s=3.0)
+        round_of(one, expected)
+        assert from_pool(round_of(one, expected)) == [96] * 4
+        holder.kill()
+        holder.wait()
+        # The master names the blocks for some seconds more, but nobody has them.
+        assert from_pool(round_of(one, expected)) == [0] * len(PROMPTS)
+        assert pool(one).counters.reasons["read_failed"] > 0
+    finally:
+        holder.kill()
+        holder.wait()
