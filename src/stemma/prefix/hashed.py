@@ -152,7 +152,7 @@ class HashIndex(LedgerIndex):
         if len(tokens) % self.block_size:
             self._ledger.set_partial(tail, True)
         self._childless.add(tail)
-        self._policy.insert(offered, now, traits_from(traits, first))
+        self._policy.insert(offered, now, traits_from(traits, first, int(parent) if first else -1))
         self._policy.offer(tail)
         canonical = np.concatenate((np.array(present, dtype=np.int32), offered))
         return Inserted(canonical, added.copy(), dropped)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 
@@ -176,12 +174,15 @@ class LedgerIndex(PrefixIndex):
                 raise ValueError(f"traits of {len(array)} blocks for {num_blocks} blocks")
 
 
-def traits_from(traits: BlockTraits, first: int) -> BlockTraits:
-    """Return `traits` without the entries of the first `first` blocks."""
-    if first == 0 or (traits.fingerprints is None and traits.costs_s is None):
+def traits_from(traits: BlockTraits, first: int, after: int) -> BlockTraits:
+    """Return `traits` without the entries of the first `first` blocks; `after` is the last of those."""
+    if first == 0:
         return traits
-    return replace(
-        traits,
-        fingerprints=None if traits.fingerprints is None else traits.fingerprints[first:],
-        costs_s=None if traits.costs_s is None else traits.costs_s[first:],
+    prints, costs_s = traits.fingerprints, traits.costs_s
+    return BlockTraits(
+        None if prints is None else prints[first:],
+        None if costs_s is None else costs_s[first:],
+        traits.priority,
+        traits.ttl_s,
+        after,
     )

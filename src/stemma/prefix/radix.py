@@ -139,7 +139,8 @@ class RadixIndex(LedgerIndex):
         tail = int(offered[-1])
         if len(tokens) % self.block_size:
             self._ledger.set_partial(tail, True)
-        self._policy.insert(offered, now, traits_from(traits, first))
+        after = int(present[first - 1]) if first else -1
+        self._policy.insert(offered, now, traits_from(traits, first, after))
         self._policy.offer(tail)
         return Inserted(np.concatenate((present[:first], offered)), added.copy(), dropped)
 

@@ -30,6 +30,8 @@ class BlockTraits:
     """Retention hint, 0 (drop first) to 100 (keep longest)."""
     ttl_s: float | None = None
     """Retention hint: after this many seconds unused, drop before anything else."""
+    after: int = -1
+    """The block before the first of them, -1 at the root. The index sets it; callers leave it alone."""
 
 
 DEFAULT_TRAITS = BlockTraits()

@@ -10,6 +10,7 @@ from stemma.errors import ConfigError
 from stemma.prefix.eviction.arc import ARCPolicy
 from stemma.prefix.eviction.fifo import FIFOPolicy
 from stemma.prefix.eviction.gdsf import GDSFPolicy
+from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.prefix.eviction.lfu import LFUPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
@@ -21,6 +22,7 @@ _ALL: tuple[type[EvictionPolicy], ...] = (
     ARCPolicy,
     FIFOPolicy,
     GDSFPolicy,
+    HazardPolicy,
     LFUPolicy,
     LRUPolicy,
     RetentionPolicy,

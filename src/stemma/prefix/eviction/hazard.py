@@ -1,0 +1,283 @@
+"""hazard: keep what is likely to be used again soon, as learned from the traffic itself.
+
+LRU assumes that a block is the less likely to return the longer it has waited. Chat isn't like that: right
+after an answer nobody returns, a minute later many do. This policy learns the hazard of reuse by age and kind
+of block (`reuse_model.py`) and evicts the candidate worth least per second of keeping. What it knows of a
+block outlives its eviction, in bounded memory. It sees only the past.
+
+A learned order can lose where the load changes or has nothing to learn. A sampled LRU runs beside it
+(`regret.py`), and while that one is ahead this policy is LRU.
+
+Candidates of one class lie in one queue. Within a class the least worthy is the one used longest ago or,
+where the hazard still rises, the newest; only these two ends are compared across classes. Ranks move with
+time, so the order of the ends is rebuilt once a second of the injected clock, in O(classes); everything else
+is amortised O(log n).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from heapq import heappop, heappush
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.records import RecordTable
+from stemma.prefix.eviction.regret import LRUShadow
+from stemma.prefix.eviction.reuse_model import (
+    NO_PAUSE,
+    NUM_CLASSES,
+    ReuseModel,
+    age_bin,
+    classify,
+    pause_level,
+)
+from stemma.prefix.eviction.stamped import StampedPolicy, resized
+from stemma.types import BlockIds, Fingerprints
+
+Int32 = npt.NDArray[np.int32]
+
+_ID_BITS = 32
+_ID_MASK = (1 << _ID_BITS) - 1
+_RERANK_S = 1.0
+_FIT_SHARE, _MIN_FIT_S, _MAX_FIT_S = 0.04, 2.0, 60.0
+"""Hazards are fitted each time the observed span has grown by this share, within these limits."""
+_MIN_REUSES = 32
+"""Prompts that must have reused something before the learned order is used."""
+_MAX_OPEN_PROMPTS = 1024
+_MIN_STALE = 4096
+_NO_PRINTS: Fingerprints = np.empty(0, dtype=np.uint64)
+
+
+class HazardPolicy(StampedPolicy):
+    """Evicts the candidate with the lowest learned probability of reuse per second held."""
+
+    name: ClassVar[str] = "hazard"
+
+    def __init__(self, max_ghosts: int = 1 << 18) -> None:
+        """Remember up to `max_ghosts` evicted blocks (some 150 bytes each)."""
+        super().__init__()
+        self._records = RecordTable(max_ghosts)
+        self._record_of: Int32 = np.zeros(len(self._stamps), dtype=np.int32)
+        self._prompts: OrderedDict[int, tuple[Int32, int]] = OrderedDict()
+        """Last block of a prompt being entered -> its chain of records, and the level of its pause."""
+        self._model = ReuseModel()
+        self._next_fit_s = -math.inf
+        self._first_s: float | None = None
+        self._shadow: LRUShadow | None = None
+        self._pending_hits: Fingerprints = _NO_PRINTS
+        self._learned = False
+        """Whether ranks are the learned ones; otherwise they are LRU stamps."""
+        self._live: dict[int, int] = {}
+        """Candidate -> its entry in its queue: ``stamp << 32 | block``."""
+        self._queues: dict[int, tuple[list[int], list[int]]] = {}
+        """Class and hints -> heap of entries (oldest first) and stack of entries (newest last)."""
+        self._num_entries = 0
+        self._ends: list[tuple[float, int, int]] = []
+        """Heap of (rank, entry, queue) with the ends of all queues; stale entries are skipped."""
+        self._shown: dict[int, tuple[int, int]] = {}
+        """Queue -> the entries that stand for its ends in `_ends`."""
+        self._ranked_s = -math.inf
+        self._now = 0.0
+
+    def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Enter blocks; those remembered from before their eviction end a lifetime here."""
+        self._reserve(block_ids)
+        self._advance(now)
+        table = self._records
+        prompt = self._prompts.pop(traits.after, None)
+        depth = 0 if traits.after < 0 else table.depths.item(self._record_of.item(traits.after)) + 1
+        slots, known = table.enter(len(block_ids), traits, depth)
+        self._record_of[block_ids] = slots
+        chain, pause = (slots, NO_PAUSE) if prompt is None else (np.concatenate((prompt[0], slots)), prompt[1])
+        if len(known):
+            pause = pause_level(now - table.used_s.item(known[-1]))
+            self._end_lifetimes(known, now)
+        self._stamp(block_ids)
+        self._start_lifetimes(slots, now)
+        self._note_prompt(int(block_ids[-1]), chain, pause)
+        if self._shadow is not None:
+            hits, self._pending_hits = self._pending_hits, _NO_PRINTS
+            self._shadow.look_up(hits, table.prints[slots], table.num_resident)
+
+    def access(self, block_ids: BlockIds, now: float) -> None:
+        """End a lifetime of each block and start the next."""
+        if not len(block_ids):
+            return
+        self._advance(now)
+        slots = self._record_of[block_ids]
+        table = self._records
+        pause = pause_level(now - table.used_s.item(slots[-1]))
+        self._end_lifetimes(slots, now)
+        self._stamp(block_ids)
+        self._start_lifetimes(slots, now)
+        self._note_prompt(int(block_ids[-1]), slots, pause)
+        if self._shadow is not None:
+            if len(self._pending_hits):
+                self._shadow.look_up(self._pending_hits, _NO_PRINTS, table.num_resident)
+            self._pending_hits = table.prints[slots]
+
+    def offer(self, block_id: int) -> None:
+        """Make the block a candidate."""
+        entry = self._stamps.item(block_id) << _ID_BITS | block_id
+        self._live[block_id] = entry
+        queue = self._records.queues.item(self._record_of.item(block_id))
+        ends = self._queues.get(queue)
+        if ends is None:
+            ends = self._queues[queue] = ([], [])
+        heappush(ends[0], entry)
+        ends[1].append(entry)
+        self._num_entries += 2
+        heappush(self._ends, (self._rank(entry, queue), entry, queue))
+
+    def withdraw(self, block_id: int) -> None:
+        """Take the candidate back."""
+        if self._live.pop(block_id, None) is not None and self._num_entries > 4 * len(self._live) + _MIN_STALE:
+            self._rebuild_queues()
+
+    def victim(self, now: float) -> int | None:
+        """Return the candidate worth least, or None."""
+        self._advance(now)
+        live, ends = self._live, self._ends
+        if not live:
+            return None
+        if self._shadow is None:
+            self._start_shadow()
+        if now >= self._next_fit_s:
+            self._fit(now)
+        if now - self._ranked_s >= _RERANK_S:
+            self._rank_ends()
+            ends = self._ends
+        while ends:
+            _, entry, queue = ends[0]
+            block_id = entry & _ID_MASK
+            if live.get(block_id) == entry:
+                return block_id
+            heappop(ends)
+            if entry in self._shown.get(queue, ()):
+                self._show_ends(queue)
+        raise AssertionError("a candidate is in no queue")
+
+    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+        """Drop the block; if it was evicted, remember what is known of it."""
+        self.withdraw(block_id)
+        self._prompts.pop(block_id, None)
+        self._records.leave(self._record_of.item(block_id), remember=evicted)
+
+    def _advance(self, now: float) -> None:
+        self._now = now
+        if self._first_s is None:
+            self._first_s = now
+
+    def _end_lifetimes(self, records: Int32, now: float) -> None:
+        table = self._records
+        self._model.learn(table.classes[records], table.used_s[records], table.weights[records], now)
+
+    def _start_lifetimes(self, records: Int32, now: float) -> None:
+        self._records.counts[records] += 1
+        self._records.used_s[records] = now
+
+    def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
+        """Classify the blocks of a prompt, which may still grow behind `tail`."""
+        table = self._records
+        num_blocks = table.depths.item(chain[-1]) + 1
+        classes = classify(table.counts[chain], num_blocks, pause)
+        table.classes[chain] = classes
+        table.queues[chain] = classes + table.hints[chain] * NUM_CLASSES
+        table.weights[chain] = num_blocks**-0.5
+        self._prompts[tail] = (chain, pause)
+        if len(self._prompts) > _MAX_OPEN_PROMPTS:
+            self._prompts.popitem(last=False)
+        if tail in self._live:
+            del self._live[tail]
+            self.offer(tail)
+
+    def _start_shadow(self) -> None:
+        """Begin to compare with LRU: until the first eviction both hold the same."""
+        table = self._records
+        self._shadow = LRUShadow(table.num_resident)
+        resident = table.resident()
+        order = np.lexsort((-table.depths[resident], table.used_s[resident]))
+        self._shadow.look_up(_NO_PRINTS, table.prints[resident[order[::-1]]], table.num_resident)
+
+    def _fit(self, now: float) -> None:
+        assert self._first_s is not None
+        span = now - self._first_s
+        self._next_fit_s = now + min(max(span * _FIT_SHARE, _MIN_FIT_S), _MAX_FIT_S)
+        if self._model.num_reuses >= _MIN_REUSES:
+            self._model.censor(self._records.take_dropped(), now)
+            self._model.fit(self._records.open_lifetimes(), now)
+            self._ranked_s = -math.inf
+
+    def _rank(self, entry: int, queue: int) -> float:
+        """Return what the candidate is worth now; the lowest goes first."""
+        table = self._records
+        record = self._record_of.item(entry & _ID_MASK)
+        age_s = self._now - table.used_s.item(record)
+        if queue >= NUM_CLASSES:
+            hint, queue = table.hint(queue // NUM_CLASSES), queue % NUM_CLASSES
+            if age_s > hint.ttl_s:
+                return -1.0
+            factor = hint.factor
+        else:
+            factor = 1.0
+        if not self._learned:
+            return float(entry >> _ID_BITS)
+        return self._model.index_of(queue)[age_bin(age_s)] * table.costs.item(record) * factor
+
+    def _rank_ends(self) -> None:
+        """Rank the ends of all queues anew."""
+        shadow = self._shadow
+        assert shadow is not None
+        self._learned = self._model.is_fitted and not shadow.prefers_lru
+        self._ranked_s = self._now
+        self._ends = []
+        self._shown.clear()
+        for queue in list(self._queues):
+            self._show_ends(queue)
+
+    def _show_ends(self, queue: int) -> None:
+        """Enter the two ends of a queue in the heap of ends, unless they are there."""
+        ends = self._queues.get(queue)
+        if ends is None:
+            return
+        oldest, newest = ends
+        live = self._live
+        num_entries = len(oldest) + len(newest)
+        while oldest and live.get(oldest[0] & _ID_MASK) != oldest[0]:
+            heappop(oldest)
+        while newest and live.get(newest[-1] & _ID_MASK) != newest[-1]:
+            newest.pop()
+        self._num_entries -= num_entries - len(oldest) - len(newest)
+        if not oldest or not newest:
+            # Both hold every live entry of the queue, so neither has any.
+            self._num_entries -= len(oldest) + len(newest)
+            del self._queues[queue]
+            self._shown.pop(queue, None)
+            return
+        shown = self._shown.get(queue, (-1, -1))
+        pair = (oldest[0], newest[-1])
+        self._shown[queue] = pair
+        for entry in dict.fromkeys(pair):
+            if entry not in shown:
+                heappush(self._ends, (self._rank(entry, queue), entry, queue))
+
+    def _rebuild_queues(self) -> None:
+        """Drop stale entries."""
+        self._queues.clear()
+        for block_id, entry in self._live.items():
+            queue = self._records.queues.item(self._record_of.item(block_id))
+            ends = self._queues.setdefault(queue, ([], []))
+            ends[1].append(entry)
+        for oldest, newest in self._queues.values():
+            newest.sort()
+            oldest.extend(newest)
+        self._num_entries = 2 * len(self._live)
+        self._rank_ends()
+
+    def _resize(self, num_ids: int) -> None:
+        super()._resize(num_ids)
+        self._record_of = resized(self._record_of, num_ids)

@@ -1,0 +1,159 @@
+"""RecordTable: what the hazard policy knows of each block, from its first use until it is forgotten.
+
+Records outlive evictions: a block that returns under the same fingerprint finds its record again. The oldest
+evicted ones are forgotten beyond a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.reuse_model import OpenLifetimes
+from stemma.prefix.eviction.stamped import resized
+from stemma.types import Fingerprints
+
+NO_PRINT = np.uint64(0)
+"""Stands for a block without an identity: its record ends with its residence."""
+
+_FREE, _RESIDENT, _GHOST = 0, 1, 2
+_DEFAULT_PRIORITY = 50
+_MAX_HINTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Retention hints, coarse enough that there are few different ones."""
+
+    factor: float
+    """Worth relative to a block without hints: doubles with each 10 points of priority."""
+    ttl_s: float
+
+
+_NO_HINT = Hint(1.0, math.inf)
+
+
+class RecordTable:
+    """Arrays by record number. Read and write the public ones; `enter` and `leave` keep the bookkeeping."""
+
+    def __init__(self, max_ghosts: int) -> None:
+        self.counts: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        """Uses so far."""
+        self.used_s: npt.NDArray[np.float64] = np.zeros(1024, dtype=np.float64)
+        """Time of the last use."""
+        self.classes: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        self.queues: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        """Class and hints in one number: which queue the block waits in as a candidate."""
+        self.depths: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        """Position in the prompt, from 0."""
+        self.weights: npt.NDArray[np.float64] = np.zeros(1024, dtype=np.float64)
+        """Weight of the lifetime in what is learned."""
+        self.costs: npt.NDArray[np.float64] = np.zeros(1024, dtype=np.float64)
+        """Worth of a hit."""
+        self.hints: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        self.prints: Fingerprints = np.zeros(1024, dtype=np.uint64)
+        self._states: npt.NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
+        self._free: list[int] = list(range(1024))
+        self._ghosts: OrderedDict[int, int] = OrderedDict()
+        """Fingerprint -> record of an evicted block, oldest eviction first."""
+        self._max_ghosts = max_ghosts
+        self._dropped: list[tuple[int, float, float]] = []
+        self._hint_numbers: dict[tuple[float, float], int] = {(_NO_HINT.factor, _NO_HINT.ttl_s): 0}
+        self._hint_table: list[Hint] = [_NO_HINT]
+        self.num_resident = 0
+
+    def enter(
+        self, num_blocks: int, traits: BlockTraits, depth: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Make blocks resident, the first at `depth`; return all their records, and those known before."""
+        prints = np.zeros(num_blocks, dtype=np.uint64) if traits.fingerprints is None else traits.fingerprints
+        ghosts = self._ghosts
+        found = [ghosts.pop(identity, -1) for identity in prints.tolist()] if ghosts else [-1] * num_blocks
+        known = [record for record in found if record >= 0]
+        num_new = num_blocks - len(known)
+        while len(self._free) < num_new:
+            self._grow()
+        fresh = self._free[len(self._free) - num_new :]
+        del self._free[len(self._free) - num_new :]
+        self.counts[fresh] = 0
+        if known:
+            remaining = iter(fresh)
+            fresh = [record if record >= 0 else next(remaining) for record in found]
+        records = np.asarray(fresh, dtype=np.int32)
+        self.prints[records] = prints
+        self.depths[records] = np.arange(depth, depth + num_blocks)
+        self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
+        self.hints[records] = self._hint_number(traits)
+        self._states[records] = _RESIDENT
+        self.num_resident += num_blocks
+        return records, np.asarray(known, dtype=np.int32)
+
+    def leave(self, record: int, *, remember: bool) -> None:
+        """End a residence; a remembered block is forgotten once too many others left after it."""
+        self.num_resident -= 1
+        identity = self.prints.item(record)
+        if not remember or identity == NO_PRINT or not self._max_ghosts:
+            self._drop(record)
+            return
+        self._states[record] = _GHOST
+        twin = self._ghosts.pop(identity, None)
+        if twin is not None:
+            self._drop(twin)
+        self._ghosts[identity] = record
+        if len(self._ghosts) > self._max_ghosts:
+            self._drop(self._ghosts.popitem(last=False)[1])
+
+    def hint(self, number: int) -> Hint:
+        """Return the hints of that number."""
+        return self._hint_table[number]
+
+    def resident(self) -> npt.NDArray[np.int64]:
+        """Return the records of all resident blocks."""
+        return np.flatnonzero(self._states == _RESIDENT)
+
+    def open_lifetimes(self) -> OpenLifetimes:
+        """Return the lifetimes of all blocks that are resident or remembered."""
+        records = np.flatnonzero(self._states)
+        return OpenLifetimes(self.classes[records], self.used_s[records], self.weights[records])
+
+    def take_dropped(self) -> OpenLifetimes:
+        """Return the lifetimes forgotten since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return OpenLifetimes(
+            np.asarray([item[0] for item in dropped], dtype=np.int32),
+            np.asarray([item[1] for item in dropped], dtype=np.float64),
+            np.asarray([item[2] for item in dropped], dtype=np.float64),
+        )
+
+    def _drop(self, record: int) -> None:
+        self._dropped.append(
+            (self.classes.item(record), self.used_s.item(record), self.weights.item(record))
+        )
+        self._states[record] = _FREE
+        self._free.append(record)
+
+    def _hint_number(self, traits: BlockTraits) -> int:
+        """Return the number of the hints; rounded, since each different one costs a queue per class."""
+        if traits.priority == _DEFAULT_PRIORITY and traits.ttl_s is None:
+            return 0
+        factor = 2.0 ** round((traits.priority - _DEFAULT_PRIORITY) / 10)
+        ttl_s = math.inf if traits.ttl_s is None else 2.0 ** (math.ceil(4 * math.log2(traits.ttl_s + 0.1)) / 4)
+        number = self._hint_numbers.get((factor, ttl_s))
+        if number is None:
+            if len(self._hint_table) >= _MAX_HINTS:
+                return 0
+            number = self._hint_numbers[factor, ttl_s] = len(self._hint_table)
+            self._hint_table.append(Hint(factor, ttl_s))
+        return number
+
+    def _grow(self) -> None:
+        size = len(self.counts)
+        self._free.extend(range(size, 2 * size))
+        for name in ("counts", "used_s", "classes", "queues", "depths", "weights", "costs", "hints", "prints"):
+            setattr(self, name, resized(getattr(self, name), 2 * size))
+        self._states = resized(self._states, 2 * size)

@@ -1,0 +1,78 @@
+"""Regret: would LRU have done better so far? Asked of a sample of blocks, cheaply, all the time.
+
+A shadow LRU holds the identities of one block in 2^k, at the real cache's size divided by 2^k (spatial
+sampling; Waldspurger et al., FAST'15). The same sampled blocks are counted in the real cache, so that the two
+hit counts differ by the policies alone. Blocks are sampled one by one, not prompt by prompt: leaves-first LRU
+keeps prefixes closed by itself.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.prefix.eviction.records import NO_PRINT
+from stemma.types import Fingerprints
+
+_TARGET_SHADOW_BLOCKS = 2048
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_WINDOW = 100_000
+"""Sampled lookups over which regret is remembered."""
+_LOSE_SHARE, _RETURN_SHARE = 0.003, 0.001
+"""Regret per lookup at which LRU takes over, and below which the learned order returns."""
+_SLACK = 24.0
+"""Sampled hits that chance may cost."""
+
+
+class LRUShadow:
+    """Says whether the real cache should fall back to LRU."""
+
+    def __init__(self, num_resident: int) -> None:
+        """`num_resident` is the size of the real cache, from which the sampling rate follows."""
+        shift = max(0, (max(num_resident, 1) // _TARGET_SHADOW_BLOCKS).bit_length())
+        self._rate = 1.0 / (1 << shift)
+        self._mask_shift = np.uint64(64 - shift) if shift else None
+        self._held: OrderedDict[int, None] = OrderedDict()
+        self._regret = 0.0
+        self._num_lookups = 0.0
+        self.prefers_lru = False
+
+    def sample(self, prints: Fingerprints) -> list[int]:
+        """Return the sampled ones among `prints`, in order."""
+        chosen: npt.NDArray[np.bool_] = prints != NO_PRINT
+        if self._mask_shift is not None:
+            chosen &= (prints * _MULTIPLIER) >> self._mask_shift == 0
+        return list(prints[chosen].tolist())
+
+    def look_up(self, hits: Fingerprints, misses: Fingerprints, num_resident: int) -> None:
+        """Count a prompt whose blocks the real cache had (`hits`) and had not (`misses`), and use them."""
+        held = self._held
+        sampled_hits, sampled_misses = self.sample(hits), self.sample(misses)
+        chain = sampled_hits + sampled_misses
+        if not chain:
+            return
+        num_shadow_hits = 0
+        # The root side is stamped last, so that deeper blocks go first.
+        for identity in reversed(chain):
+            if identity in held:
+                num_shadow_hits += 1
+                held.move_to_end(identity)
+            else:
+                held[identity] = None
+        self._count(len(chain), num_shadow_hits - len(sampled_hits))
+        capacity = round(num_resident * self._rate)
+        while len(held) > capacity:
+            held.popitem(last=False)
+
+    def _count(self, num_lookups: int, regret: int) -> None:
+        fade = 1.0 - num_lookups / _WINDOW
+        self._num_lookups = self._num_lookups * fade + num_lookups
+        # A lead is remembered only up to the loss that may be run up, so that a change of load shows soon.
+        bound = _SLACK + _LOSE_SHARE * self._num_lookups
+        self._regret = max(self._regret * fade + regret, -bound)
+        if self.prefers_lru:
+            self.prefers_lru = self._regret > _RETURN_SHARE * self._num_lookups
+        else:
+            self.prefers_lru = self._regret > bound

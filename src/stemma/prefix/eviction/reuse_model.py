@@ -1,0 +1,211 @@
+"""ReuseModel: how likely a block is to be used again, by age and kind, learned online.
+
+A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by four features:
+how often the block was used, whether it is the last of its prompt, how long the prompt is, and how long the
+conversation paused before. For each class the model keeps the hazard of reuse per second in age bins (log
+scale), as actuaries do: reuses in a bin over time spent at risk in it; lifetimes still open count as
+survivors up to their age.
+
+Few classes have enough lifetimes of their own, so hazards are composed: a hazard common to all, times a
+factor per level and age bin of each feature (iterative proportional fitting; Deming and Stephan, 1940), each
+factor shrunk towards 1 as a gamma prior would. The blocks of a prompt live and die together, so a lifetime of
+a prompt of n blocks weighs 1/sqrt(n), and priors are measured in typical reuses.
+
+What a block is worth per second of keeping it is its Gittins index: over all horizons, the largest ratio of
+the probability of reuse to the expected time until reuse or horizon (J. Gittins, 1979). A hazard that first
+rises, as with humans who read and type, is seen ahead of its peak.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+_GROWTH = 1.35
+_NUM_BINS = 40
+AGE_EDGES_S: Float64 = np.concatenate([[0.0], 0.5 * _GROWTH ** np.arange(_NUM_BINS - 1)])
+"""Starts of the age bins; the last begins after some 12 hours."""
+_WIDTHS_S: Float64 = np.diff(np.append(AGE_EDGES_S, AGE_EDGES_S[-1] * _GROWTH))
+_EDGE_LIST = AGE_EDGES_S.tolist()
+
+_COUNT_EDGES = np.array([1, 2, 4, 8, 32])
+_LENGTH_EDGES = (4, 8, 16, 32, 64)
+_PAUSE_EDGES_S = (2.0, 10.0, 30.0, 90.0, 300.0)
+NO_PAUSE = len(_PAUSE_EDGES_S) + 1
+"""Level of a prompt that continues nothing."""
+
+# Levels of each feature and what one level adds to the class.
+_LEVELS = (len(_COUNT_EDGES) + 1, 2, len(_LENGTH_EDGES) + 1, NO_PAUSE + 1)
+_STRIDES = (_LEVELS[1] * _LEVELS[2] * _LEVELS[3], _LEVELS[2] * _LEVELS[3], _LEVELS[3], 1)
+NUM_CLASSES = _LEVELS[0] * _STRIDES[0]
+_COUNT_STEP: npt.NDArray[np.int32] = (
+    np.searchsorted(_COUNT_EDGES, np.arange(_COUNT_EDGES[-1] + 2)) * _STRIDES[0]
+).astype(np.int32)
+
+_HALF_LIFE_S = 1800.0
+_PRIOR_REUSES = 1.0
+_NUM_SWEEPS = 2
+_MIN_RATE = 1e-12
+
+
+def age_bin(age_s: float) -> int:
+    """Return the bin of an age of at least 0."""
+    return bisect_right(_EDGE_LIST, age_s) - 1
+
+
+def pause_level(pause_s: float) -> int:
+    """Return the level of a pause between two uses of a conversation."""
+    for level, edge in enumerate(_PAUSE_EDGES_S):
+        if pause_s <= edge:
+            return level
+    return NO_PAUSE - 1
+
+
+def classify(counts: npt.NDArray[np.int32], num_prompt_blocks: int, pause: int) -> npt.NDArray[np.int32]:
+    """Return the class of each block of a prompt's chain; the last one ends the prompt.
+
+    `counts` are uses so far, this one included. `pause` is a level.
+    """
+    length = 0
+    while length < len(_LENGTH_EDGES) and num_prompt_blocks > _LENGTH_EDGES[length]:
+        length += 1
+    classes = _COUNT_STEP[np.minimum(counts, len(_COUNT_STEP) - 1)] + np.int32(length * _STRIDES[2] + pause)
+    classes[-1] += _STRIDES[1]
+    return classes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLifetimes:
+    """Blocks, resident or remembered, that wait for their next use."""
+
+    classes: npt.NDArray[np.int32]
+    starts_s: Float64
+    """When each was used last."""
+    weights: Float64
+
+
+class ReuseModel:
+    """Hazards per class and age, and the index that ranks blocks by them."""
+
+    def __init__(self) -> None:
+        self._reuses: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
+        """Weighted reuses by class and age bin; weights are relative to the time `_origin_s`."""
+        self._origin_s = 0.0
+        self._typical_reuse = 1.0
+        """Moving average of the weight of all blocks that are reused at once."""
+        self._censored: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
+        """The same of lifetimes that were forgotten before they ended."""
+        self.num_reuses = 0
+        """Prompts that reused something."""
+        self.is_fitted = False
+        self._index: dict[int, list[float]] = {}
+        self._default: list[float] = [1.0 / (edge + 1.0) for edge in _EDGE_LIST]
+
+    def learn(
+        self, classes: npt.NDArray[np.int32], starts_s: Float64, weights: Float64, now: float
+    ) -> None:
+        """Note that lifetimes of these classes end now by a reuse."""
+        self._add(self._reuses, OpenLifetimes(classes, starts_s, weights), now)
+        self._typical_reuse += 0.01 * (float(weights.sum()) - self._typical_reuse)
+        self.num_reuses += 1
+
+    def censor(self, lifetimes: OpenLifetimes, now: float) -> None:
+        """Note that these lifetimes were forgotten about now; nothing is known of their end."""
+        self._add(self._censored, lifetimes, now)
+
+    def index_of(self, class_id: int) -> list[float]:
+        """Return the worth per second of a block of this class in each age bin."""
+        return self._index.get(class_id, self._default)
+
+    def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
+        """Estimate all hazards anew. Costs some milliseconds; grows with the number of lifetimes."""
+        fade = np.exp2((self._origin_s - now) / _HALF_LIFE_S)
+        self._reuses *= fade
+        self._censored *= fade
+        self._origin_s = now
+        reuses = self._reuses.reshape(NUM_CLASSES, _NUM_BINS)
+        waiting = self._waiting(lifetimes, now) + self._censored.reshape(NUM_CLASSES, _NUM_BINS)
+        present = np.flatnonzero((reuses.any(axis=1)) | (waiting.any(axis=1)))
+        if not len(present):
+            return
+        reuses = reuses[present]
+        ended = reuses + waiting[present]
+        survivors = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
+        at_risk_s = (survivors + 0.5 * ended) * _WIDTHS_S
+        prior = _PRIOR_REUSES * max(self._typical_reuse, 1e-6)
+        common = _common_hazard(reuses.sum(axis=0), at_risk_s.sum(axis=0), prior)
+        hazards = _compose(common, present, reuses, at_risk_s, prior)
+        index = gittins_index(np.vstack([hazards, common])).tolist()
+        self._default = index.pop()
+        self.is_fitted = True
+        self._index = dict(zip(present.tolist(), index, strict=True))
+
+    def _add(self, totals: Float64, lifetimes: OpenLifetimes, now: float) -> None:
+        ages = np.maximum(now - lifetimes.starts_s, 0.0)
+        bins = np.searchsorted(AGE_EDGES_S, ages, side="right") - 1
+        decayed = lifetimes.weights * np.exp2((lifetimes.starts_s - self._origin_s) / _HALF_LIFE_S)
+        np.add.at(totals, lifetimes.classes * _NUM_BINS + bins, decayed)
+
+    def _waiting(self, lifetimes: OpenLifetimes, now: float) -> Float64:
+        """Return the weight of open lifetimes by class and age bin."""
+        ages = np.maximum(now - lifetimes.starts_s, 0.0)
+        bins = np.searchsorted(AGE_EDGES_S, ages, side="right") - 1
+        weights = lifetimes.weights * np.exp2(-ages / _HALF_LIFE_S)
+        cells = lifetimes.classes.astype(np.int64) * _NUM_BINS + bins
+        total = np.bincount(cells, weights=weights, minlength=NUM_CLASSES * _NUM_BINS)
+        return np.asarray(total.reshape(NUM_CLASSES, _NUM_BINS))
+
+
+def _common_hazard(reuses: Float64, at_risk_s: Float64, prior: float) -> Float64:
+    """Return the hazard of all classes together, shape [num_bins].
+
+    Where little was seen, the hazard of the bin before goes on, falling as 1 / age.
+    """
+    hazard = np.empty(_NUM_BINS)
+    expected = max(float(reuses.sum() / max(at_risk_s.sum(), 1e-9)), _MIN_RATE)
+    for number in range(_NUM_BINS):
+        hazard[number] = (reuses[number] + prior) / (at_risk_s[number] + prior / expected)
+        expected = max(hazard[number] / (_GROWTH if number else 1.0), _MIN_RATE)
+    return hazard
+
+
+def _compose(common: Float64, classes: Int64, reuses: Float64, at_risk_s: Float64, prior: float) -> Float64:
+    """Return hazards of `classes`, shape [num_classes, num_bins], as a product of factors per feature."""
+    hazards = np.repeat(common[None, :], len(classes), axis=0)
+    members = []
+    for levels, stride in zip(_LEVELS, _STRIDES, strict=True):
+        level = classes // stride % levels
+        members.append((level, (level[None, :] == np.arange(levels)[:, None]).astype(np.float64)))
+    for _ in range(_NUM_SWEEPS):
+        for level, member in members:
+            observed = member @ reuses
+            expected = member @ (hazards * at_risk_s)
+            overall = (observed.sum(axis=1) + prior) / (expected.sum(axis=1) + prior)
+            factors = (observed + prior) / (expected * overall[:, None] + prior) * overall[:, None]
+            hazards *= factors[level]
+    return hazards
+
+
+def gittins_index(hazards: Float64) -> Float64:
+    """Return max over horizons of P(reuse) / E(time held), for each start bin; same shape as `hazards`."""
+    cumulative = np.cumsum(hazards * _WIDTHS_S, axis=1)
+    cumulative = np.minimum(np.hstack([np.zeros((len(hazards), 1)), cumulative]), 50.0)
+    survival = np.exp(-cumulative)
+    drops = survival[:, :-1] - survival[:, 1:]
+    # Within a bin the hazard is constant: time at risk is drop / hazard, or the bin's width if it is tiny.
+    held = np.where(
+        hazards * _WIDTHS_S > 1e-9, drops / np.maximum(hazards, _MIN_RATE), survival[:, :-1] * _WIDTHS_S
+    )
+    held_until = np.hstack([np.zeros((len(hazards), 1)), np.cumsum(held, axis=1)])
+    index = np.empty_like(hazards)
+    for start in range(_NUM_BINS):
+        gain = survival[:, start : start + 1] - survival[:, start + 1 :]
+        time = held_until[:, start + 1 :] - held_until[:, start : start + 1]
+        index[:, start] = (gain / np.maximum(time, 1e-9)).max(axis=1)
+    return index
