@@ -4,6 +4,10 @@ A shadow LRU holds the identities of one block in 2^k, at the real cache's size 
 sampling; Waldspurger et al., FAST'15). The same sampled blocks are counted in the real cache, so that the two
 hit counts differ by the policies alone. Blocks are sampled one by one, not prompt by prompt: leaves-first LRU
 keeps prefixes closed by itself.
+
+The learned order is on trial. If LRU gets ahead by more than chance and a small share explain, LRU rules for a
+while, each time twice as long; then the next trial begins. So what can be lost to LRU grows with the logarithm
+of the trials, plus that small share.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ from stemma.types import Fingerprints
 
 _TARGET_SHADOW_BLOCKS = 2048
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_WINDOW = 100_000
-"""Sampled lookups over which regret is remembered."""
-_LOSE_SHARE, _RETURN_SHARE = 0.003, 0.001
-"""Regret per lookup at which LRU takes over, and below which the learned order returns."""
-_SLACK = 24.0
-"""Sampled hits that chance may cost."""
+_SLACK = 32
+"""Sampled hits that a trial of the learned order may lose by chance."""
+_LOSE_SHARE = 0.002
+"""What it may lose beyond that, per sampled lookup of the trial."""
+_MAX_LEAD_SHARE = 0.02
+"""A lead is remembered up to this share of the lookups, so that a change of load shows soon."""
+_FIRST_PAUSE, _MAX_PAUSE = 2_000, 128_000
+"""Sampled lookups that LRU gets after a lost trial; doubled each time."""
 
 
 class LRUShadow:
@@ -35,9 +41,17 @@ class LRUShadow:
         self._rate = 1.0 / (1 << shift)
         self._mask_shift = np.uint64(64 - shift) if shift else None
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._regret = 0.0
-        self._num_lookups = 0.0
-        self.prefers_lru = False
+        self._regret = 0
+        """Sampled hits by which LRU is ahead in the present trial."""
+        self._num_lookups = 0
+        """Sampled lookups of the present trial."""
+        self._next_pause = _FIRST_PAUSE
+        self._pause_left = 0
+
+    @property
+    def prefers_lru(self) -> bool:
+        """Whether the real cache should be LRU now."""
+        return self._pause_left > 0
 
     def sample(self, prints: Fingerprints) -> list[int]:
         """Return the sampled ones among `prints`, in order."""
@@ -67,12 +81,11 @@ class LRUShadow:
             held.popitem(last=False)
 
     def _count(self, num_lookups: int, regret: int) -> None:
-        fade = 1.0 - num_lookups / _WINDOW
-        self._num_lookups = self._num_lookups * fade + num_lookups
-        # A lead is remembered only up to the loss that may be run up, so that a change of load shows soon.
-        bound = _SLACK + _LOSE_SHARE * self._num_lookups
-        self._regret = max(self._regret * fade + regret, -bound)
-        if self.prefers_lru:
-            self.prefers_lru = self._regret > _RETURN_SHARE * self._num_lookups
-        else:
-            self.prefers_lru = self._regret > bound
+        if self._pause_left > 0:
+            self._pause_left -= num_lookups
+            return
+        self._num_lookups += num_lookups
+        self._regret = max(self._regret + regret, -round(_SLACK + _MAX_LEAD_SHARE * self._num_lookups))
+        if self._regret > _SLACK + _LOSE_SHARE * self._num_lookups:
+            self._pause_left, self._next_pause = self._next_pause, min(2 * self._next_pause, _MAX_PAUSE)
+            self._regret = self._num_lookups = 0
