@@ -1,4 +1,4 @@
-"""A made-up agentic trace: many long sessions that share nothing; tools answer in seconds, humans in minutes."""
+"""A made-up agentic trace: long sessions that share nothing; tools answer in seconds, humans in minutes."""
 
 import numpy as np
 

@@ -28,7 +28,7 @@ def replay_command(
     trace_path: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file, plain or .gz.")],
     policy: Annotated[
         str, typer.Option(help="Policies, comma-separated; `min` is the clairvoyant bound.")
-    ] = ("lru,min"),
+    ] = ("lru,hazard,min"),
     capacity: Annotated[
         str, typer.Option(help="Cache sizes in blocks of the trace, comma-separated; `unlimited` is one.")
     ] = DEFAULT_CAPACITIES,

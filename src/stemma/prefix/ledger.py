@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container
+
 import numpy as np
 import numpy.typing as npt
 

@@ -36,7 +36,7 @@ from stemma.prefix.eviction.reuse_model import (
     pause_level,
 )
 from stemma.prefix.eviction.stamped import StampedPolicy, resized
-from stemma.types import BlockIds, Fingerprints
+from stemma.types import BlockIds
 
 Int32 = npt.NDArray[np.int32]
 
@@ -45,11 +45,11 @@ _ID_MASK = (1 << _ID_BITS) - 1
 _RERANK_S = 1.0
 _FIT_SHARE, _MIN_FIT_S, _MAX_FIT_S = 0.04, 2.0, 60.0
 """Hazards are fitted each time the observed span has grown by this share, within these limits."""
-_MIN_REUSES = 32
+_MIN_REUSES = 150
 """Prompts that must have reused something before the learned order is used."""
 _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
-_NO_PRINTS: Fingerprints = np.empty(0, dtype=np.uint64)
+_NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
 
 
 class HazardPolicy(StampedPolicy):
@@ -68,7 +68,10 @@ class HazardPolicy(StampedPolicy):
         self._next_fit_s = -math.inf
         self._first_s: float | None = None
         self._shadow: LRUShadow | None = None
-        self._pending_hits: Fingerprints = _NO_PRINTS
+        self._unseen_hits: Int32 = _NO_RECORDS
+        """Hits that the shadow hasn't been told of: the same prompt's misses may follow."""
+        self._unclassified: tuple[int, Int32, int] | None = None
+        """Last block, records and pause of the prompt used last: it is classified when it stops growing."""
         self._learned = False
         """Whether ranks are the learned ones; otherwise they are LRU stamps."""
         self._live: dict[int, int] = {}
@@ -80,6 +83,12 @@ class HazardPolicy(StampedPolicy):
         """Heap of (rank, entry, queue) with the ends of all queues; stale entries are skipped."""
         self._shown: dict[int, tuple[int, int]] = {}
         """Queue -> the entries that stand for its ends in `_ends`."""
+        self._rank_cache = (-1, -1.0, 0.0)
+        """Class, time of use and worth of the block ranked last."""
+        self._run_queue, self._run_used_s = -1, 0.0
+        """Class and time of use of the last victim, until the clock or the candidates change."""
+        self._held = -1
+        """A candidate that follows the last victim; it is in no queue."""
         self._ranked_s = -math.inf
         self._now = 0.0
 
@@ -89,59 +98,73 @@ class HazardPolicy(StampedPolicy):
         self._advance(now)
         table = self._records
         prompt = self._prompts.pop(traits.after, None)
+        if self._unclassified is not None and self._unclassified[0] != traits.after:
+            self._classify_prompt()
         depth = 0 if traits.after < 0 else table.depths.item(self._record_of.item(traits.after)) + 1
-        slots, known = table.enter(len(block_ids), traits, depth)
-        self._record_of[block_ids] = slots
-        chain, pause = (slots, NO_PAUSE) if prompt is None else (np.concatenate((prompt[0], slots)), prompt[1])
+        records, known = table.enter(len(block_ids), traits, depth)
+        self._record_of[block_ids] = records
+        if prompt is None:
+            chain, pause = records, NO_PAUSE
+        else:
+            chain, pause = np.concatenate((prompt[0], records)), prompt[1]
         if len(known):
             pause = pause_level(now - table.used_s.item(known[-1]))
             self._end_lifetimes(known, now)
         self._stamp(block_ids)
-        self._start_lifetimes(slots, now)
+        self._start_lifetimes(records, now)
         self._note_prompt(int(block_ids[-1]), chain, pause)
         if self._shadow is not None:
-            hits, self._pending_hits = self._pending_hits, _NO_PRINTS
-            self._shadow.look_up(hits, table.prints[slots], table.num_resident)
+            hits, self._unseen_hits = self._unseen_hits, _NO_RECORDS
+            looked_up = np.concatenate((hits, records)) if len(hits) else records
+            self._shadow.look_up(table.prints[looked_up], len(hits), table.num_resident)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
         """End a lifetime of each block and start the next."""
         if not len(block_ids):
             return
         self._advance(now)
-        slots = self._record_of[block_ids]
+        self._classify_prompt()
+        records = self._record_of[block_ids]
         table = self._records
-        pause = pause_level(now - table.used_s.item(slots[-1]))
-        self._end_lifetimes(slots, now)
+        pause = pause_level(now - table.used_s.item(records[-1]))
+        self._end_lifetimes(records, now)
         self._stamp(block_ids)
-        self._start_lifetimes(slots, now)
-        self._note_prompt(int(block_ids[-1]), slots, pause)
+        self._start_lifetimes(records, now)
+        self._note_prompt(int(block_ids[-1]), records, pause)
         if self._shadow is not None:
-            if len(self._pending_hits):
-                self._shadow.look_up(self._pending_hits, _NO_PRINTS, table.num_resident)
-            self._pending_hits = table.prints[slots]
+            if len(self._unseen_hits):
+                hits = self._unseen_hits
+                self._shadow.look_up(table.prints[hits], len(hits), table.num_resident)
+            self._unseen_hits = records
 
     def offer(self, block_id: int) -> None:
         """Make the block a candidate."""
-        entry = self._stamps.item(block_id) << _ID_BITS | block_id
-        self._live[block_id] = entry
-        queue = self._records.queues.item(self._record_of.item(block_id))
-        ends = self._queues.get(queue)
-        if ends is None:
-            ends = self._queues[queue] = ([], [])
-        heappush(ends[0], entry)
-        ends[1].append(entry)
-        self._num_entries += 2
-        heappush(self._ends, (self._rank(entry, queue), entry, queue))
+        if self._unclassified is not None:
+            self._classify_prompt()
+        record = self._record_of.item(block_id)
+        queue = self._records.queues.item(record)
+        self._live[block_id] = entry = self._stamps.item(block_id) << _ID_BITS | block_id
+        if queue == self._run_queue and self._records.used_s.item(record) == self._run_used_s:
+            self._hold(block_id)
+        else:
+            self._enqueue(entry, queue)
 
     def withdraw(self, block_id: int) -> None:
         """Take the candidate back."""
-        if self._live.pop(block_id, None) is not None and self._num_entries > 4 * len(self._live) + _MIN_STALE:
+        if block_id == self._held:
+            self._held = -1
+        self._live.pop(block_id, None)
+        if self._num_entries > 4 * len(self._live) + _MIN_STALE:
             self._rebuild_queues()
 
     def victim(self, now: float) -> int | None:
         """Return the candidate worth least, or None."""
+        if self._held >= 0:
+            if now == self._now:
+                return self._held
+            self._release()
         self._advance(now)
-        live, ends = self._live, self._ends
+        live = self._live
         if not live:
             return None
         if self._shadow is None:
@@ -150,11 +173,13 @@ class HazardPolicy(StampedPolicy):
             self._fit(now)
         if now - self._ranked_s >= _RERANK_S:
             self._rank_ends()
-            ends = self._ends
+        ends = self._ends
         while ends:
             _, entry, queue = ends[0]
             block_id = entry & _ID_MASK
             if live.get(block_id) == entry:
+                self._run_queue = queue
+                self._run_used_s = self._records.used_s.item(self._record_of.item(block_id))
                 return block_id
             heappop(ends)
             if entry in self._shown.get(queue, ()):
@@ -163,11 +188,37 @@ class HazardPolicy(StampedPolicy):
 
     def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the block; if it was evicted, remember what is known of it."""
+        self._classify_prompt()
         self.withdraw(block_id)
         self._prompts.pop(block_id, None)
         self._records.leave(self._record_of.item(block_id), remember=evicted)
 
+    def _hold(self, block_id: int) -> None:
+        """Keep a candidate out of the queues: it follows the last victim.
+
+        Eviction runs up a prompt's chain. A block that was used together with the last victim and is of its
+        class is worth the same, or less where shallow blocks cost less, so it goes next.
+        """
+        if self._held >= 0:
+            self._release()
+        self._held = block_id
+
+    def _release(self) -> None:
+        """Put the held candidate in its queue like any other."""
+        block_id, self._held = self._held, -1
+        self._enqueue(self._live[block_id], self._records.queues.item(self._record_of.item(block_id)))
+
+    def _enqueue(self, entry: int, queue: int) -> None:
+        ends = self._queues.get(queue)
+        if ends is None:
+            ends = self._queues[queue] = ([], [])
+        heappush(ends[0], entry)
+        ends[1].append(entry)
+        self._num_entries += 2
+        heappush(self._ends, (self._rank(entry, queue), entry, queue))
+
     def _advance(self, now: float) -> None:
+        self._run_queue = -1
         self._now = now
         if self._first_s is None:
             self._first_s = now
@@ -181,27 +232,35 @@ class HazardPolicy(StampedPolicy):
         self._records.used_s[records] = now
 
     def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
-        """Classify the blocks of a prompt, which may still grow behind `tail`."""
-        table = self._records
-        num_blocks = table.depths.item(chain[-1]) + 1
-        classes = classify(table.counts[chain], num_blocks, pause)
-        table.classes[chain] = classes
-        table.queues[chain] = classes + table.hints[chain] * NUM_CLASSES
-        table.weights[chain] = num_blocks**-0.5
+        """Note the chain of a prompt, which may still grow behind `tail`."""
+        self._unclassified = (tail, chain, pause)
         self._prompts[tail] = (chain, pause)
         if len(self._prompts) > _MAX_OPEN_PROMPTS:
             self._prompts.popitem(last=False)
         if tail in self._live:
-            del self._live[tail]
+            self.withdraw(tail)
             self.offer(tail)
+
+    def _classify_prompt(self) -> None:
+        """Classify the blocks of the prompt used last."""
+        if self._unclassified is None:
+            return
+        _, chain, pause = self._unclassified
+        self._unclassified = None
+        table = self._records
+        num_blocks = table.depths.item(chain[-1]) + 1
+        classes = classify(table.counts[chain], num_blocks, pause)
+        table.classes[chain] = classes
+        table.queues[chain] = classes + table.hints[chain] * NUM_CLASSES if table.has_hints else classes
+        table.weights[chain] = num_blocks**-0.5
 
     def _start_shadow(self) -> None:
         """Begin to compare with LRU: until the first eviction both hold the same."""
         table = self._records
         self._shadow = LRUShadow(table.num_resident)
         resident = table.resident()
-        order = np.lexsort((-table.depths[resident], table.used_s[resident]))
-        self._shadow.look_up(_NO_PRINTS, table.prints[resident[order[::-1]]], table.num_resident)
+        order = np.lexsort((table.depths[resident], -table.used_s[resident]))
+        self._shadow.look_up(table.prints[resident[order]], 0, table.num_resident)
 
     def _fit(self, now: float) -> None:
         assert self._first_s is not None
@@ -214,28 +273,35 @@ class HazardPolicy(StampedPolicy):
 
     def _rank(self, entry: int, queue: int) -> float:
         """Return what the candidate is worth now; the lowest goes first."""
+        if queue >= NUM_CLASSES:
+            return self._rank_hinted(entry, queue)
+        if not self._learned:
+            return entry >> _ID_BITS
         table = self._records
         record = self._record_of.item(entry & _ID_MASK)
-        age_s = self._now - table.used_s.item(record)
-        if queue >= NUM_CLASSES:
-            hint, queue = table.hint(queue // NUM_CLASSES), queue % NUM_CLASSES
-            if age_s > hint.ttl_s:
-                return -1.0
-            factor = hint.factor
-        else:
-            factor = 1.0
-        if not self._learned:
-            return float(entry >> _ID_BITS)
-        return self._model.index_of(queue)[age_bin(age_s)] * table.costs.item(record) * factor
+        used_s = table.used_s.item(record)
+        if used_s != self._rank_cache[1] or queue != self._rank_cache[0]:
+            # Blocks of one prompt follow each other, and only their costs differ.
+            worth = self._model.index_of(queue)[age_bin(self._now - used_s)]
+            self._rank_cache = (queue, used_s, worth)
+        return self._rank_cache[2] * table.costs.item(record)
+
+    def _rank_hinted(self, entry: int, queue: int) -> float:
+        """Return the rank of a block with retention hints."""
+        record = self._record_of.item(entry & _ID_MASK)
+        hint = self._records.hint(queue // NUM_CLASSES)
+        if self._now - self._records.used_s.item(record) > hint.ttl_s:
+            return -1.0
+        return self._rank(entry, queue % NUM_CLASSES) * hint.factor
 
     def _rank_ends(self) -> None:
         """Rank the ends of all queues anew."""
-        shadow = self._shadow
-        assert shadow is not None
-        self._learned = self._model.is_fitted and not shadow.prefers_lru
+        self._learned = self._model.is_fitted and not (self._shadow is None or self._shadow.prefers_lru)
         self._ranked_s = self._now
         self._ends = []
         self._shown.clear()
+        self._run_queue = -1
+        self._rank_cache = (-1, -1.0, 0.0)
         for queue in list(self._queues):
             self._show_ends(queue)
 
@@ -268,6 +334,7 @@ class HazardPolicy(StampedPolicy):
     def _rebuild_queues(self) -> None:
         """Drop stale entries."""
         self._queues.clear()
+        self._held = -1
         for block_id, entry in self._live.items():
             queue = self._records.queues.item(self._record_of.item(block_id))
             ends = self._queues.setdefault(queue, ([], []))

@@ -53,7 +53,7 @@ class RecordTable:
         """Position in the prompt, from 0."""
         self.weights: npt.NDArray[np.float64] = np.zeros(1024, dtype=np.float64)
         """Weight of the lifetime in what is learned."""
-        self.costs: npt.NDArray[np.float64] = np.zeros(1024, dtype=np.float64)
+        self.costs: npt.NDArray[np.float64] = np.ones(1024, dtype=np.float64)
         """Worth of a hit."""
         self.hints: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
         self.prints: Fingerprints = np.zeros(1024, dtype=np.uint64)
@@ -65,6 +65,9 @@ class RecordTable:
         self._dropped: list[tuple[int, float, float]] = []
         self._hint_numbers: dict[tuple[float, float], int] = {(_NO_HINT.factor, _NO_HINT.ttl_s): 0}
         self._hint_table: list[Hint] = [_NO_HINT]
+        self.has_hints = False
+        """Whether any block ever had retention hints."""
+        self._has_costs = False
         self.num_resident = 0
 
     def enter(
@@ -87,8 +90,12 @@ class RecordTable:
         records = np.asarray(fresh, dtype=np.int32)
         self.prints[records] = prints
         self.depths[records] = np.arange(depth, depth + num_blocks)
-        self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
-        self.hints[records] = self._hint_number(traits)
+        if traits.costs_s is not None or self._has_costs:
+            self._has_costs = True
+            self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
+        if self.has_hints or traits.priority != _DEFAULT_PRIORITY or traits.ttl_s is not None:
+            self.has_hints = True
+            self.hints[records] = self._hint_number(traits)
         self._states[records] = _RESIDENT
         self.num_resident += num_blocks
         return records, np.asarray(known, dtype=np.int32)
@@ -131,9 +138,7 @@ class RecordTable:
         )
 
     def _drop(self, record: int) -> None:
-        self._dropped.append(
-            (self.classes.item(record), self.used_s.item(record), self.weights.item(record))
-        )
+        self._dropped.append((self.classes.item(record), self.used_s.item(record), self.weights.item(record)))
         self._states[record] = _FREE
         self._free.append(record)
 
@@ -142,7 +147,9 @@ class RecordTable:
         if traits.priority == _DEFAULT_PRIORITY and traits.ttl_s is None:
             return 0
         factor = 2.0 ** round((traits.priority - _DEFAULT_PRIORITY) / 10)
-        ttl_s = math.inf if traits.ttl_s is None else 2.0 ** (math.ceil(4 * math.log2(traits.ttl_s + 0.1)) / 4)
+        ttl_s = (
+            math.inf if traits.ttl_s is None else 2.0 ** (math.ceil(4 * math.log2(traits.ttl_s + 0.1)) / 4)
+        )
         number = self._hint_numbers.get((factor, ttl_s))
         if number is None:
             if len(self._hint_table) >= _MAX_HINTS:
@@ -154,6 +161,17 @@ class RecordTable:
     def _grow(self) -> None:
         size = len(self.counts)
         self._free.extend(range(size, 2 * size))
-        for name in ("counts", "used_s", "classes", "queues", "depths", "weights", "costs", "hints", "prints"):
+        for name in (
+            "counts",
+            "used_s",
+            "classes",
+            "queues",
+            "depths",
+            "weights",
+            "costs",
+            "hints",
+            "prints",
+        ):
             setattr(self, name, resized(getattr(self, name), 2 * size))
+        self.costs[size:] = 1.0
         self._states = resized(self._states, 2 * size)

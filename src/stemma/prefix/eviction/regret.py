@@ -5,9 +5,9 @@ sampling; Waldspurger et al., FAST'15). The same sampled blocks are counted in t
 hit counts differ by the policies alone. Blocks are sampled one by one, not prompt by prompt: leaves-first LRU
 keeps prefixes closed by itself.
 
-The learned order is on trial. If LRU gets ahead by more than chance and a small share explain, LRU rules for a
-while, each time twice as long; then the next trial begins. So what can be lost to LRU grows with the logarithm
-of the trials, plus that small share.
+The learned order is on trial. If LRU gets ahead by more than chance and a small share explain, LRU rules for
+a while, each time twice as long; then the next trial begins. So what can be lost to LRU grows with the
+logarithm of the trials, plus that small share.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stemma.types import Fingerprints
 
 _TARGET_SHADOW_BLOCKS = 2048
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_SLACK = 32
-"""Sampled hits that a trial of the learned order may lose by chance."""
+_SLACK_BLOCKS, _MIN_SLACK = 256, 32
+"""Hits that a trial of the learned order may lose by chance: of all blocks, and at least of sampled ones."""
 _LOSE_SHARE = 0.002
 """What it may lose beyond that, per sampled lookup of the trial."""
 _MAX_LEAD_SHARE = 0.02
@@ -41,6 +41,7 @@ class LRUShadow:
         self._rate = 1.0 / (1 << shift)
         self._mask_shift = np.uint64(64 - shift) if shift else None
         self._held: OrderedDict[int, None] = OrderedDict()
+        self._slack = max(_MIN_SLACK, round(_SLACK_BLOCKS * self._rate))
         self._regret = 0
         """Sampled hits by which LRU is ahead in the present trial."""
         self._num_lookups = 0
@@ -53,29 +54,25 @@ class LRUShadow:
         """Whether the real cache should be LRU now."""
         return self._pause_left > 0
 
-    def sample(self, prints: Fingerprints) -> list[int]:
-        """Return the sampled ones among `prints`, in order."""
+    def look_up(self, prints: Fingerprints, num_hits: int, num_resident: int) -> None:
+        """Count a prompt of which the real cache had the first `num_hits` blocks, and use all of them."""
         chosen: npt.NDArray[np.bool_] = prints != NO_PRINT
         if self._mask_shift is not None:
             chosen &= (prints * _MULTIPLIER) >> self._mask_shift == 0
-        return list(prints[chosen].tolist())
-
-    def look_up(self, hits: Fingerprints, misses: Fingerprints, num_resident: int) -> None:
-        """Count a prompt whose blocks the real cache had (`hits`) and had not (`misses`), and use them."""
-        held = self._held
-        sampled_hits, sampled_misses = self.sample(hits), self.sample(misses)
-        chain = sampled_hits + sampled_misses
-        if not chain:
+        places = np.flatnonzero(chosen)
+        if not len(places):
             return
+        held = self._held
         num_shadow_hits = 0
         # The root side is stamped last, so that deeper blocks go first.
-        for identity in reversed(chain):
+        for identity in reversed(prints[places].tolist()):
             if identity in held:
                 num_shadow_hits += 1
                 held.move_to_end(identity)
             else:
                 held[identity] = None
-        self._count(len(chain), num_shadow_hits - len(sampled_hits))
+        num_real_hits = int(np.searchsorted(places, num_hits)) if num_hits else 0
+        self._count(len(places), num_shadow_hits - num_real_hits)
         capacity = round(num_resident * self._rate)
         while len(held) > capacity:
             held.popitem(last=False)
@@ -85,7 +82,7 @@ class LRUShadow:
             self._pause_left -= num_lookups
             return
         self._num_lookups += num_lookups
-        self._regret = max(self._regret + regret, -round(_SLACK + _MAX_LEAD_SHARE * self._num_lookups))
-        if self._regret > _SLACK + _LOSE_SHARE * self._num_lookups:
+        self._regret = max(self._regret + regret, -round(self._slack + _MAX_LEAD_SHARE * self._num_lookups))
+        if self._regret > self._slack + _LOSE_SHARE * self._num_lookups:
             self._pause_left, self._next_pause = self._next_pause, min(2 * self._next_pause, _MAX_PAUSE)
             self._regret = self._num_lookups = 0

@@ -49,7 +49,7 @@ _COUNT_STEP: npt.NDArray[np.int32] = (
 ).astype(np.int32)
 
 _HALF_LIFE_S = 1800.0
-_PRIOR_REUSES = 1.0
+_PRIOR_REUSES = 3.0
 _NUM_SWEEPS = 2
 _MIN_RATE = 1e-12
 
@@ -96,6 +96,8 @@ class ReuseModel:
     def __init__(self) -> None:
         self._reuses: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
         """Weighted reuses by class and age bin; weights are relative to the time `_origin_s`."""
+        self._ended: list[tuple[npt.NDArray[np.int32], Float64, Float64, float]] = []
+        """What `learn` was told since the last fit."""
         self._origin_s = 0.0
         self._typical_reuse = 1.0
         """Moving average of the weight of all blocks that are reused at once."""
@@ -107,12 +109,10 @@ class ReuseModel:
         self._index: dict[int, list[float]] = {}
         self._default: list[float] = [1.0 / (edge + 1.0) for edge in _EDGE_LIST]
 
-    def learn(
-        self, classes: npt.NDArray[np.int32], starts_s: Float64, weights: Float64, now: float
-    ) -> None:
+    def learn(self, classes: npt.NDArray[np.int32], starts_s: Float64, weights: Float64, now: float) -> None:
         """Note that lifetimes of these classes end now by a reuse."""
-        self._add(self._reuses, OpenLifetimes(classes, starts_s, weights), now)
-        self._typical_reuse += 0.01 * (float(weights.sum()) - self._typical_reuse)
+        self._ended.append((classes, starts_s, weights, now))
+        self._typical_reuse += 0.01 * (len(weights) * weights.item(-1) - self._typical_reuse)
         self.num_reuses += 1
 
     def censor(self, lifetimes: OpenLifetimes, now: float) -> None:
@@ -125,6 +125,7 @@ class ReuseModel:
 
     def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Estimate all hazards anew. Costs some milliseconds; grows with the number of lifetimes."""
+        self._count_ended()
         fade = np.exp2((self._origin_s - now) / _HALF_LIFE_S)
         self._reuses *= fade
         self._censored *= fade
@@ -146,8 +147,16 @@ class ReuseModel:
         self.is_fitted = True
         self._index = dict(zip(present.tolist(), index, strict=True))
 
-    def _add(self, totals: Float64, lifetimes: OpenLifetimes, now: float) -> None:
-        ages = np.maximum(now - lifetimes.starts_s, 0.0)
+    def _count_ended(self) -> None:
+        if self._ended:
+            classes, starts_s, weights, ends_s = zip(*self._ended, strict=True)
+            lengths = [len(each) for each in classes]
+            lifetimes = OpenLifetimes(*(np.concatenate(each) for each in (classes, starts_s, weights)))
+            self._add(self._reuses, lifetimes, np.repeat(ends_s, lengths))
+            self._ended.clear()
+
+    def _add(self, totals: Float64, lifetimes: OpenLifetimes, ends_s: Float64 | float) -> None:
+        ages = np.maximum(ends_s - lifetimes.starts_s, 0.0)
         bins = np.searchsorted(AGE_EDGES_S, ages, side="right") - 1
         decayed = lifetimes.weights * np.exp2((lifetimes.starts_s - self._origin_s) / _HALF_LIFE_S)
         np.add.at(totals, lifetimes.classes * _NUM_BINS + bins, decayed)
@@ -194,18 +203,15 @@ def _compose(common: Float64, classes: Int64, reuses: Float64, at_risk_s: Float6
 
 def gittins_index(hazards: Float64) -> Float64:
     """Return max over horizons of P(reuse) / E(time held), for each start bin; same shape as `hazards`."""
-    cumulative = np.cumsum(hazards * _WIDTHS_S, axis=1)
-    cumulative = np.minimum(np.hstack([np.zeros((len(hazards), 1)), cumulative]), 50.0)
-    survival = np.exp(-cumulative)
-    drops = survival[:, :-1] - survival[:, 1:]
-    # Within a bin the hazard is constant: time at risk is drop / hazard, or the bin's width if it is tiny.
-    held = np.where(
-        hazards * _WIDTHS_S > 1e-9, drops / np.maximum(hazards, _MIN_RATE), survival[:, :-1] * _WIDTHS_S
-    )
-    held_until = np.hstack([np.zeros((len(hazards), 1)), np.cumsum(held, axis=1)])
+    expected = hazards * _WIDTHS_S
+    # Within a bin the hazard is constant: the time held is P(reuse) / hazard, or the bin's width if tiny.
+    reuse = -np.expm1(-expected)
+    held_s = np.where(expected > 1e-9, reuse / np.maximum(hazards, _MIN_RATE), _WIDTHS_S)
     index = np.empty_like(hazards)
     for start in range(_NUM_BINS):
-        gain = survival[:, start : start + 1] - survival[:, start + 1 :]
-        time = held_until[:, start + 1 :] - held_until[:, start : start + 1]
-        index[:, start] = (gain / np.maximum(time, 1e-9)).max(axis=1)
+        before = np.cumsum(expected[:, start:], axis=1) - expected[:, start:]
+        survival = np.exp(-before)
+        gain = np.cumsum(survival * reuse[:, start:], axis=1)
+        time = np.cumsum(survival * held_s[:, start:], axis=1)
+        index[:, start] = (gain / time).max(axis=1)
     return index
