@@ -61,7 +61,7 @@ def closed(one: Harness) -> bool:
 
 
 def test_redis_is_stopped_and_comes_back(
-    serve_directory: Callable[..., Harness], expected: Expected, redis_server: RedisServer
+    redis_server: RedisServer, serve_directory: Callable[..., Harness], expected: Expected
 ) -> None:
     one = serve_directory(pool="redis")
     round_of(one, expected)
@@ -77,7 +77,7 @@ def test_redis_is_stopped_and_comes_back(
 
 
 def test_the_mooncake_master_is_killed_and_comes_back(
-    serve_directory: Callable[..., Harness], expected: Expected, master: MooncakeMaster
+    master: MooncakeMaster, serve_directory: Callable[..., Harness], expected: Expected
 ) -> None:
     one = serve_directory(pool="mooncake", pool_deadline_s=0.5)
     round_of(one, expected)
@@ -93,7 +93,7 @@ def test_the_mooncake_master_is_killed_and_comes_back(
 
 
 def test_the_process_that_holds_the_blocks_is_killed(
-    serve_directory: Callable[..., Harness], expected: Expected, master: MooncakeMaster, config: Path
+    master: MooncakeMaster, serve_directory: Callable[..., Harness], expected: Expected, config: Path
 ) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, json.dumps(master.config())],
