@@ -85,7 +85,7 @@ class Router:
                     request.method, url + path, content=content, headers=headers
                 )
             except httpx.HTTPError as error:
-                _log.warning("%s: %s", url, error or type(error).__name__)
+                _log.warning("%s: %s", url, str(error) or type(error).__name__)
                 continue
             return Response(upstream.content, upstream.status_code, _content_type(upstream))
         message = "no prefill or decode server answers"
@@ -99,7 +99,7 @@ class Router:
                 answer = await self._client.post(url + path, content=content, headers=headers)
             except httpx.HTTPError as error:
                 self.stats.num_prefill_failures += 1
-                _log.warning("prefill server %s: %s", url, error or type(error).__name__)
+                _log.warning("prefill server %s: %s", url, str(error) or type(error).__name__)
                 continue
             if answer.status_code < 500:
                 return  # what is wrong with a request the decode server will say
@@ -115,7 +115,7 @@ class Router:
             except httpx.HTTPError as error:
                 if not is_fallback:
                     self.stats.num_decode_failures += 1
-                _log.warning("decode server %s: %s", url, error or type(error).__name__)
+                _log.warning("decode server %s: %s", url, str(error) or type(error).__name__)
                 continue
             self.stats.num_fallbacks += is_fallback
             return answer
@@ -153,7 +153,7 @@ class Router:
         except httpx.HTTPError as error:
             self.stats.num_decode_failures += 1
             self.stats.num_broken_streams += 1
-            _log.warning("decode server broke off: %s", error or type(error).__name__)
+            _log.warning("decode server broke off: %s", str(error) or type(error).__name__)
             message = "the server that generated this answer went away; what came so far is incomplete"
             event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
             yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stemma.config.settings import PoolSettings
+from stemma.errors import StorageError
 from stemma.memory.layout import KVLayout
 from stemma.memory.pool.keys import PoolKeys
 from stemma.memory.pool.registry import open_pool_backend, read_pool_config
@@ -17,4 +18,8 @@ def open_pool(settings: PoolSettings, key_space: KeySpace, layout: KVLayout) -> 
     different places share blocks. Raises ConfigError, or StorageError if the pool can't be reached.
     """
     backend = open_pool_backend(settings.name, read_pool_config(settings.config))
-    return PoolStore(backend, PoolKeys(key_space.model_fingerprint), layout.block_bytes, settings)
+    try:
+        return PoolStore(backend, PoolKeys(key_space.model_fingerprint), layout.block_bytes, settings)
+    except StorageError:  # it refuses our staging memory
+        backend.close()
+        raise
