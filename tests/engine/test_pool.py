@@ -191,3 +191,19 @@ def test_a_pool_that_is_full(serve: Serve, expected: Expected) -> None:
     break_pool(one).full_for = 10**6
     round_of(one, expected)
     assert pool(one).counters.reasons["no_space"] > 0
+
+
+def test_other_requests_go_on_while_one_waits_for_a_hanging_pool(serve: Serve, expected: Expected) -> None:
+    one = serve(num_blocks=64, tiers=TierSettings(load_timeout_s=1000.0))
+    backend = break_pool(one, deadline_s=1000.0)
+    first = one.add(PROMPTS[0], greedy(30))
+    while not one.answers[first].token_ids:
+        one.step()
+    backend.gate.clear()
+    second = one.add(PROMPTS[1], greedy(6))
+    while not one.answers[first].finished:
+        one.step()
+    assert not one.answers[second].token_ids
+    backend.gate.set()
+    one.run()
+    assert one.answers[second].token_ids[0] == expected(PROMPTS[1])
