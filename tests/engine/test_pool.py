@@ -110,10 +110,14 @@ def test_nearer_tiers_win(serve: Serve, expected: Expected) -> None:
     assert sum(answer.cache.cached_by_tier.get(Tier.HOST, 0) for answer in third) >= 96
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 31, 32, 33, 97, 112])
-def test_prefill_on_one_engine_decode_on_another(serve: Serve, expected: Expected, num_tokens: int) -> None:
+def test_prefill_on_one_engine_decode_on_another(
+    serve: Serve, expected: Expected, num_tokens: int, cached: bool
+) -> None:
+    """The decode side needs no prefix cache of its own."""
     tokens = prompt(num_tokens, num_tokens)
-    prefill, decode = serve(role="prefill"), serve(role="decode")
+    prefill, decode = serve(role="prefill"), serve(role="decode", enable_prefix_cache=cached)
     first = prefill.serve(tokens, greedy(1)).token_ids[0]
     assert lower(prefill).wait_for_queued(Tier.POOL, TIMEOUT_S)
     answer = decode.serve(tokens, greedy(6))

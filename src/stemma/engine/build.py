@@ -54,7 +54,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
     index = make_index(settings.cache, key_space)
     lower = None
-    if index is not None:
+    if index is not None or settings.role == "decode":
         lower = open_tiers(
             settings.tiers,
             kv,
@@ -88,7 +88,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
 def check_role(settings: EngineSettings) -> None:
     """Raise ConfigError if prefill and decode apart, or a pool, can't work with the other settings."""
     pool = settings.cache.pool
-    if pool is not None and not settings.cache.enable_prefix_cache:
+    if pool is not None and not settings.cache.enable_prefix_cache and settings.role != "decode":
         raise ConfigError("a pool needs the prefix cache; leave enable_prefix_cache on")
     if settings.role == "both":
         return
