@@ -64,7 +64,7 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
         lower = None
         if tiers is not None or settings.cache.pool is not None:
             pool, role = settings.cache.pool, settings.role
-            lower = open_tiers(tiers or TierSettings(), kv, key_space, pool=pool, role=role)
+            lower = open_tiers(tiers or settings.tiers, kv, key_space, pool=pool, role=role)
         cache = PrefixCache(
             kv,
             make_index(settings.cache, key_space),

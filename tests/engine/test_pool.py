@@ -40,11 +40,9 @@ def serve(harness: Callable[..., Harness], config: Path) -> Iterator[Serve]:
 
     def make(*, num_blocks: int = 12, **fields: object) -> Harness:
         settings = {"pool": "directory", "pool_config": config, "block_size": BLOCK_SIZE} | fields
-        one = harness(num_blocks=num_blocks, **settings)
-        # The tiny model computes faster than a pool delivers; here a hit is always loaded.
-        lower(one).estimator.num_worth_loading = lambda tiers, num_queued=0: len(tiers)
-        made.append(one)
-        return one
+        # The tiny model computes faster than a pool delivers.
+        made.append(harness(num_blocks=num_blocks, **{"load_when": "always"} | settings))
+        return made[-1]
 
     yield make
     for one in made:
@@ -102,7 +100,7 @@ def test_nearer_tiers_win(serve: Serve, expected: Expected) -> None:
     again = round_of(one, expected)
     assert from_pool(again) == [0] * 4
     assert [answer.cache.cached_by_tier[Tier.DEVICE] for answer in again] == [99] * 4
-    two = serve(tiers=TierSettings(host_cache="64MB"))
+    two = serve(tiers=TierSettings(host_cache="64MB", load_when="always"))
     assert from_pool(round_of(two, expected)) == [96] * 4
     third = round_of(two, expected)
     assert [answer.cache.num_cached_tokens for answer in third] == [96] * 4
@@ -198,7 +196,7 @@ def test_a_pool_that_is_full(serve: Serve, expected: Expected) -> None:
 
 
 def test_other_requests_go_on_while_one_waits_for_a_hanging_pool(serve: Serve, expected: Expected) -> None:
-    one = serve(num_blocks=64, tiers=TierSettings(load_timeout_s=1000.0))
+    one = serve(num_blocks=64, tiers=TierSettings(load_timeout_s=1000.0, load_when="always"))
     backend = break_pool(one, deadline_s=1000.0)
     first = one.add(PROMPTS[0], greedy(30))
     while not one.answers[first].token_ids:

@@ -76,7 +76,8 @@ def transfer_policy(settings: TierSettings, role: Role = "both") -> TransferPoli
         selective_uses=settings.write_through_uses,
         exclusive=settings.host_exclusive,
         prefetch=settings.prefetch,
-        load_always=settings.load_when == "always",
+        # A decode server is there to spare computing prompts, not to weigh it.
+        load_always=settings.load_when == "always" or role == "decode",
         load_timeout_s=settings.load_timeout_s,
         publish_tails=role == "prefill",
         fail_on_load_failure=settings.load_failure == "fail",
