@@ -166,6 +166,16 @@ async def _parallel_samples(target: Target, _: Path | None, count: Counter) -> P
     return _result(time.perf_counter() - began, answers)
 
 
+async def _beam(target: Target, _: Path | None, count: Counter) -> ProbeResult:
+    """Beam search of width 4 over a 1,024-token prompt, three prompts in turn."""
+    maker = _maker(count, 999)
+    extra = {**target.extra, "n": 4, "use_beam_search": True}
+    search = Target(target.http, target.model, target.endpoint, extra, target.count_tokens)
+    began = time.perf_counter()
+    answers = [await _one(search, maker.text(1024), 24) for _ in range(3)]
+    return _result(time.perf_counter() - began, answers)
+
+
 def _gsm8k(data: Path | None, count: Counter) -> list[str]:
     assert data is not None
     options = WorkloadOptions(num_requests=24, num_shots=8, data=data / "gsm8k_test.jsonl")
@@ -211,4 +221,5 @@ PROBES = (
     _total_probe("repeats", "6 prompts of 768, each 4 times", _repeats, max_tokens=16),
     _total_probe("no_sharing", "no sharing, 24 x (512 + 32)", _no_sharing, max_tokens=32),
     Probe("n_8", "n = 8 samples of a 1,024-token prompt", "s", _parallel_samples),
+    Probe("beam_4", "beam, width 4, 1,024-token prompt, 24 tokens", "s", _beam),
 )

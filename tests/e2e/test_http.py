@@ -203,10 +203,56 @@ def test_tree(served: Served) -> None:
     assert "opens at nine" in drawing
 
 
+def test_beam_search_with_the_official_client(served: Served) -> None:
+    """All APIs give the same answers, streamed or whole, and count the prompt once."""
+    client = OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
+    beam = {"use_beam_search": True, "ignore_eos": True}
+    common = {
+        "model": "tiny",
+        "prompt": LONG,
+        "max_tokens": 12,
+        "n": 3,
+        "temperature": 0.7,
+        "extra_body": beam,
+    }
+    before = served.stats()["num_prompt_tokens"]
+    whole = client.completions.create(**common)
+    num_prompt = whole.usage.prompt_tokens
+    assert served.stats()["num_prompt_tokens"] == before + num_prompt
+    assert whole.usage.completion_tokens == 3 * 12
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    texts = [choice.text for choice in whole.choices]
+    assert len(set(texts)) == 3
+
+    chunks = [c for c in client.completions.create(**common, stream=True) if c.choices[0].text]
+    assert {c.choices[0].index: c.choices[0].text for c in chunks} == dict(enumerate(texts))
+    one = client.completions.create(**common | {"n": 1, "extra_body": {**beam, "best_of": 3}})
+    assert [choice.text for choice in one.choices] == texts[:1]
+    assert one.usage.prompt_tokens_details.cached_tokens == num_prompt - 1
+    body = {"prompt": LONG, "max_tokens": 12, "n": 3, **beam}
+    assert served.post("/generate", **body).json() == {"text": [LONG + text for text in texts]}
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=5,
+        n=2,
+        logprobs=True,
+        top_logprobs=1,
+        extra_body=beam,
+    )
+    scores = [sum(entry.logprob for entry in choice.logprobs.content) for choice in chat.choices]
+    assert scores == sorted(scores, reverse=True)
+    assert len(scores) == 2
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_prompts", [1, 3])
-async def test_a_client_that_leaves_frees_its_blocks(served: Served, stream: bool, num_prompts: int) -> None:
+@pytest.mark.parametrize("use_beam_search", [False, True])
+async def test_a_client_that_leaves_frees_its_blocks(
+    served: Served, stream: bool, num_prompts: int, use_beam_search: bool
+) -> None:
     body = {
+        "use_beam_search": use_beam_search,
         "model": "tiny",
         "prompt": [f"{number}: {LONG}" for number in range(num_prompts)],
         "max_tokens": 150,
@@ -217,7 +263,7 @@ async def test_a_client_that_leaves_frees_its_blocks(served: Served, stream: boo
     before = served.stats()["num_generated_tokens"]
     async with httpx.AsyncClient(timeout=60) as client:
         url = f"{served.url}/v1/completions"
-        if stream:
+        if stream and not use_beam_search:  # a beam search streams nothing before its end
             async with client.stream("POST", url, json=body) as response:
                 async for _ in response.aiter_bytes():
                     break

@@ -47,6 +47,7 @@ class ScriptedEngine:
     tokenizer: Tokenizer
     model_name: str = "scripted"
     max_model_len: int = 4096
+    eos_token_ids: frozenset[int] = frozenset()
     default_sampling: dict[str, float] = field(default_factory=dict)
     pool: None = None
     script: Script = field(default_factory=Script)

@@ -9,7 +9,7 @@ from typing import Protocol
 from stemma.config.settings import PoolSettings
 from stemma.engine.cache_control import CacheControl
 from stemma.engine.pool import EnginePool
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling_params import BeamParams, SamplingParams
 from stemma.memory.lower import TransferStats
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
@@ -28,6 +28,11 @@ class GenerationRequest:
     """Retention hint of the blocks it commits, 0..100."""
     ttl_s: float | None = None
     """Retention hint: seconds of disuse after which its blocks go first."""
+    beam: BeamParams | None = None
+    """Search instead of sampling. For `beam_search.run_beam_search`: engines refuse it."""
+    is_continuation: bool = False
+    """It goes on from a request that was let in and counted: not refused by a full queue or a drain, and its
+    prompt is not counted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,8 @@ class EngineClient(Protocol):
     tokenizer: Tokenizer
     cache_control: CacheControl
     """What an operator may do to the cache."""
+    eos_token_ids: frozenset[int]
+    """Ids that end an answer."""
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
 

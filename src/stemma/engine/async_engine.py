@@ -52,6 +52,7 @@ class AsyncEngine:
         self.max_model_len = parts.engine.limits.max_tokens
         self.tokenizer = parts.tokenizer
         self.default_sampling: Mapping[str, float | int] = parts.model.default_sampling
+        self.eos_token_ids = parts.engine.limits.eos_token_ids
         self.pool = parts.pool
         self._engine: Engine = parts.engine
         self.cache_control = CacheControl(parts.engine.cache, parts.device, parts.key_space, self._call)
@@ -149,11 +150,11 @@ class AsyncEngine:
         self._engine.close()
 
     def _subscribe(self, request: GenerationRequest) -> _Subscription:
-        if self._is_draining:
+        if self._is_closed or (self._is_draining and not request.is_continuation):
             raise ShuttingDown("the server is shutting down")
         self._engine.validate(request)
         num_waiting = sum(not s.has_started for s in self._subscriptions.values())
-        if num_waiting >= self._max_waiting:
+        if num_waiting >= self._max_waiting and not request.is_continuation:
             raise Overloaded(f"{num_waiting} requests are waiting already")
         if request.request_id in self._subscriptions:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")

@@ -74,6 +74,8 @@ class Engine:
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise InvalidRequest or PromptTooLong if the request can never be served. Any thread."""
+        if request.beam is not None:
+            raise InvalidRequest("an engine doesn't search; use run_beam_search", param="use_beam_search")
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -95,7 +97,7 @@ class Engine:
         self.validate(request)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        if self._scheduler.num_waiting >= self._settings.max_waiting:
+        if self._scheduler.num_waiting >= self._settings.max_waiting and not request.is_continuation:
             raise Overloaded(f"{self._scheduler.num_waiting} requests are waiting already")
         state = RequestState(request, self._clock(), self._num_arrived)
         self._num_arrived += 1
@@ -215,6 +217,8 @@ class Engine:
             miss_detail=miss.detail if miss else None,
         )
         state.queue_wait_s = self._clock() - state.arrival
+        if state.request.is_continuation:
+            return
         self._num_prompt_tokens += state.cache.num_prompt_tokens
         self._cached_by_tier.update(lease.cached_by_tier)
         if miss is not None:

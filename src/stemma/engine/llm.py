@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from stemma.config.loading import setting_fields
 from stemma.config.settings import EngineSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, TokenLogprob
+from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
 from stemma.engine.output import OutputProcessor
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling_params import BeamParams, SamplingParams
 from stemma.errors import ConfigError, Overloaded, StemmaError
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, TokenArray, as_tokens
@@ -34,9 +35,11 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Empty unless `SamplingParams.logprobs` is set."""
+    """Empty unless `SamplingParams.logprobs` is set; a beam search has them always."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
+    """Of a beam search: log-probability / length ** length_penalty."""
 
 
 @dataclass(slots=True)
@@ -84,9 +87,7 @@ class LLM:
 
         Raises InvalidRequest or PromptTooLong if a prompt can't be served, and StemmaError if a step failed.
         """
-        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        token_ids = [self.tokenizer.encode(p) if isinstance(p, str) else as_tokens(p) for p in batch]
-        return self._run(token_ids, params, namespace)
+        return self._run(self._encode(prompts), params, namespace)
 
     def chat(
         self,
@@ -101,6 +102,45 @@ class LLM:
         token_ids = [self.tokenizer.apply_chat_template(c) for c in conversations]
         return self._run(token_ids, params, namespace)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> list[Generation]:
+        """Return the `beam_width` likeliest answers to each prompt that the search finds, best first.
+
+        Log-probabilities are those of the raw distribution. Errors as `generate`.
+        """
+        beam = BeamParams(beam_width, length_penalty)
+        params = SamplingParams(n=beam_width, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        requests = [
+            GenerationRequest(self._new_id(), prompt, params, namespace, beam=beam)
+            for prompt in self._encode(prompts)
+        ]
+        limits = self.engine.limits
+        searches = [BeamSearch(r, limits.eos_token_ids, limits.max_tokens) for r in requests]
+        reports: dict[str, CacheReport] = {}
+        while open_searches := [(r, s) for r, s in zip(requests, searches, strict=True) if not s.is_done]:
+            rounds = [(request, search, search.requests()) for request, search in open_searches]
+            answers = iter(self._run_requests([one for _, _, asked in rounds for one in asked]))
+            for request, search, asked in rounds:
+                found = [next(answers) for _ in asked]
+                reports.setdefault(request.request_id, found[0].cache)
+                search.advance([one.completions[0].logprobs[0] for one in found])
+        return [
+            Generation(
+                request.prompt_token_ids,
+                [self._completion(i, one, request) for i, one in enumerate(search.result())],
+                reports[request.request_id],
+            )
+            for request, search in zip(requests, searches, strict=True)
+        ]
+
     def stats(self) -> EngineStats:
         """Return the engine's counters and gauges."""
         return self.engine.stats()
@@ -113,12 +153,38 @@ class LLM:
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_sampling] * len(prompts)
-        requests: dict[str, GenerationRequest] = {}
-        for prompt, one in zip(prompts, params, strict=True):
-            request_id = f"offline-{self._num_requests}"
-            self._num_requests += 1
-            requests[request_id] = GenerationRequest(request_id, prompt, one, namespace)
-            self.engine.validate(requests[request_id])
+        return self._run_requests(
+            [
+                GenerationRequest(self._new_id(), prompt, one, namespace)
+                for prompt, one in zip(prompts, params, strict=True)
+            ]
+        )
+
+    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenArray]:
+        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        return [self.tokenizer.encode(p) if isinstance(p, str) else as_tokens(p) for p in batch]
+
+    def _new_id(self) -> str:
+        self._num_requests += 1
+        return f"offline-{self._num_requests}"
+
+    def _completion(self, index: int, found: Hypothesis, request: GenerationRequest) -> Completion:
+        assert request.beam is not None
+        return Completion(
+            index,
+            found.text(self.tokenizer, request.params),
+            list(found.token_ids),
+            list(found.logprobs),
+            found.finish_reason,
+            found.stop_reason,
+            found.score(request.beam.length_penalty),
+        )
+
+    def _run_requests(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
+        """Serve all to their end; return the results in their order."""
+        requests = {one.request_id: one for one in batch}
+        for one in batch:
+            self.engine.validate(one)
         results = {
             i: Generation(
                 r.prompt_token_ids,

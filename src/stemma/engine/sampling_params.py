@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from stemma.errors import InvalidRequest
 
 MAX_N = 8192
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+"""Beam search looks at the 2 x width likeliest tokens of each beam."""
+MAX_LENGTH_PENALTY = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search instead of sampling (`engine/beam_search.py`)."""
+
+    width: int
+    """Beams kept; at least as many as are returned."""
+    length_penalty: float = 1.0
+    """Scores are divided by length ** this: above 0 favours long answers, below 0 short ones."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest naming the first field out of range."""
+        if not 1 <= self.width <= MAX_BEAM_WIDTH:
+            raise InvalidRequest(
+                f"the beam width (n, or best_of where given) must be between 1 and {MAX_BEAM_WIDTH}, "
+                f"got {self.width}",
+                param="n",
+            )
+        if not (math.isfinite(self.length_penalty) and abs(self.length_penalty) <= MAX_LENGTH_PENALTY):
+            raise InvalidRequest(
+                f"length_penalty must be between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}, "
+                f"got {self.length_penalty}",
+                param="length_penalty",
+            )
 
 
 @dataclass(frozen=True, slots=True)

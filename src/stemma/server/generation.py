@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, TokenLogprob
+from stemma.engine.beam_search import run_beam_search
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError
 from stemma.server.context import ServerContext
 from stemma.server.disconnect import unless_disconnected
@@ -27,7 +28,8 @@ async def run_one(
         raise ShuttingDown("the server is shutting down")
     watch = context.metrics.watch(api)
     outcome = "aborted"
-    stream = context.engine.generate(request)
+    engine = context.engine
+    stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
     try:
         async for output in stream:
             watch.seen(output)

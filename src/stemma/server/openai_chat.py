@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, SequenceDelta
 from stemma.errors import StemmaError
+from stemma.server.beam import beam_params
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
@@ -34,8 +35,9 @@ async def create_chat_completion(request: Request) -> Response:
     body = validate(ChatRequest, await read_object(request))
     check_model(context, body.model)
     params = chat_sampling(context, body)
+    beam = beam_params(body, params.n)
     tokens = await chat_prompt(context, body)
-    generation = generation_request(new_request_id("chatcmpl"), tokens, params, body)
+    generation = generation_request(new_request_id("chatcmpl"), tokens, params, body, beam)
     if body.stream:
         outputs = await start(context, request, [generation], "chat")
         return EventStream(_events(context, body, generation, outputs), outputs)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import StemmaError
+from stemma.server.beam import beam_params
 from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
@@ -35,13 +36,16 @@ async def create_completion(request: Request) -> Response:
     body = validate(CompletionRequest, await read_object(request))
     check_model(context, body.model)
     params = completion_sampling(context, body)
-    wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
+    beam = beam_params(body, params.n, body.best_of)
+    wide = params
+    if beam is None:
+        wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
     prompts = await completion_prompts(
         context, body.prompt, add_special_tokens=body.add_special_tokens is not False
     )
     response_id = new_request_id("cmpl")
     generations = [
-        generation_request(f"{response_id}-{index}", tokens, wide, body)
+        generation_request(f"{response_id}-{index}", tokens, wide, body, beam)
         for index, tokens in enumerate(prompts)
     ]
     echoes = await _echoes(context, body, prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stemma.engine.api import GenerationRequest
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling_params import BeamParams, SamplingParams
 from stemma.prefix.keys import Namespace
 from stemma.server.schemas.openai import OpenAIRequest
 from stemma.types import TokenArray
@@ -12,7 +12,11 @@ DEFAULT_PRIORITY = 50
 
 
 def generation_request(
-    request_id: str, tokens: TokenArray, params: SamplingParams, body: OpenAIRequest
+    request_id: str,
+    tokens: TokenArray,
+    params: SamplingParams,
+    body: OpenAIRequest,
+    beam: BeamParams | None = None,
 ) -> GenerationRequest:
     """Return the request: ``cache_salt`` isolates it, ``priority`` and ``cache_ttl_s`` are hints."""
     return GenerationRequest(
@@ -22,4 +26,5 @@ def generation_request(
         namespace=Namespace(salt=body.cache_salt or ""),
         priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
         ttl_s=body.cache_ttl_s,
+        beam=beam,
     )

@@ -44,8 +44,6 @@ def _openai_sampling(
 ) -> SamplingParams:
     if body.logit_bias:
         raise InvalidRequest("logit_bias is not supported", param="logit_bias")
-    if body.use_beam_search:
-        raise InvalidRequest("beam search is not supported", param="use_beam_search")
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest("response_format: only 'text' is supported", param="response_format")
     n = check_n(context, body.n)
@@ -60,7 +58,7 @@ def _openai_sampling(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         skip_special_tokens=body.skip_special_tokens,
-        **_chosen(body, context.engine.default_sampling),
+        **({} if body.use_beam_search else _chosen(body, context.engine.default_sampling)),
     )
 
 
@@ -116,7 +114,7 @@ def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> Sampling
         max_tokens=body.max_tokens,
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
-        **_chosen(body, context.engine.default_sampling),
+        **({} if body.use_beam_search else _chosen(body, context.engine.default_sampling)),
     )
 
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
 from stemma.errors import StemmaError
+from stemma.server.beam import beam_params
 from stemma.server.best_of import keep_best
 from stemma.server.body import validate
 from stemma.server.context import context_of, new_request_id
@@ -32,9 +33,12 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     if body.model is not None:
         check_model(context, body.model)
     params = vllm_sampling(context, body)
-    wide = widen_to_best_of(context, params, body.best_of, stream=body.stream)
+    beam = beam_params(body, params.n, body.best_of)
+    wide = params
+    if beam is None:
+        wide = widen_to_best_of(context, params, body.best_of, stream=body.stream)
     tokens = await text_prompt(context, body.prompt)
-    generation = GenerationRequest(new_request_id("gen"), tokens, wide)
+    generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam)
     if body.stream:
         outputs = await start(context, request, [generation], "vllm")
         headers = {"x-stemma-cached-tokens": str(outputs.first[1].cache.num_cached_tokens)}

@@ -56,6 +56,9 @@ class OpenAIRequest(RequestModel):
     cache_ttl_s: float | None = Field(default=None, gt=0)
     """Retention hint: seconds of disuse after which those blocks go first."""
     use_beam_search: bool = False
+    """Search for the `n` likeliest answers; fields that shape sampling are ignored."""
+    length_penalty: float = 1.0
+    """Of the beam search; above 0 favours long answers."""
     response_format: ResponseFormat | None = None
 
 
@@ -67,7 +70,7 @@ class CompletionRequest(OpenAIRequest):
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
-    """Generate so many and return the `n` with the highest mean log-probability."""
+    """Generate so many and return the `n` with the highest mean log-probability; or the beam width."""
     suffix: str | None = None
 
 

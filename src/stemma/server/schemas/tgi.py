@@ -55,6 +55,8 @@ class VLLMGenerateRequest(RequestModel):
     max_tokens: int | None = Field(default=None, gt=0)
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
