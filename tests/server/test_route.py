@@ -208,3 +208,12 @@ def test_bodies_for_prefill() -> None:
 def test_both_kinds_of_servers_are_needed() -> None:
     with pytest.raises(ConfigError, match="at least one"):
         create_route_app([], ["http://x"])
+
+
+async def test_a_prefill_server_that_dies_while_it_computes_is_replaced(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    servers["p0"].break_after = 0
+    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d0"}
+    assert len(servers["p0"].bodies) == len(servers["p1"].bodies) == 1
+    assert (await proxy.get("/health")).json()["num_prefill_failures"] == 1
