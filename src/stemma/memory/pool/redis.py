@@ -2,7 +2,7 @@
 
 Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` on the server: it then evicts by itself. Under
 ``noeviction`` a full server answers OOM, which is NO_SPACE here. Redis copies each value through its one
-thread, so expect a tenth of what shared memory gives (docs/tiers.md).
+thread, so expect a tenth of what shared memory gives (docs/pool.md).
 """
 
 from __future__ import annotations
