@@ -1,6 +1,7 @@
 """Bytes of device blocks in and out, on CPU and CUDA.
 
-On CPU a device block is plain memory: one memcpy. On CUDA the host side is pinned; copies *out* run on the
+On CPU a device block is plain memory: one memcpy, by two threads where there is much to copy (one core's
+stores don't reach the memory's bandwidth). On CUDA the host side is pinned; copies *out* run on the
 stream of the step loop, after the kernels that wrote the block, and the caller waits for them (between two
 steps the stream is idle, so the wait is the copy itself); copies *in* run on a stream of their own, beside
 the steps of other requests.
@@ -8,12 +9,16 @@ the steps of other requests.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from stemma.memory.device import DeviceKV
+
+_PARALLEL_BYTES = 4 * 2**20
 
 
 class DeviceCopy:
@@ -23,6 +28,7 @@ class DeviceCopy:
         self._kv = kv
         self.block_bytes = kv.layout.block_bytes
         self.is_cuda = kv.device.type == "cuda"
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
         self._upload = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
@@ -39,10 +45,22 @@ class DeviceCopy:
     def into(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         """Copy host tensors into blocks that no step reads yet. Any thread; done on return."""
         if self._upload is None:
-            for block_id, source in zip(block_ids, sources, strict=True):
-                np.copyto(self._kv.block_bytes_view(block_id).numpy(), source.numpy())
+            self._copy_in(block_ids, sources)
             return
         with torch.cuda.stream(self._upload):
             for block_id, source in zip(block_ids, sources, strict=True):
                 self._kv.block_bytes_view(block_id).copy_(source, non_blocking=True)
         self._upload.synchronize()
+
+    def _copy_in(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        half = len(block_ids) // 2
+        if len(block_ids) * self.block_bytes < _PARALLEL_BYTES or (os.cpu_count() or 1) < 2:
+            half = 0
+        helped = self._helper.submit(self._copy_each, block_ids[:half], sources[:half]) if half else None
+        self._copy_each(block_ids[half:], sources[half:])
+        if helped is not None:
+            helped.result()
+
+    def _copy_each(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        for block_id, source in zip(block_ids, sources, strict=True):
+            np.copyto(self._kv.block_bytes_view(block_id).numpy(), source.numpy())

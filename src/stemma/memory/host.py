@@ -41,7 +41,11 @@ class HostStore(SlottedStore):
         if num_slots < 1:
             raise ConfigError(f"host cache of {capacity_bytes} bytes can't hold one block of {block_bytes}")
         super().__init__(block_bytes, num_slots, policy, clock)
-        self._arena = torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=pin_memory)
+        if pin_memory:
+            self._arena = torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=True)
+        else:
+            # numpy asks for huge pages, torch doesn't.
+            self._arena = torch.from_numpy(np.empty((num_slots, block_bytes), dtype=np.uint8))
         self._bytes = self._arena.numpy()
 
     @property

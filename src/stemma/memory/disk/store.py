@@ -170,10 +170,14 @@ class DiskStore(SlottedStore):
     def _read(
         self, slots: Sequence[int], keys: Sequence[BlockKey], into: Sequence[memoryview]
     ) -> list[tuple[ReadResult, str]]:
-        for slot in slots[1:]:
-            fd, offset = self._place(slot)
-            self._files.will_read(fd, offset, self._manifest.slot_bytes)
-        return [self._read_one(*item) for item in zip(slots, keys, into, strict=True)]
+        outcomes = []
+        for n, (slot, key, buffer) in enumerate(zip(slots, keys, into, strict=True)):
+            # Neighbours are read ahead by the kernel, better than by any hint of ours.
+            if n + 1 < len(slots) and slots[n + 1] != slot + 1:
+                fd, offset = self._place(slots[n + 1])
+                self._files.will_read(fd, offset, self._manifest.slot_bytes)
+            outcomes.append(self._read_one(slot, key, buffer))
+        return outcomes
 
     def _read_one(self, slot: int, key: BlockKey, buffer: memoryview) -> tuple[ReadResult, str]:
         fd, offset = self._place(slot)
