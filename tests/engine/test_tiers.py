@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,10 +28,10 @@ def serve(harness: Callable[..., Harness]) -> Iterator[Serve]:
     """Return a maker of engines with tiers; all are closed at the end."""
     made: list[Harness] = []
 
-    def make(*, num_blocks: int = 12, **tiers: object) -> Harness:
+    def make(*, num_blocks: int = 12, max_num_seqs: int = 8, **tiers: object) -> Harness:
         # Computing these tiny blocks may well beat loading them, depending on what else the machine does.
         settings = TierSettings(load_when="always", **tiers)
-        one = harness(num_blocks=num_blocks, block_size=BLOCK_SIZE, tiers=settings)
+        one = harness(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, tiers=settings)
         made.append(one)
         return one
 
@@ -196,6 +197,25 @@ def test_two_requests_with_one_prefix_load_it_once(serve, expected, tmp_path) ->
     one.run()
     assert one.answers[first].token_ids[0] == one.answers[second].token_ids[0] == expected(PROMPTS[0])
     assert lower(one).stats().loads.loaded_blocks[Tier.HOST] == 6
+
+
+def test_blocks_come_nearer_while_a_request_waits_for_its_turn(serve, expected, tmp_path) -> None:
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    round_of(one, expected)
+    one.engine.close()
+    two = serve(max_num_seqs=1, host_cache="1MB", disk_cache=tmp_path, disk_cache_size="10MB")
+    two.add(prompt(99, 20), greedy(60))
+    two.step()
+    waiting = two.add(PROMPTS[1], greedy(4))
+    two.step()
+    deadline = time.monotonic() + TIMEOUT_S
+    while lower(two).stats().loads.prefetched_blocks[Tier.DISK] < 6 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    two.run()
+    answer = two.answers[waiting]
+    assert answer.token_ids[0] == expected(PROMPTS[1])
+    assert answer.cache.cached_by_tier == {Tier.DISK: 96}
+    assert lower(two).stats().loads.loaded_blocks == {Tier.HOST: 6}
 
 
 def test_an_aborted_load_leaks_nothing(serve, expected) -> None:

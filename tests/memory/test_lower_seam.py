@@ -35,6 +35,8 @@ class DictTiers:
         self.loads.append((list(keys), list(block_ids), future))
         return future
 
+    must_probe = False
+
     def prefetch(self, parent, keys) -> None:
         return None
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, StorageError, StorageLocked
@@ -36,20 +34,19 @@ def ls_command(directory: Directory) -> None:
     from stemma.memory.disk.directory import list_spaces
     from stemma.memory.disk.existing import count_blocks
 
-    table = Table("name", "model", "layout", "tokens a block", "blocks", "on disk", "last change", "in use")
     for space in list_spaces(directory):
         manifest, count = space.manifest, count_blocks(space)
-        table.add_row(
-            space.path.name,
-            manifest.model_fingerprint[:16] if manifest else "damaged",
-            manifest.kv_layout if manifest else "",
-            str(manifest.block_size) if manifest else "",
-            "" if count is None else str(count),
-            format_size(space.allocated_bytes),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(space.used_at)),
-            "yes" if space.in_use else "no",
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(space.used_at))
+        state = "in use" if space.in_use else "not in use"
+        typer.echo(
+            f"{space.path.name}  {count or 0} blocks, {format_size(space.allocated_bytes)} on disk, "
+            f"last change {used}, {state}"
         )
-    Console(soft_wrap=True).print(table)
+        if manifest is None:
+            typer.echo("    damaged: `stemma cache gc` removes it")
+            continue
+        typer.echo(f"    model {manifest.model_fingerprint[:16]}, {manifest.block_size} tokens a block")
+        typer.echo(f"    layout {manifest.kv_layout}")
 
 
 @app.command("verify")

@@ -88,6 +88,8 @@ class Scheduler:
         self._waiting: dict[tuple[int, int], Sequence] = {}
         self._loading: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._arrived: list[Sequence] = []
+        """Queued since the last step: where they aren't admitted at once, lower tiers look ahead for them."""
         self._num_queued = 0
         self._no_room: tuple[int, int] | None = None
         """Blocks available and sequences queued so far when the head of the queue last found no room."""
@@ -114,7 +116,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.status = Status.WAITING
-        sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
+        if self._cache.must_probe:
+            self._prefetch(sequence)
+        else:
+            self._arrived.append(sequence)
         self._waiting[sequence.age] = sequence
         self._num_queued += 1
 
@@ -166,6 +171,10 @@ class Scheduler:
                 budget -= item.num_tokens
         if budget and self._waiting and self.has_seat and self.num_preemptions == num_before:
             self._admit(plan, budget)
+        for sequence in self._arrived:
+            if sequence.status is Status.WAITING:
+                self._prefetch(sequence)
+        self._arrived.clear()
         return plan
 
     def wait_for_load(self, timeout_s: float) -> None:
@@ -186,6 +195,9 @@ class Scheduler:
         # The partial tail of a finished prefill enters too: an identical prompt may be waiting for it.
         is_prefill = item.num_tokens - len(item.draft) > 1
         self._cache.commit(lease, item.sequence.num_computed, tail=is_prefill and item.num_logits > 0)
+
+    def _prefetch(self, sequence: Sequence) -> None:
+        sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
 
     def _schedule_decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
         lease = sequence.lease

@@ -204,6 +204,11 @@ class PrefixCache:
         lease.append_blocks(fresh)
         return True
 
+    @property
+    def must_probe(self) -> bool:
+        """Whether lower tiers want `prefetch` for every prompt before it is reserved."""
+        return self._lower is not None and self._lower.must_probe
+
     def prefetch(self, namespace: Namespace, tokens: TokenArray) -> Prefetch | None:
         """A prompt was queued: let the lower tiers look for what the device lacks of it."""
         if self._lower is None:

@@ -83,6 +83,10 @@ class TransferStats:
 class LowerTiers(Protocol):
     """Host, disk and pool as one."""
 
+    @property
+    def must_probe(self) -> bool:
+        """Whether a tier is too far away for `match` to ask: then each prompt needs a `prefetch` first."""
+
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
         """Return where the leading keys lie that are worth loading; shorter than `keys` at the first miss."""
 

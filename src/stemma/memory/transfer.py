@@ -170,14 +170,18 @@ class TierTransfer:
         timeout_s = None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
         return self._loads.load(keys, block_ids, timeout_s)
 
+    @property
+    def must_probe(self) -> bool:
+        """See `LowerTiers`."""
+        return Tier.POOL in self._queues and self._policy.prefetch != "best_effort"
+
     def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey]) -> Prefetch | None:
         """See `LowerTiers`."""
         has_pool = Tier.POOL in self._queues
         has_use = has_pool or (self._host is not None and bool(self._queues))
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
             return None
-        probe = has_pool and self._policy.prefetch != "best_effort"
-        task = self._loads.prefetch(parent, keys, self._policy.load_timeout_s, probe=probe)
+        task = self._loads.prefetch(parent, keys, self._policy.load_timeout_s, probe=self.must_probe)
         return Prefetch(task.probe, task.abandon)
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
