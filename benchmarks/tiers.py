@@ -35,6 +35,7 @@ from stemma.memory.layout import KVLayout
 from stemma.memory.lower import DeviceBlock
 from stemma.memory.store import BlockStore
 from stemma.memory.transfer import TierTransfer, TransferPolicy
+from stemma.model.native.copying import copy_function
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, chain_keys
 from stemma.types import BlockKey, Tier
@@ -89,7 +90,7 @@ def device_blocks(keys: Sequence[BlockKey]) -> list[DeviceBlock]:
 def open_transfer(kv: DeviceKV, *stores: BlockStore, staging_bytes: int = 128 * 2**20) -> TierTransfer:
     policy = TransferPolicy({Tier.HOST: "write_back", Tier.DISK: "write_through"}, load_timeout_s=600.0)
     return TierTransfer(
-        DeviceCopy(kv),
+        DeviceCopy(kv, copy_function()),
         stores,
         policy,
         time.monotonic,

@@ -18,6 +18,7 @@ from stemma.memory.sizing import num_device_blocks
 from stemma.memory.tiers import open_tiers
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import Progress, load_model
+from stemma.model.native.copying import copy_function
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex
@@ -53,6 +54,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     kv = DeviceKV(layout, num_device_blocks(settings.cache, layout, model.device), model.device)
     key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
     index = make_index(settings.cache, key_space)
+    device = DeviceCopy(kv, copy_function())
     lower = None
     if index is not None or settings.role == "decode":
         lower = open_tiers(
@@ -62,6 +64,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
             eviction=settings.cache.eviction,
             pool=settings.cache.pool,
             role=settings.role,
+            device=device,
         )
     cache = PrefixCache(
         kv,
@@ -82,7 +85,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)
-    return EngineParts(engine, model, tokenizer, name, DeviceCopy(kv), key_space, pool)
+    return EngineParts(engine, model, tokenizer, name, device, key_space, pool)
 
 
 def check_role(settings: EngineSettings) -> None:

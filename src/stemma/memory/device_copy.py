@@ -10,22 +10,27 @@ the steps of other requests.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stemma.memory.device import DeviceKV
 
+CopyBytes = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 _PARALLEL_BYTES = 4 * 2**20
 
 
 class DeviceCopy:
     """Moves whole blocks between `DeviceKV` and host memory."""
 
-    def __init__(self, kv: DeviceKV) -> None:
+    def __init__(self, kv: DeviceKV, copy: CopyBytes = np.copyto) -> None:
+        """`copy` copies on CPU; it should release the GIL."""
         self._kv = kv
+        self._copy = copy
         self.block_bytes = kv.layout.block_bytes
         self.is_cuda = kv.device.type == "cuda"
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
@@ -38,7 +43,7 @@ class DeviceCopy:
             if self.is_cuda:
                 target.copy_(source, non_blocking=True)
             else:
-                np.copyto(target.numpy(), source.numpy())
+                self._copy(target.numpy(), source.numpy())
         if self.is_cuda:
             torch.cuda.current_stream(self._kv.device).synchronize()
 
@@ -63,4 +68,4 @@ class DeviceCopy:
 
     def _copy_each(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         for block_id, source in zip(block_ids, sources, strict=True):
-            np.copyto(self._kv.block_bytes_view(block_id).numpy(), source.numpy())
+            self._copy(self._kv.block_bytes_view(block_id).numpy(), source.numpy())

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import replace
 from queue import PriorityQueue
 
@@ -30,7 +30,11 @@ from stemma.memory.store import BlockPut, BlockStore, ReadResult
 from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
-CHUNK_BLOCKS = 16
+RUN_BLOCKS = 64
+"""Blocks looked up and moved before other loads get their turn."""
+_CHUNK_BLOCKS = 16
+_BUFFER_BYTES = 64 * 2**20
+"""Of one worker, for two chunks: one is read while the other is copied on."""
 _LOAD, _PREFETCH, _STOP = 0, 1, 2
 
 
@@ -108,6 +112,7 @@ class LoadQueue:
         self._deadlines: list[tuple[float, int, Load]] = []
         self._deadlines_changed = threading.Condition()
         self._is_closed = False
+        self._helpers = ThreadPoolExecutor(num_threads, thread_name_prefix="stemma-deliver")
         self._threads = [
             threading.Thread(target=self._run, name=f"stemma-load-{n}", daemon=True)
             for n in range(num_threads)
@@ -171,6 +176,7 @@ class LoadQueue:
             self._deadlines_changed.notify_all()
         for thread in self._threads:
             thread.join(timeout=10.0)
+        self._helpers.shutdown(wait=False)
 
     def _submit(self, task: Load, rank: int, timeout_s: float | None) -> None:
         with self._lock:
@@ -216,9 +222,8 @@ class LoadQueue:
         buffers: StagingArena | None = None
         while (task := self._tasks.get()[2]) is not None:
             if buffers is None:  # a server without lower tiers never pays for them
-                buffers = StagingArena(
-                    CHUNK_BLOCKS, self._device.block_bytes, pin_memory=self._device.is_cuda
-                )
+                num_slots = max(2, min(2 * _CHUNK_BLOCKS, _BUFFER_BYTES // self._device.block_bytes))
+                buffers = StagingArena(num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda)
             try:
                 self._work(task, buffers)
             except StorageError as error:
@@ -245,6 +250,8 @@ class LoadQueue:
                 return
             before = task.num_done
             results = self._move(task, store, keys, buffers)
+            if not results:
+                return
             passed_over = passed_over if task.num_done == before else set()
             if results[-1] is not ReadResult.HIT:
                 passed_over.add(store.tier)
@@ -256,7 +263,7 @@ class LoadQueue:
 
     def _next_run(self, task: Load, passed_over: set[Tier]) -> tuple[BlockStore | None, Sequence[BlockKey]]:
         """Return the nearest store that has the next block, and the run of blocks it has."""
-        ahead = task.keys[task.num_done : task.num_done + CHUNK_BLOCKS]
+        ahead = task.keys[task.num_done : task.num_done + RUN_BLOCKS]
         for store in self._stores():
             if store.tier in passed_over or (task.block_ids is None and store.tier is Tier.HOST):
                 continue
@@ -305,13 +312,36 @@ class LoadQueue:
         if isinstance(store, HostStore):
             results = self._from_host(task, store, keys)
         else:
-            results = store.get_many(keys, [buffers.view(n) for n in range(len(keys))])
-            for key, result in zip(keys, results, strict=True):
+            results = self._from_slow(task, store, keys, buffers)
+        self._estimator.observe_load(store.tier, len(results), self._clock() - start)
+        return results
+
+    def _from_slow(
+        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], buffers: StagingArena
+    ) -> list[ReadResult]:
+        """Read chunk by chunk into one half of the buffers, while the other half is copied on."""
+        half = buffers.num_slots // 2
+        results: list[ReadResult] = []
+        delivery: Future[None] | None = None
+        for number, start in enumerate(range(0, len(keys), half)):
+            if task.future.done():
+                break
+            part, first = keys[start : start + half], number % 2 * half
+            slots = range(first, first + len(part))
+            got = store.get_many(part, [buffers.view(slot) for slot in slots])
+            for key, result in zip(part, got, strict=True):
                 if result is not ReadResult.HIT:
                     self._whereabouts.note_lost(key)
-            results = _until_first_failure(results)
-            self._deliver(task, results.count(ReadResult.HIT), buffers, store.tier)
-        self._estimator.observe_load(store.tier, len(keys), self._clock() - start)
+            got = _until_first_failure(got)
+            results += got
+            if delivery is not None:
+                delivery.result()
+            count = got.count(ReadResult.HIT)
+            delivery = self._helpers.submit(self._deliver, task, slots[:count], buffers, store.tier)
+            if count < len(part):
+                break
+        if delivery is not None:
+            delivery.result()
         return results
 
     def _from_host(self, task: Load, store: HostStore, keys: Sequence[BlockKey]) -> list[ReadResult]:
@@ -335,28 +365,29 @@ class LoadQueue:
             store.remove(keys[:count])
         return results
 
-    def _deliver(self, task: Load, count: int, buffers: StagingArena, tier: Tier) -> None:
-        """Copy the first `count` blocks of the buffers to where the task wants them."""
+    def _deliver(self, task: Load, slots: range, buffers: StagingArena, tier: Tier) -> None:
+        """Copy the next blocks, which lie in these slots of the buffers, to where the task wants them."""
+        count = len(slots)
         if count == 0:
             return
         if task.block_ids is None:
-            self._deliver_to_host(task, count, buffers, tier)
+            self._deliver_to_host(task, slots, buffers, tier)
             return
         with task.lock:
             if task.future.done():
                 return
-            first = task.num_done
+            first, count = task.num_done, len(slots)
             block_ids = task.block_ids[first : first + count]
-            self._device.into(block_ids, [buffers.tensor(n) for n in range(count)])
+            self._device.into(block_ids, [buffers.tensor(slot) for slot in slots])
             task.num_done += count
         self._whereabouts.forget_origin(task.keys[first : first + count])
         with self._lock:
             self.counters.loaded_blocks[tier] += count
 
-    def _deliver_to_host(self, task: Load, count: int, buffers: StagingArena, tier: Tier) -> None:
+    def _deliver_to_host(self, task: Load, slots: range, buffers: StagingArena, tier: Tier) -> None:
         host = self._host()
         assert host is not None, "a prefetch needs a host tier"
-        first = task.num_done
+        first, count = task.num_done, len(slots)
         parents = [task.parent, *task.keys][first : first + count]
         keys = task.keys[first : first + count]
         if not task.future.done():
@@ -364,8 +395,8 @@ class LoadQueue:
             self._whereabouts.note_origin(tier, keys)
         host.put_many(
             [
-                BlockPut(key, parent, buffers.view(n))
-                for n, (key, parent) in enumerate(zip(keys, parents, strict=True))
+                BlockPut(key, parent, buffers.view(slot))
+                for slot, key, parent in zip(slots, keys, parents, strict=True)
             ]
         )
         task.num_done += count

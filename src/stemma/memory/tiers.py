@@ -26,6 +26,7 @@ def open_tiers(
     eviction: str = "lru",
     pool: PoolSettings | None = None,
     role: Role = "both",
+    device: DeviceCopy | None = None,
 ) -> TierTransfer:
     """Open the tiers that the settings name, each with a policy `eviction` of its own.
 
@@ -51,7 +52,7 @@ def open_tiers(
         policy = make_policy(eviction)
         stores.append(HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda))
     transfer = TierTransfer(
-        DeviceCopy(kv),
+        device or DeviceCopy(kv),
         stores,
         transfer_policy(settings, role),
         time.monotonic,

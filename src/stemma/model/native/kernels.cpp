@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "copy.h"
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // less work than this isn't worth waking threads
 constexpr int64_t SERIAL_COST = 1 << 10;      // keys x blocks of 16 rows, likewise
@@ -146,6 +147,8 @@ static void attend(Plan& plan, const AttendArgs& args) {
 extern "C" {
 
 int32_t stemma_abi() { return 1; }
+void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
+
 int32_t stemma_has_bf16_dot() { return STEMMA_BF16_DOT; }
 
 Plan* stemma_plan_new(const Batch* batch, int32_t num_kv_heads, int32_t group_size, int32_t num_threads) {

@@ -23,7 +23,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 ABI = 1
-_SOURCES = ("vec.h", "amx.h", "plan.h", "attention.h", "kernels.cpp")
+_SOURCES = ("vec.h", "amx.h", "plan.h", "attention.h", "copy.h", "kernels.cpp")
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"),
     *("-Wno-psabi", "-w"),
@@ -108,6 +108,9 @@ class Kernels:
         self.attend = library.stemma_attend
         self.attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.attend.restype = None
+        self.copy = library.stemma_copy
+        self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self.copy.restype = None
         self.add_rms_norm = library.stemma_add_rms_norm
         self.rotate_and_write = library.stemma_rotate_and_write
         self.silu_and_multiply = library.stemma_silu_and_multiply
