@@ -1,8 +1,9 @@
 """Pool on a Redis or Valkey server that somebody runs already: one string per value.
 
 Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` on the server: it then evicts by itself. Under
-``noeviction`` a full server answers OOM, which is NO_SPACE here. Each value is copied several times on its way
-through the server's one thread: on 2 cores it moved two thirds of what Mooncake over TCP did (docs/log.md).
+``noeviction`` a full server answers OOM, which is NO_SPACE here. Each value is copied several times on its
+way through the server's one thread: on 2 cores it moved two thirds of what Mooncake over TCP did
+(docs/log.md).
 """
 
 from __future__ import annotations
