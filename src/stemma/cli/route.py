@@ -15,7 +15,7 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
 ) -> None:
-    """Send each request to a prefill server and then to a decode server (docs/pool.md)."""
+    """Send each request to a prefill server and then to a decode server (docs/tiers.md)."""
     import uvicorn
 
     from stemma.cli.serve import READY
