@@ -7,10 +7,10 @@ steps. So a pool that hangs while it is attached or detached delays nobody but t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from stemma.config.settings import PoolSettings, Role
+from stemma.engine.cache_control import RunBetweenSteps
 from stemma.errors import ConfigError, StemmaError
 from stemma.memory.layout import KVLayout
 from stemma.memory.pool.opening import open_pool
@@ -21,13 +21,6 @@ from stemma.types import Tier
 
 WRITE_TIMEOUT_S = 30.0
 """How long a request's last output waits for its blocks to be in the pool."""
-
-
-class BetweenSteps(Protocol):
-    """Runs a function on the step thread, between two steps."""
-
-    def __call__(self, function: Callable[[], None], /) -> Awaitable[None]:
-        """Return once it has run; what it raised is raised here."""
 
 
 class EnginePool:
@@ -50,7 +43,7 @@ class EnginePool:
         store = self.store
         return None if store is None else store.status()
 
-    async def attach(self, settings: PoolSettings, between_steps: BetweenSteps) -> None:
+    async def attach(self, settings: PoolSettings, between_steps: RunBetweenSteps) -> None:
         """Open a pool and use it from the next step on.
 
         Raises ConfigError if there is one already or the settings are wrong, StorageError if it can't be
@@ -67,7 +60,7 @@ class EnginePool:
                 await asyncio.to_thread(store.close)
                 raise
 
-    async def detach(self, between_steps: BetweenSteps) -> bool:
+    async def detach(self, between_steps: RunBetweenSteps) -> bool:
         """Stop using the pool, write what is queued and close it; return whether there was one."""
         finish: list[Callable[[], None]] = []
 
@@ -82,7 +75,7 @@ class EnginePool:
                 await asyncio.to_thread(rest)
         return bool(finish)
 
-    async def settle(self, between_steps: BetweenSteps) -> None:
+    async def settle(self, between_steps: RunBetweenSteps) -> None:
         """Where writes are synchronous, wait until the blocks committed so far are written or have failed.
 
         A prefill server always waits: its answer tells that the decode server may look.

@@ -34,11 +34,6 @@ class AbsentKeys:
         with self._lock:
             self._until.pop(key, None)
 
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._until.clear()
-
     def __contains__(self, key: BlockKey) -> bool:
         with self._lock:
             until = self._until.get(key)

@@ -24,12 +24,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError, StorageError
 from stemma.memory.pool.backend import Parts, PoolBackend, part_bytes
+from stemma.memory.pool.registered import address_of
 from stemma.memory.pool.registry import PoolConfig
 from stemma.memory.store import PutResult, ReadResult
 
@@ -122,7 +122,7 @@ class MooncakePool(PoolBackend):
     def register(self, memory: memoryview) -> None:
         """Register memory for transfers without a copy. Raises StorageError if the client refuses."""
         self._require_open()
-        code = self._client.register_buffer(_address(memory), memory.nbytes)
+        code = self._client.register_buffer(address_of(memory), memory.nbytes)
         if code != _OK:
             raise StorageError(f"pool mooncake: can't register {memory.nbytes} bytes, code {code}")
 
@@ -136,7 +136,7 @@ class MooncakePool(PoolBackend):
         """One batch, written straight into the parts; keys whose holder is gone are removed."""
         self._require_open()
         if all(len(parts) == 1 for parts in into):
-            pointers, sizes = [_address(parts[0]) for parts in into], [parts[0].nbytes for parts in into]
+            pointers, sizes = [address_of(parts[0]) for parts in into], [parts[0].nbytes for parts in into]
             codes = self._call(self._client.batch_get_into, list(keys), pointers, sizes)
         else:
             codes = self._call(self._client.batch_get_into_multi_buffers, list(keys), *_scattered(into))
@@ -153,7 +153,7 @@ class MooncakePool(PoolBackend):
         names = [keys[index] for index in absent]
         parts = [values[index] for index in absent]
         if all(len(value) == 1 for value in parts):
-            pointers, sizes = [_address(value[0]) for value in parts], [value[0].nbytes for value in parts]
+            pointers, sizes = [address_of(value[0]) for value in parts], [value[0].nbytes for value in parts]
             codes = self._call(self._client.batch_put_from, names, pointers, sizes, self._replicate)
         else:
             put = self._client.batch_put_from_multi_buffers
@@ -232,13 +232,9 @@ def _close_later(client: Any, master: str) -> None:
     client.close()
 
 
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
-
-
 def _scattered(values: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:
     """Return addresses and sizes of all parts, as the multi-buffer calls take them."""
-    return [[_address(part) for part in parts] for parts in values], [
+    return [[address_of(part) for part in parts] for parts in values], [
         [part.nbytes for part in parts] for parts in values
     ]
 
