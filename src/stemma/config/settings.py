@@ -41,6 +41,8 @@ class ModelSettings(SettingsModel):
     """Tokens of prompt plus output; default: what the checkpoint's config says."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the step loop; default: all cores."""
+    cuda_graphs: bool = True
+    """On CUDA, record decode steps as graphs; off saves their memory."""
 
 
 class PoolSettings(SettingsModel):

@@ -63,11 +63,12 @@ class ModuleDecoder:
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
         if self._kernels is None:
-            return self._run(batch, AttentionStep(batch, kv))
+            return self.run(batch, AttentionStep(batch, kv))
         with NativeAttentionStep(batch, kv, self._kernels, ALL_QUERIES) as step:
-            return self._run(batch, step)
+            return self.run(batch, step)
 
-    def _run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
+        """Run the modules with `step` as context of attention; return logits [L, vocab]."""
         output = self._hf(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],

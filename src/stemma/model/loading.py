@@ -24,6 +24,7 @@ from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.memory.device import TORCH_DTYPES
 from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
+from stemma.model.cuda import make_cuda_decoder
 from stemma.model.experts import pack_experts
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.latent import cache_latents
@@ -64,6 +65,10 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     dtype: torch.dtype = hf_model.dtype
     kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
     decoder = _make_decoder(hf_model, calls, kernels, lambda share: report("packing weights", share))
+    if device.type == "cuda":
+        decoder = make_cuda_decoder(
+            hf_model, device, max_context=max_model_len, use_graphs=settings.cuda_graphs
+        )
     generation = _read_json(path / "generation_config.json") if _has(path, "generation_config.json") else {}
     info = ModelInfo(
         architecture=type(hf_model).__name__,

@@ -1,0 +1,43 @@
+"""What attention kernels on a device read of a batch beside q, k and v: all of it on the device.
+
+Kernels see lengths and tables only through these tensors. So a recorded step serves other lengths once the
+tensors are filled anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stemma.model.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What the kernels read of a batch of T tokens in S sequences, on the device."""
+
+    slots: torch.Tensor
+    """[T] int64; negative: nothing is written for the token."""
+    query_starts: torch.Tensor
+    """[S + 1] int32."""
+    context_lens: torch.Tensor
+    """[S] int32; 0 for a row that only pads, whose output is zeros."""
+    block_tables: torch.Tensor
+    """[S, max_blocks] int32."""
+    num_queries: tuple[int, ...]
+    """S numbers of query tokens, known to the host."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, device: torch.device) -> StepTensors:
+        """Copy what `batch` keeps on the host to the device."""
+        starts = torch.tensor(batch.query_starts, dtype=torch.int32)
+        lens = torch.tensor(batch.context_lens, dtype=torch.int32)
+        num_queries = tuple(int(n) for n in torch.diff(starts))
+        return cls(
+            batch.slots,
+            starts.to(device, non_blocking=True),
+            lens.to(device, non_blocking=True),
+            batch.block_tables.to(device, non_blocking=True),
+            num_queries,
+        )
