@@ -77,8 +77,10 @@ class CacheSettings(SettingsModel):
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
     index: Literal["radix", "hash"] = "radix"
     """How prefixes are found: a radix tree, or a table of chained hashes."""
-    eviction: str = "lru"
+    eviction: str = "hazard"
     """Policy by name (`prefix/eviction/registry.py`)."""
+    record_trace: Path | None = None
+    """Append each finished request to this file, as salted hashes without text, for `stemma replay`."""
     pool: PoolSettings | None = None
     """None: no pool; one can be attached while the server runs."""
 

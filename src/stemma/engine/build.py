@@ -10,6 +10,7 @@ from stemma.engine.engine import Engine
 from stemma.engine.pool import EnginePool
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
+from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
@@ -25,6 +26,9 @@ from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace
 from stemma.prefix.radix import RadixIndex
+
+MAX_TRACE_BLOCK_SIZE = 8
+"""Tokens a hash of a recorded trace: fine enough to try smaller blocks on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         settings.scheduler,
         vocab_size=model.vocab_size,
         drafter=make_drafter(settings.speculation, cache.continuation),
+        trace_log=open_trace_log(settings.cache),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)
@@ -101,6 +106,15 @@ def check_role(settings: EngineSettings) -> None:
         raise ConfigError("role prefill publishes every block: pool_write must be write_through")
     if settings.role == "decode" and settings.tiers.prefetch == "best_effort":
         raise ConfigError("role decode waits for the pool: prefetch must not be best_effort")
+
+
+def open_trace_log(settings: CacheSettings) -> TraceLog | None:
+    """Return the trace that the settings ask for, or None. Raises StorageError."""
+    if settings.record_trace is None:
+        return None
+    return TraceLog(
+        settings.record_trace, min(settings.block_size, MAX_TRACE_BLOCK_SIZE), settings.block_size
+    )
 
 
 def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:

@@ -18,6 +18,7 @@ from stemma.engine.request import Limits, RequestState, Sequence, Status
 from stemma.engine.runner import Runner
 from stemma.engine.sampling import Sampled, Sampler, SamplingState
 from stemma.engine.scheduler import Drafter, Scheduled, Scheduler
+from stemma.engine.trace_log import TraceLog
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
 from stemma.memory.cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class Engine:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        trace_log: TraceLog | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
@@ -51,6 +53,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._clock = clock
         self._drafter = drafter
+        self._trace_log = trace_log
         self._sampler = Sampler()
         self._scheduler = Scheduler(
             settings, cache, limits, clock=clock, drafter=drafter, on_start=self._on_start
@@ -139,6 +142,8 @@ class Engine:
     def close(self) -> None:
         """Write what lower tiers still owe the disk, and let go of them."""
         self.cache.close()
+        if self._trace_log is not None:
+            self._trace_log.close()
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""
@@ -319,6 +324,7 @@ class Engine:
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
             del self._requests[state.request.request_id]
+            self._record(state)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> list[SequenceNews]:
         """Finish every sequence of a request that isn't over, those that don't exist yet included."""
@@ -333,7 +339,21 @@ class Engine:
                     continue
                 self._remove(sequence)
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
+        self._record(state)
         return news
+
+    def _record(self, state: RequestState) -> None:
+        """Note a request that is over in the trace; of several answers the first."""
+        if self._trace_log is not None and state.cache is not None:
+            request, tokens = state.request, state.sequences[0].tokens
+            num_prompt = len(request.prompt_token_ids)
+            self._trace_log.record(
+                state.arrival,
+                request.namespace,
+                request.prompt_token_ids,
+                tokens[num_prompt:],
+                state.cache.num_cached_tokens,
+            )
 
 
 class _Drawn:

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import secrets
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import BinaryIO
 
@@ -32,18 +35,28 @@ from stemma.types import TokenArray
 TRACE_FORMAT = "stemma-trace"
 TRACE_VERSION = 1
 _HASH_BYTES = 8
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    timestamp_s: float
+    namespace: Namespace
+    prompt: TokenArray
+    output: TokenArray
+    num_cached_tokens: int
 
 
 class TraceLog:
-    """Appends finished requests to a file. Safe to call from any thread; one `write` per line."""
+    """Appends finished requests to a file, on a thread of its own. `record` may be called from any thread."""
 
     def __init__(
         self, path: Path, block_size: int, server_block_size: int, salt: bytes | None = None
     ) -> None:
         """Open `path` for appending; `block_size` tokens get one hash. Raises StorageError."""
         self.block_size = block_size
+        self._path = path
         self._salt = secrets.token_bytes(32) if salt is None else salt
-        self._lock = threading.Lock()
         header = {
             "format": TRACE_FORMAT,
             "version": TRACE_VERSION,
@@ -55,6 +68,9 @@ class TraceLog:
             self._file.write(orjson.dumps(header) + b"\n")
         except OSError as error:
             raise StorageError(f"can't record a trace to {path}: {error}") from error
+        self._queue: SimpleQueue[_Finished | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="stemma-trace", daemon=True)
+        self._thread.start()
 
     def record(
         self,
@@ -64,27 +80,14 @@ class TraceLog:
         output: TokenArray,
         num_cached_tokens: int,
     ) -> None:
-        """Write one finished request that arrived at `timestamp_s`. Raises StorageError (disk full)."""
-        seed = self._digest(f"{len(namespace.salt)}:{namespace.salt}:{namespace.adapter}".encode(), b"")
-        # The last generated token was never fed back, so it has no KV that a later prompt could reuse.
-        tokens = np.concatenate([prompt, output[:-1]]) if len(output) > 1 else prompt
-        line = {
-            "timestamp_s": round(timestamp_s, 6),
-            "namespace": seed.hex(),
-            "input_tokens": len(prompt),
-            "output_tokens": len(output),
-            "num_cached_tokens": num_cached_tokens,
-            "blocks": base64.b64encode(self._hashes(seed, prompt, tokens)).decode(),
-        }
-        data = orjson.dumps(line) + b"\n"
-        try:
-            with self._lock:
-                self._file.write(data)
-        except OSError as error:
-            raise StorageError(f"can't write the trace: {error}") from error
+        """Queue one finished request that arrived at `timestamp_s`. `prompt` must not change afterwards."""
+        self._queue.put(_Finished(timestamp_s, namespace, prompt, output.copy(), num_cached_tokens))
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Write what is queued and close the file; a second call does nothing."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
         self._file.close()
 
     def __enter__(self) -> TraceLog:
@@ -95,10 +98,34 @@ class TraceLog:
     ) -> None:
         self.close()
 
+    def _run(self) -> None:
+        """Write until told to stop. A full disk ends the recording, never the server."""
+        while (finished := self._queue.get()) is not None:
+            try:
+                self._file.write(self._line(finished))
+            except OSError as error:
+                logger.error("recording to %s stops: %s", self._path, error)
+                break
+
+    def _line(self, finished: _Finished) -> bytes:
+        namespace = finished.namespace
+        seed = self._digest(f"{len(namespace.salt)}:{namespace.salt}:{namespace.adapter}".encode(), b"")
+        # The last generated token was never fed back, so it has no KV that a later prompt could reuse.
+        tokens = np.concatenate((finished.prompt, finished.output[:-1]))
+        line = {
+            "timestamp_s": round(finished.timestamp_s, 6),
+            "namespace": seed.hex(),
+            "input_tokens": len(finished.prompt),
+            "output_tokens": len(finished.output),
+            "num_cached_tokens": finished.num_cached_tokens,
+            "blocks": base64.b64encode(self._hashes(seed, tokens)).decode(),
+        }
+        return orjson.dumps(line) + b"\n"
+
     def _digest(self, state: bytes, data: bytes) -> bytes:
         return hashlib.blake2b(state + data, digest_size=_HASH_BYTES, key=self._salt).digest()
 
-    def _hashes(self, seed: bytes, prompt: TokenArray, tokens: TokenArray) -> bytes:
+    def _hashes(self, seed: bytes, tokens: TokenArray) -> bytes:
         """Return the hashes of all blocks.
 
         If the prompt ends inside a block, that block appears as the prompt's partial last block only if

@@ -81,6 +81,10 @@ class TierIndex:
         self._reserved.add(slot)
         return slot
 
+    def victim(self, now: float) -> int | None:
+        """Return the slot that `evict` would free, still live, or None if all must stay."""
+        return self._policy.victim(now)
+
     def evict(self, now: float) -> int | None:
         """Drop the leaf that the policy ranks first; return its slot, free now, or None if all must stay."""
         slot = self._policy.victim(now)

@@ -1,0 +1,176 @@
+"""`stemma plan`: how much memory, and in which tier, would this traffic repay?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from stemma.cli.pool import layout_of
+from stemma.cli.replay import load_trace
+from stemma.config.sizes import format_size, parse_size
+from stemma.errors import ConfigError, StorageError
+from stemma.lab.plan import NextGigabyte, Prediction, TierBytes, Workload, curve, next_gigabyte, predict
+from stemma.lab.savings import PrefillModel, Prices
+from stemma.lab.tiers import Sharing
+from stemma.memory.layout import KVLayout
+from stemma.prefix.eviction.admission import ADMISSIONS
+
+_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+_SCALE_BYTES = 2
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory or config.json.")],
+    trace: Annotated[Path, typer.Option(help="Trace of the traffic to plan for.")],
+    gpu_memory: Annotated[str, typer.Option(help="Device memory for KV, after weights, e.g. 40GB.")],
+    dram: Annotated[str, typer.Option(help="Host memory for KV.")] = "0",
+    ssd: Annotated[str, typer.Option(help="Disk for KV.")] = "0",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32 or int8; default: the checkpoint's.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Eviction policy.")] = "hazard",
+    sharing: Annotated[str, typer.Option(help="inclusive, exclusive or keep-copy.")] = "keep-copy",
+    admission: Annotated[str, typer.Option(help="What moves down: all, reused or adaptive.")] = "adaptive",
+    dram_speed: Annotated[str, typer.Option(help="Bytes per second from host to device.")] = "20GB",
+    ssd_speed: Annotated[str, typer.Option(help="Bytes per second from disk to device.")] = "3GB",
+    prefill_tokens_per_s: Annotated[float, typer.Option(min=1e-6, help="Speed of prefill.")] = 10_000.0,
+    attention_equal_at: Annotated[
+        float, typer.Option(min=1.0, help="Position at which attending costs as much as the weights.")
+    ] = 32_768.0,
+    price_miss: Annotated[float, typer.Option(min=0.0, help="Per million prompt tokens computed.")] = 1.0,
+    price_hit: Annotated[float, typer.Option(min=0.0, help="Per million prompt tokens from cache.")] = 0.1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read only the first N requests.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write as JSON.")] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the curves as a picture.")
+    ] = None,
+) -> None:
+    """Predict hit ratio, time to first token and cost of tiers of given sizes for recorded traffic."""
+    console = Console(highlight=False)
+    if sharing not in get_args(Sharing) or admission not in ADMISSIONS:
+        raise ConfigError(f"unknown sharing or admission: {sharing!r}, {admission!r}")
+    columns = load_trace(console, trace, None, False, None, limit)
+    if columns.num_blocks == 0:
+        raise ConfigError(f"{columns.name} can't be planned for: {'; '.join(columns.caveats)}")
+    layout, bytes_per_token = kv_bytes(model, kv_dtype)
+    workload = Workload(
+        columns,
+        bytes_per_token,
+        PrefillModel(prefill_tokens_per_s, attention_equal_at),
+        Prices(price_miss, price_hit),
+        policy,
+        cast(Sharing, sharing),
+        admission,
+    )
+    speeds = (math.inf, float(parse_size(dram_speed)), float(parse_size(ssd_speed)))
+    sizes = (parse_size(gpu_memory), parse_size(dram), parse_size(ssd))
+    tiers = tuple(
+        TierBytes(name, size, speed)
+        for name, size, speed in zip(("device", "host", "disk"), sizes, speeds, strict=True)
+    )
+    with console.status("replaying"):
+        base = predict(workload, tiers)
+        gains = next_gigabyte(workload, tiers, base)
+        curves = {
+            tier.name: curve(workload, tiers, number, _FACTORS)
+            for number, tier in enumerate(tiers)
+            if tier.capacity_bytes
+        }
+    _print(console, layout, workload, base, gains, curves)
+    if json_path is not None:
+        _write_json(json_path, workload, base, gains, curves)
+    if html_path is not None:
+        from stemma.lab.plan_html import write_plan_report  # plotly is an extra
+
+        write_plan_report(html_path, workload, base, gains, curves)
+        console.print(f"curves: {html_path}")
+
+
+def kv_bytes(model: Path, kv_dtype: str | None) -> tuple[KVLayout, int]:
+    """Return the layout that config.json implies (dense, GQA or MLA) and its bytes per token.
+
+    `int8` stores a byte per element and a 2-byte scale per head, part and layer of each token.
+    """
+    if kv_dtype != "int8":
+        layout = layout_of(model, kv_dtype)
+        return layout, layout.bytes_per_token
+    layout = layout_of(model, "bfloat16")
+    num_vectors = layout.num_layers * layout.num_parts * layout.num_kv_heads
+    return layout, num_vectors * (layout.head_dim + _SCALE_BYTES)
+
+
+def _print(
+    console: Console,
+    layout: KVLayout,
+    workload: Workload,
+    base: Prediction,
+    gains: list[NextGigabyte],
+    curves: dict[str, list[Prediction]],
+) -> None:
+    kind = "one latent" if layout.num_parts == 1 else f"K and V of {layout.num_kv_heads} heads"
+    console.print(
+        f"KV of a token: {workload.bytes_per_token:,} bytes ({layout.num_layers} layers, {kind} of "
+        f"{layout.head_dim})"
+    )
+    table = Table(title="tiers", title_justify="left")
+    for name in ("tier", "size", "tokens", f"blocks of {workload.trace.block_size}", "token hit ratio"):
+        table.add_column(name, justify="left" if name == "tier" else "right")
+    for tier, ratio in zip(base.tiers, base.token_hit_ratios, strict=True):
+        num_tokens = tier.capacity_bytes // workload.bytes_per_token
+        num_blocks = workload.blocks_in(tier.capacity_bytes)
+        table.add_row(
+            tier.name, format_size(tier.capacity_bytes), f"{num_tokens:,}", f"{num_blocks:,}", f"{ratio:.4f}"
+        )
+    console.print(table)
+    console.print(
+        f"together: token hit ratio {base.token_hit_ratio:.4f}, time to first token "
+        f"{base.ttft_mean_s:.3f} s on average and {base.ttft_p90_s:.3f} s at p90 (no queueing), "
+        f"cost {base.cost:,.2f}"
+    )
+    sizes = Table(title="tier by tier, the others as they are", title_justify="left")
+    for name in ("tier", "size", "token hit ratio", "TTFT mean", "TTFT p90", "cost"):
+        sizes.add_column(name, justify="left" if name == "tier" else "right")
+    for number, tier in enumerate(base.tiers):
+        for point in curves.get(tier.name, []):
+            sizes.add_row(
+                tier.name,
+                format_size(point.tiers[number].capacity_bytes),
+                f"{point.token_hit_ratio:.4f}",
+                f"{point.ttft_mean_s:.3f} s",
+                f"{point.ttft_p90_s:.3f} s",
+                f"{point.cost:,.2f}",
+            )
+    console.print(sizes)
+    for gain in gains:
+        console.print(
+            f"one more GB of {gain.tier}: {gain.token_hit_gain:+.6f} hit ratio, "
+            f"{gain.prefill_s_saved:,.2f} s less prefill, "
+            f"{1000 * gain.ttft_mean_s_saved:.3f} ms less to first token"
+        )
+    console.print(f"the next gigabyte helps most in: [bold]{gains[0].tier}[/bold]")
+
+
+def _write_json(
+    path: Path,
+    workload: Workload,
+    base: Prediction,
+    gains: list[NextGigabyte],
+    curves: dict[str, list[Prediction]],
+) -> None:
+    data = {
+        "bytes_per_token": workload.bytes_per_token,
+        "block_bytes": workload.block_bytes,
+        "base": base,
+        "next_gigabyte": gains,
+        "curves": curves,
+    }
+    try:
+        path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        raise StorageError(f"can't write {path}: {error}") from error

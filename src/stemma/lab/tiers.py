@@ -1,0 +1,227 @@
+"""Replaying a trace through several tiers: the device's own index above, `memory/tier_index.py` below.
+
+How tiers share blocks:
+
+* `inclusive`: a block is written to every lower tier when it is computed; a lower tier has what those above
+  have, and more.
+* `exclusive`: a block is in one tier. It moves down when evicted and up when hit.
+* `keep-copy`: like exclusive, but a block that moves up leaves its copy below, so that evicting it again
+  costs no write; the copy goes when the room is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.lab.replay import Progress
+from stemma.lab.traces.columns import Trace
+from stemma.memory.tier_index import TierIndex
+from stemma.prefix.eviction.admission import Admission, make_admission
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.keys import DEFAULT_NAMESPACE
+from stemma.prefix.radix import RadixIndex
+from stemma.types import BlockIds, BlockKey
+
+Sharing: TypeAlias = Literal["inclusive", "exclusive", "keep-copy"]
+SHARINGS: tuple[Sharing, ...] = ("inclusive", "exclusive", "keep-copy")
+_NO_PARENT = BlockKey(b"root")
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """What to replay."""
+
+    capacities: tuple[int, ...]
+    """Blocks of the device, then of each tier below."""
+    policy: str = "lru"
+    sharing: Sharing = "keep-copy"
+    admission: str = "all"
+    """Which evicted blocks move down: `all`, `reused` or `adaptive`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """Hits and traffic by tier."""
+
+    plan: TierPlan
+    hit_blocks: npt.NDArray[np.int32]
+    """Leading prompt blocks served by each tier, shape [num_requests, num_tiers]."""
+    num_written: tuple[int, ...]
+    """Blocks written to each tier below the device."""
+
+    def hit_ratios(self, trace: Trace) -> tuple[float, ...]:
+        """Return block hit ratios by tier; their sum is the whole cache's."""
+        total = max(1, trace.num_looked_up_blocks)
+        return tuple((self.hit_blocks.sum(axis=0) / total).tolist())
+
+    def hit_tokens(self, trace: Trace) -> npt.NDArray[np.int64]:
+        """Return hit tokens by request and tier; the last token of a prompt is always computed."""
+        ends = np.cumsum(self.hit_blocks.astype(np.int64), axis=1) * trace.block_size
+        ends = np.minimum(ends, np.maximum(trace.input_tokens - 1, 0)[:, None])
+        return np.diff(ends, axis=1, prepend=0)
+
+
+class LowerTier:
+    """One tier below the device."""
+
+    def __init__(self, capacity_blocks: int, policy: str, admission: Admission) -> None:
+        self.index = TierIndex(capacity_blocks, make_policy(policy))
+        self.admission = admission
+        self.num_written = 0
+
+    def write(self, block: int, parent: int, now: float) -> int | None:
+        """Take a block; return the one that had to go for it, if any (itself, if there is no room)."""
+        gone: int | None = None
+        slot = self.index.reserve()
+        if slot is None:
+            victim = self.index.victim(now)
+            if victim is None:
+                return block
+            gone = block_of(self.index.key_of(victim))
+            self.index.evict(now)
+            slot = self.index.reserve()
+            assert slot is not None
+        traits = BlockTraits(fingerprints=np.array([block], dtype=np.uint64))
+        self.index.commit(slot, key_of(block), key_of(parent), now, traits)
+        self.num_written += 1
+        return gone
+
+
+class TieredCache:
+    """A device and the tiers below it."""
+
+    def __init__(self, plan: TierPlan) -> None:
+        self._plan = plan
+        self._device = RadixIndex(1, make_policy(plan.policy))
+        self.lower = [
+            LowerTier(size, plan.policy, make_admission(plan.admission, size)) for size in plan.capacities[1:]
+        ]
+        self._free = list(range(plan.capacities[0]))[::-1]
+        self._num_ids = plan.capacities[0]
+        self._block_in: dict[int, int] = {}
+        """Device id -> block of the trace."""
+        self._parent_of: dict[int, int] = {}
+        """Block -> the block before it, -1 at the root; of all blocks in any tier."""
+        self._uses: dict[int, int] = {}
+
+    def serve(self, chain: BlockIds, now: float) -> list[int]:
+        """Serve one request; return the hit blocks by tier."""
+        match = self._device.match(DEFAULT_NAMESPACE, chain)
+        blocks: list[int] = chain.tolist()
+        hits = [match.num_tokens] + [0] * len(self.lower)
+        end = self._hits_below(blocks, match.num_tokens, hits, now)
+        for position, block in enumerate(blocks):
+            self._uses[block] = self._uses.get(block, 0) + 1
+            self._parent_of.setdefault(block, blocks[position - 1] if position else -1)
+        if match.num_tokens:
+            self._device.touch(match.block_ids, now)
+        if match.num_tokens < len(chain):
+            fresh = self._take(len(chain) - match.num_tokens)
+            self._block_in.update(zip(fresh, blocks[match.num_tokens :], strict=True))
+            ids = np.concatenate((match.block_ids, np.asarray(fresh, dtype=np.int32)))
+            traits = BlockTraits(fingerprints=chain.astype(np.uint64))
+            self._device.insert(DEFAULT_NAMESPACE, chain, ids, now, traits)
+        if self._plan.sharing == "inclusive":
+            self._write_through(blocks, end, now)
+        self._make_room(now)
+        return hits
+
+    def _hits_below(self, blocks: list[int], start: int, hits: list[int], now: float) -> int:
+        """Count hits of `blocks[start:]` in the lower tiers, move them up; return where they end."""
+        found: list[list[int]] = [[] for _ in self.lower]
+        end = start
+        for tier in self.lower:
+            # All of them, not only up to the first miss: with other contents that block might be a hit.
+            for block in blocks[start:]:
+                tier.admission.looked_up(block)
+        for block in blocks[start:]:
+            key = key_of(block)
+            number = next((n for n, tier in enumerate(self.lower) if key in tier.index), None)
+            if number is None:
+                break
+            hits[number + 1] += 1
+            found[number].append(block)
+            end += 1
+        if self._plan.sharing == "inclusive":
+            return end
+        for tier, moved in zip(self.lower, found, strict=True):
+            slots = [slot for slot in map(tier.index.find, map(key_of, moved)) if slot is not None]
+            if self._plan.sharing == "exclusive":
+                for slot in reversed(slots):
+                    tier.index.drop(slot, now)
+            else:
+                tier.index.touch(slots, now)
+        return end
+
+    def _write_through(self, blocks: list[int], num_known: int, now: float) -> None:
+        for tier in self.lower:
+            slots = []
+            for block in blocks:
+                slot = tier.index.find(key_of(block))
+                if slot is not None:
+                    slots.append(slot)
+            tier.index.touch(slots, now)
+            for block in blocks:
+                if key_of(block) not in tier.index:
+                    tier.write(block, self._parent_of[block], now)
+
+    def _make_room(self, now: float) -> None:
+        excess = self._device.num_blocks - self._plan.capacities[0]
+        if excess <= 0:
+            return
+        for device_id in self._device.evict(excess, now).tolist():
+            block = self._block_in.pop(device_id)
+            self._free.append(device_id)
+            if self._plan.sharing != "inclusive":
+                self._demote(block, 0, now)
+
+    def _demote(self, block: int, number: int, now: float) -> None:
+        """Move an evicted block to tier `number` below the device, and what it displaces further down."""
+        moving: int | None = block
+        while moving is not None and number < len(self.lower):
+            tier = self.lower[number]
+            if key_of(moving) in tier.index:
+                return
+            if not tier.admission.admits(moving, self._uses[moving]):
+                return
+            moving = tier.write(moving, self._parent_of[moving], now)
+            number += 1
+
+    def _take(self, num_blocks: int) -> list[int]:
+        while len(self._free) < num_blocks:
+            self._free.append(self._num_ids)
+            self._num_ids += 1
+        taken = self._free[len(self._free) - num_blocks :]
+        del self._free[len(self._free) - num_blocks :]
+        return taken
+
+
+def replay_tiers(trace: Trace, plan: TierPlan, progress: Progress | None = None) -> TierResult:
+    """Replay the trace through the tiers. Raises ConfigError for an unknown policy."""
+    cache = TieredCache(plan)
+    hits = np.zeros((trace.num_requests, len(plan.capacities)), dtype=np.int32)
+    offsets, ids = trace.offsets.tolist(), trace.block_ids
+    for request, now in enumerate(trace.timestamps_s.tolist()):
+        by_tier = cache.serve(ids[offsets[request] : offsets[request + 1]], now)
+        room = int(trace.num_prompt_blocks[request])
+        for number, num_hit in enumerate(by_tier):
+            hits[request, number] = min(num_hit, room)
+            room -= int(hits[request, number])
+        if progress is not None:
+            progress(1)
+    return TierResult(plan, hits, tuple(tier.num_written for tier in cache.lower))
+
+
+def key_of(block: int) -> BlockKey:
+    """Return the key that stands for a block of the trace; -1 is the root."""
+    return BlockKey(block.to_bytes(4, "little")) if block >= 0 else _NO_PARENT
+
+
+def block_of(key: BlockKey) -> int:
+    """Return the block of the trace that `key_of` named."""
+    return int.from_bytes(key, "little")
