@@ -85,11 +85,15 @@ def test_settings_are_checked(checkpoint):
 
 
 def test_a_thousand_requests_leave_memory_flat(checkpoint):
-    """Every structure that outlives a request has a bound (the corpus of drafts fills up later)."""
+    """Every structure that outlives a request has a bound (the corpus of drafts fills up later).
+
+    So does what the hazard policy remembers (tests/prefix/eviction/test_hazard.py), but at 2^18 blocks.
+    """
     import gc
     import tracemalloc
 
-    llm = LLM(checkpoint, block_size=16, kv_cache_memory="2MB", max_waiting=4, speculation="prompt_lookup")
+    options = {"max_waiting": 4, "speculation": "prompt_lookup", "eviction": "lru"}
+    llm = LLM(checkpoint, block_size=16, kv_cache_memory="2MB", **options)
 
     def serve(count: int, salt: int) -> None:
         prompts = [[3 + (salt * count + i * 7 + k) % 490 for k in range(20 + i % 30)] for i in range(count)]
