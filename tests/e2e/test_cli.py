@@ -43,7 +43,7 @@ def test_serve_answers_and_drains(tiny_model: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("STEMMA_SERVED_NAME", "named-by-the-environment")
     with ServerProcess(tiny_model, FLAGS) as server:
         assert "blocks of 16 tokens = 4." in server.summary or "= 3.9 MB" in server.summary
-        assert "radix index, lru eviction" in server.summary
+        assert "radix index, hazard eviction" in server.summary
         [card] = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert card["id"] == "named-by-the-environment"
         body = {"model": card["id"], "prompt": "Hello", "max_tokens": 200, "stream": True, "ignore_eos": True}
