@@ -1,0 +1,35 @@
+"""The Triton kernels compile for real chips, which needs none of them; and their shared memory fits.
+
+In a process of its own: in this one Triton may be set to interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""Of one block of threads, by compute capability."""
+
+
+def test_kernels_compile_for_ampere_and_hopper() -> None:
+    """Shapes of 0.5B and 8B models, Gemma 2 (window, soft cap, head dim 256) and DeepSeek-V3's latent."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 14
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_BYTES[kernel["capability"]], kernel
+        assert kernel["num_tensor_core_products"] > 0, kernel
