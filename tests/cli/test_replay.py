@@ -62,3 +62,28 @@ def test_bad_arguments():
     with pytest.raises(ConfigError, match="not a capacity"):
         parse_capacities("10,-3")
     assert parse_capacities("1_000,unlimited,1000") == [1000, None]
+
+
+def test_tiers_below(tmp_path):
+    rows_path = tmp_path / "rows.json"
+    options = ("--policy", "lru", "--capacity", "100,200", "--below", "300,400", "--json", rows_path)
+    result = run(SAMPLE, *options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(rows_path.read_text())
+    assert [row["tier_capacities"] for row in rows] == [[100, 300, 400], [200, 300, 400]]
+    assert all(abs(sum(row["tier_hit_ratios"]) - row["block_hit_ratio"]) < 1e-9 for row in rows)
+    assert isinstance(run(SAMPLE, "--below", "unlimited").exception, ConfigError)
+    assert isinstance(run(SAMPLE, "--below", "10", "--sharing", "none").exception, ConfigError)
+
+
+def test_orders(tmp_path):
+    path = tmp_path / "orders.json"
+    arguments = ["order", str(SAMPLE), "--capacity", "300", "--time-scale", "0.1", "--json", str(path)]
+    result = CliRunner().invoke(make_app(), arguments)
+    assert result.exit_code == 0, result.output
+    assert [row["order"] for row in json.loads(path.read_text())] == [
+        "fcfs",
+        "longest-prefix",
+        "dfs-weight",
+        "ageing",
+    ]

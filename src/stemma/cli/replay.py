@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stemma.errors import ConfigError
-from stemma.lab.replay import ReplayResult, known_policies, replay
-from stemma.lab.report import Row, hit_ratio_table, make_rows, savings_table, write_json
+from stemma.lab.replay import MIN_POLICY, ReplayResult, known_policies, replay
+from stemma.lab.report import (
+    Row,
+    hit_ratio_table,
+    make_rows,
+    make_tier_row,
+    savings_table,
+    tier_table,
+    write_json,
+)
 from stemma.lab.savings import PrefillModel, Prices
+from stemma.lab.tiers import SHARINGS, Sharing, TierPlan, replay_tiers
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer
 from stemma.lab.traces.reader import open_trace
+from stemma.prefix.eviction.admission import ADMISSIONS
 
 DEFAULT_CAPACITIES = "1000,3000,5000,10000,20000,30000,50000,100000"
 LIMIT_OPTION = typer.Option("--limit", min=1, help="Read only the first N requests.")
@@ -58,6 +69,13 @@ def replay_command(
     ] = 32_768.0,
     price_miss: Annotated[float, typer.Option(min=0.0, help="Per million prompt tokens computed.")] = 1.0,
     price_hit: Annotated[float, typer.Option(min=0.0, help="Per million prompt tokens from cache.")] = 0.1,
+    below: Annotated[
+        str | None, typer.Option(help="Blocks of the tiers below the device, e.g. 20000 or 20000,100000.")
+    ] = None,
+    sharing: Annotated[
+        str, typer.Option(help="How tiers share blocks: inclusive, exclusive or keep-copy.")
+    ] = "keep-copy",
+    admission: Annotated[str, typer.Option(help="What moves down: all, reused or adaptive.")] = "adaptive",
 ) -> None:
     """Replay a trace through the index and the eviction policies that serve requests."""
     console = Console()
@@ -67,6 +85,11 @@ def replay_command(
     trace = load_trace(console, trace_path, trace_format, skip_bad, tokenizer, limit)
     if trace.num_blocks == 0:
         raise ConfigError(f"{trace.name} can't be replayed: {'; '.join(trace.caveats)}")
+    if below is not None:
+        rows = _replay_tiers(console, trace, policies, sizes, (below, sharing, admission), model, prices)
+        console.print(tier_table(trace, rows, sharing, admission))
+        _write_files(console, trace, [], rows, json_path, None)
+        return
     costs = parse_cost(cost, trace, model)
     results = _replay_with_bar(console, trace, policies, sizes, costs)
     rows = make_rows(trace, results, model, prices)
@@ -164,6 +187,36 @@ def _replay_with_bar(
                 bar.update(task, description=f"{name}, {size or 'unlimited'} blocks")
                 results.append(replay(trace, name, size, costs, lambda served: bar.advance(task, served)))
     return results
+
+
+def _replay_tiers(
+    console: Console,
+    trace: Trace,
+    policies: list[str],
+    sizes: list[int | None],
+    tiers: tuple[str, str, str],
+    model: PrefillModel,
+    prices: Prices,
+) -> list[Row]:
+    """Replay every policy and device size above the tiers (sizes, sharing, admission)."""
+    below, sharing, admission = tiers
+    if sharing not in SHARINGS or admission not in ADMISSIONS:
+        raise ConfigError(f"unknown sharing or admission: {sharing!r}, {admission!r}")
+    lower = parse_capacities(below)
+    if None in lower or None in sizes:
+        raise ConfigError("tiers need sizes, not `unlimited`")
+    rows = []
+    with _progress(console, "requests") as bar:
+        names = [name for name in policies if name != MIN_POLICY]
+        task = bar.add_task("replaying", total=len(names) * len(sizes) * trace.num_requests)
+        for name in names:
+            for size in sizes:
+                capacities = cast(tuple[int, ...], (size, *lower))
+                plan = TierPlan(capacities, name, cast(Sharing, sharing), admission)
+                started = time.perf_counter()
+                result = replay_tiers(trace, plan, lambda served: bar.advance(task, served))
+                rows.append(make_tier_row(trace, result, time.perf_counter() - started, model, prices))
+    return rows
 
 
 def _write_files(

@@ -84,6 +84,10 @@ class TraceCache:
         """Blocks held now."""
         return self._index.num_blocks
 
+    def num_cached(self, chain: BlockIds) -> int:
+        """Return how many leading blocks of `chain` are held. Read-only."""
+        return self._index.match(DEFAULT_NAMESPACE, chain).num_tokens
+
     def serve(self, chain: BlockIds, now: float) -> int:
         """Look up `chain` (dense ids of the trace), use the hits, enter the rest; return the hit blocks."""
         index = self._index

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 from rich.table import Table
 
 from stemma.errors import StorageError
 from stemma.lab.replay import MIN_POLICY, ReplayResult
 from stemma.lab.savings import PrefillModel, Prices
+from stemma.lab.tiers import TierResult
 from stemma.lab.traces.columns import Trace
 
 
@@ -28,6 +30,12 @@ class Row:
     cost_saved: float
     num_evicted: int
     elapsed_s: float
+    tier_capacities: tuple[int, ...] = ()
+    """With tiers below the device: blocks of each, the device first; `capacity_blocks` is the device's."""
+    tier_hit_ratios: tuple[float, ...] = ()
+    """Block hit ratio by tier; their sum is `block_hit_ratio`."""
+    num_written: tuple[int, ...] = ()
+    """Blocks written to each lower tier."""
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON form."""
@@ -57,6 +65,47 @@ def make_rows(trace: Trace, results: list[ReplayResult], model: PrefillModel, pr
             )
         )
     return rows
+
+
+def make_tier_row(
+    trace: Trace, result: TierResult, elapsed_s: float, model: PrefillModel, prices: Prices
+) -> Row:
+    """Return the row of a replay through several tiers."""
+    plan = result.plan
+    tokens = result.hit_tokens(trace).sum(axis=1)
+    return Row(
+        policy=plan.policy,
+        capacity_blocks=plan.capacities[0],
+        block_hit_ratio=sum(result.hit_ratios(trace)),
+        token_hit_ratio=float(tokens.sum()) / max(1, int(trace.input_tokens.sum())),
+        gap_closed=None,
+        prefill_s_saved=float(model.seconds(np.zeros_like(tokens), tokens).sum()),
+        cost_saved=prices.saved(int(tokens.sum())),
+        num_evicted=0,
+        elapsed_s=elapsed_s,
+        tier_capacities=plan.capacities,
+        tier_hit_ratios=result.hit_ratios(trace),
+        num_written=result.num_written,
+    )
+
+
+def tier_table(trace: Trace, rows: list[Row], sharing: str, admission: str) -> Table:
+    """Return hit ratios by tier, a line per policy and device capacity."""
+    table = Table(title=f"{trace.name}: {sharing}, admission {admission}", title_justify="left")
+    table.add_column("policy")
+    names = ("blocks of each tier", "block hit ratio", "by tier", "token hit ratio", "blocks written down")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.policy,
+            " + ".join(f"{size:,}" for size in row.tier_capacities),
+            f"{row.block_hit_ratio:.4f}",
+            " + ".join(f"{ratio:.4f}" for ratio in row.tier_hit_ratios),
+            f"{row.token_hit_ratio:.4f}",
+            ", ".join(f"{num:,}" for num in row.num_written),
+        )
+    return table
 
 
 def _gap_closed(ratio: float, lru: float | None, bound: float | None) -> float | None:
