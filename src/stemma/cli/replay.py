@@ -25,7 +25,7 @@ from stemma.lab.report import (
     write_json,
 )
 from stemma.lab.savings import PrefillModel, Prices
-from stemma.lab.tiers import SHARINGS, Sharing, TierPlan, replay_tiers
+from stemma.lab.tiers import SHARINGS, TierPlan, replay_tiers
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer
 from stemma.lab.traces.reader import open_trace
@@ -212,7 +212,7 @@ def _replay_tiers(
         for name in names:
             for size in sizes:
                 capacities = cast(tuple[int, ...], (size, *lower))
-                plan = TierPlan(capacities, name, cast(Sharing, sharing), admission)
+                plan = TierPlan(capacities, name, sharing, admission)
                 started = time.perf_counter()
                 result = replay_tiers(trace, plan, lambda served: bar.advance(task, served))
                 rows.append(make_tier_row(trace, result, time.perf_counter() - started, model, prices))
