@@ -43,7 +43,12 @@ class Runner:
 
     def forward(self, plan: Seq[Scheduled]) -> torch.Tensor:
         """Return the logits that the plan wants, in its order, [sum of num_logits, vocab] float32."""
-        return self._model.forward(self._batch(plan), self.kv)
+        logits = self._model.forward(self._batch(plan), self.kv)
+        if logits.is_cuda and len(logits) == 0:
+            # Nobody will wait for such a step by reading its result. But it must be over before blocks change
+            # hands (loads write on a stream of their own), and its time is measured.
+            torch.cuda.current_stream(logits.device).synchronize()
+        return logits
 
     def _batch(self, plan: Seq[Scheduled]) -> ForwardBatch:
         starts, context_lens = [0], []

@@ -73,3 +73,6 @@ class DeviceKV:
             self._token_rows[dst, :, :num_tokens] = self._token_rows[src, :, :num_tokens]
         else:
             self.data[dst, :, :, :num_tokens].copy_(self.data[src, :, :, :num_tokens])
+            if self.device.type == "cuda":
+                # `src` may be evicted right away and filled from another stream.
+                torch.cuda.current_stream(self.device).synchronize()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from stemma.errors import ConfigError
+from stemma.memory.pinned import host_rows
 from stemma.memory.slotted import SlottedStore
 from stemma.memory.store import BlockPut, PutResult, ReadResult, Storable
 from stemma.prefix.eviction.policy import EvictionPolicy
@@ -41,11 +42,7 @@ class HostStore(SlottedStore):
         if num_slots < 1:
             raise ConfigError(f"host cache of {capacity_bytes} bytes can't hold one block of {block_bytes}")
         super().__init__(block_bytes, num_slots, policy, clock)
-        if pin_memory:
-            self._arena = torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=True)
-        else:
-            # numpy asks for huge pages, torch doesn't.
-            self._arena = torch.from_numpy(np.empty((num_slots, block_bytes), dtype=np.uint8))
+        self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory)
         self._bytes = self._arena.numpy()
 
     @property

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stemma.memory.pinned import host_rows
+
 
 class StagingArena:
     """Hands out rows of one preallocated tensor, pinned where a CUDA device copies into it. Thread-safe."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, pin_memory: bool = False) -> None:
         self.num_slots = num_slots
-        self._arena = torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=pin_memory)
+        self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory)
         self._bytes: npt.NDArray[np.uint8] = self._arena.numpy()
         self._free = list(range(num_slots))
         self._num_owners = [0] * num_slots
