@@ -36,7 +36,7 @@ def host_rows(
     array = np.empty((num_rows, row_bytes), dtype=np.uint8)
     if not pin_memory or array.nbytes == 0:
         return torch.from_numpy(array)
-    runtime: HostRegistry = registry or torch.cuda.cudart()
+    runtime: HostRegistry = registry or torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = array.ctypes.data
     if code := int(runtime.cudaHostRegister(address, array.nbytes, 0)):
         raise ConfigError(
