@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from stemma.memory.device import DeviceKV
 from stemma.memory.layout import KVLayout
+from stemma.model.attention import ATTENTION, STEP_KEYWORD, AttentionProbe
 from stemma.model.batch import ForwardBatch
 from stemma.model.cuda_graphs import BUCKETS, GraphDecoder
 from stemma.model.step_tensors import StepTensors
+from tests.checkpoints import CONFIGS
 
 BLOCK_SIZE = 4
 
@@ -144,3 +148,17 @@ def test_another_kv_starts_afresh() -> None:
     batch = decodes(2, 1)
     assert torch.equal(fixture.forward(batch), expected(batch))
     assert fixture.recorder.num_recorded == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-sliding", "gemma2"])
+def test_dense_models_never_look_at_values(family: str) -> None:
+    """Tensors without values raise where a module would branch on one, which no graph can record."""
+    with FakeTensorMode(), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+        model.set_attn_implementation(ATTENTION)
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        step = {STEP_KEYWORD: AttentionProbe()}
+        output = model(
+            input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=torch.arange(4), **step
+        )
+    assert output.logits.shape[:2] == (1, 4)
