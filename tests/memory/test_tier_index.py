@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -104,7 +105,7 @@ def test_the_policy_never_offers_a_parent_or_a_pinned_block() -> None:
 
 def test_restore_keeps_the_order_of_use() -> None:
     index = TierIndex(4, LRUPolicy())
-    index.restore([2, 0], [KEYS[5], KEYS[6]], [KEYS[0], KEYS[0]], 1.0, DEFAULT_TRAITS)
+    index.restore([2, 0], [KEYS[5], KEYS[6]], [KEYS[0], KEYS[0]], np.array([-1, -1]), 1.0, DEFAULT_TRAITS)
     index.check()
     assert index.num_opened == 3
     assert index.evict(2.0) == 0

@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.types import BlockKey
+
+_NO_PARENT = BlockKey(b"")
 
 
 class TierIndex:
@@ -29,8 +32,9 @@ class TierIndex:
         self.num_evicted = 0
         self._policy = policy
         self._slot_of: dict[BlockKey, int] = {}
-        self._key_of: dict[int, BlockKey] = {}
-        self._parent_of: dict[int, BlockKey] = {}
+        self._key_of: list[BlockKey | None] = [None] * capacity_blocks
+        self._parent_of: list[BlockKey] = [_NO_PARENT] * capacity_blocks
+        """By slot; None and no parent where it isn't live. Lists: a tier may have millions of slots."""
         self._num_children: dict[BlockKey, int] = {}
         """By key, present here or not: live blocks that name it as their parent."""
         self._pins: dict[BlockKey, int] = {}
@@ -62,11 +66,13 @@ class TierIndex:
 
     def key_of(self, slot: int) -> BlockKey:
         """Return the key that a live slot holds."""
-        return self._key_of[slot]
+        key = self._key_of[slot]
+        assert key is not None
+        return key
 
     def live(self) -> Iterator[tuple[int, BlockKey, BlockKey]]:
         """Yield (slot, key, parent) of every live block; the index must not change meanwhile."""
-        for slot, key in self._key_of.items():
+        for key, slot in self._slot_of.items():
             yield slot, key, self._parent_of[slot]
 
     def reserve(self, end: int | None = None) -> int | None:
@@ -117,20 +123,26 @@ class TierIndex:
         slots: Sequence[int],
         keys: Sequence[BlockKey],
         parents: Sequence[BlockKey],
+        parent_at: npt.NDArray[np.int64],
         now: float,
         traits: BlockTraits,
     ) -> None:
         """Fill an empty index after a restart.
 
-        Most recently used first, parents before children; keys are unique.
+        Most recently used first, parents before children; keys are unique. `parent_at` says which of these
+        blocks is the parent of each, -1 where none is.
         """
         assert not self._slot_of
         assert not self._reserved
         self._enter(slots, keys, parents, now, traits)
-        self._num_children.update(Counter(parents))
-        leaves = [slot for slot, key in zip(slots, keys, strict=True) if key not in self._num_children]
-        for slot in leaves:
-            self._policy.offer(slot)
+        counts = np.bincount(parent_at[parent_at >= 0], minlength=len(keys))
+        above = np.flatnonzero(counts)
+        self._num_children = dict(
+            zip(map(keys.__getitem__, above.tolist()), counts[above].tolist(), strict=True)
+        )
+        self._num_children.update(Counter(parents[n] for n in np.flatnonzero(parent_at < 0).tolist()))
+        for n in np.flatnonzero(counts == 0).tolist():
+            self._policy.offer(slots[n])
         is_free = np.ones(max(slots, default=-1) + 1, dtype=np.bool_)
         is_free[np.asarray(slots, dtype=np.int64)] = False
         self._unused_from = len(is_free)
@@ -163,11 +175,11 @@ class TierIndex:
 
     def is_pinned(self, slot: int) -> bool:
         """Return whether eviction of a live slot is forbidden."""
-        return self._key_of[slot] in self._pins
+        return self.key_of(slot) in self._pins
 
     def has_children(self, slot: int) -> bool:
         """Return whether a block in this tier hangs below this live one."""
-        return self._num_children.get(self._key_of[slot], 0) > 0
+        return self._num_children.get(self.key_of(slot), 0) > 0
 
     def is_leaf(self, slot: int) -> bool:
         """Return whether a live slot may be evicted: nothing hangs below it and nobody pins it."""
@@ -185,7 +197,7 @@ class TierIndex:
         while len(taken) < num_blocks and (slot := self._policy.victim(now)) is not None:
             at: int | None = slot
             while at is not None and len(taken) < num_blocks:
-                key, parent = self._key_of[at], self._parent_of[at]
+                key, parent = self.key_of(at), self._parent_of[at]
                 self.pin(key)
                 taken.append((at, key, parent))
                 above = self._slot_of.get(parent)
@@ -208,7 +220,7 @@ class TierIndex:
 
     def unpinned(self) -> list[int]:
         """Return the live slots that nobody pins."""
-        return [slot for slot, key in self._key_of.items() if key not in self._pins]
+        return [slot for key, slot in self._slot_of.items() if key not in self._pins]
 
     def _enter(
         self,
@@ -219,12 +231,13 @@ class TierIndex:
         traits: BlockTraits,
     ) -> None:
         self._slot_of.update(zip(keys, slots, strict=True))
-        self._key_of.update(zip(slots, keys, strict=True))
-        self._parent_of.update(zip(slots, parents, strict=True))
+        for slot, key, parent in zip(slots, keys, parents, strict=True):
+            self._key_of[slot], self._parent_of[slot] = key, parent
         self._policy.insert(np.asarray(slots, dtype=np.int32), now, traits)
 
     def _leave(self, slot: int, now: float, *, evicted: bool) -> None:
-        key, parent = self._key_of.pop(slot), self._parent_of.pop(slot)
+        key, parent = self.key_of(slot), self._parent_of[slot]
+        self._key_of[slot], self._parent_of[slot] = None, _NO_PARENT
         del self._slot_of[key]
         if key in self._num_children or key in self._pins:
             # `forget` takes candidates only, and this block wasn't one.
@@ -240,11 +253,13 @@ class TierIndex:
 
     def check(self) -> None:
         """Raise IntegrityError if slots, keys, children and pins disagree."""
-        live = set(self._key_of)
+        keys = {slot: key for slot, key in enumerate(self._key_of) if key is not None}
+        live = set(keys)
+        parents = [self._parent_of[slot] for slot in sorted(live)]
         problems: Iterable[tuple[bool, str]] = (
-            ({k: s for s, k in self._key_of.items()} != self._slot_of, "keys and slots disagree"),
-            (live != set(self._parent_of), "a live slot has no parent key"),
-            (dict(Counter(self._parent_of.values())) != self._num_children, "children are miscounted"),
+            ({k: s for s, k in keys.items()} != self._slot_of, "keys and slots disagree"),
+            (_NO_PARENT in parents, "a live slot has no parent key"),
+            (dict(Counter(parents)) != self._num_children, "children are miscounted"),
             (any(count < 1 for count in self._pins.values()), "a pin count is below one"),
             (len(set(self._freed)) != len(self._freed), "a slot is free twice"),
             (bool(live & set(self._freed)), "a live slot is free"),

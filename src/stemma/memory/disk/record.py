@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ DISK_FORMAT_VERSION = 1
 _MAGIC = b"STB1"
 _FIELDS = struct.Struct("<4sHBx32s32sQQQddfI")
 _CHECK = struct.Struct("<Q")
+_CHECKED = struct.Struct("120s8x")
 
 RECORD_DTYPE = np.dtype(
     [
@@ -125,11 +127,8 @@ def sound_records(raw: memoryview, first_slot: int, block_bytes: int) -> npt.NDA
         & (table["slot"] == np.arange(first_slot, first_slot + len(table), dtype=np.uint32))
     )
     positions = np.flatnonzero(plausible)
-    digest, size = xxhash.xxh3_64_intdigest, _FIELDS.size
-    checks = np.fromiter(
-        (digest(raw[at : at + size]) for at in (positions * RECORD_BYTES).tolist()),
-        dtype=np.uint64,
-        count=len(positions),
-    )
-    sound: npt.NDArray[np.int64] = positions[checks == table["check"][positions]]
+    # A chain of C calls: a million records a few tenths of a second.
+    digests = map(xxhash.xxh3_64_intdigest, map(itemgetter(0), _CHECKED.iter_unpack(raw)))
+    checks = np.fromiter(digests, dtype=np.uint64, count=len(table))
+    sound: npt.NDArray[np.int64] = positions[checks[positions] == table["check"][positions]]
     return sound

@@ -12,6 +12,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,6 +37,7 @@ from stemma.memory.disk.record import (
     sound_records,
     with_last_use,
 )
+from stemma.memory.disk.restored import restored_blocks
 from stemma.memory.slotted import SlottedStore
 from stemma.memory.store import BlockPut, PutResult, ReadResult
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
@@ -49,6 +51,8 @@ BACK_OFF_S = 30.0
 
 _SMALL_FILES_BYTES = 65536
 """Set aside for manifest and lock."""
+_RUN_BYTES = 4 * 2**20
+"""Of neighbours that are read in one call."""
 
 
 def size_for_blocks(manifest: Manifest, num_blocks: int) -> int:
@@ -88,6 +92,7 @@ class DiskStore(SlottedStore):
         self._files = files or FileLayer()
         self._space = open_space(root, wanted)
         self._manifest: Manifest = self._space.manifest
+        self._checker = ThreadPoolExecutor(2, thread_name_prefix="stemma-disk-check")
         self._slab_fds: list[int] = []
         self._index_fd = -1
         self._table = bytearray(RECORD_BYTES * capacity_blocks)
@@ -146,7 +151,7 @@ class DiskStore(SlottedStore):
                 return "gone"
             self._index.pin(key)
             self._num_moving += 1
-        result, reason = self._read_one(slot, key, buffer)
+        ((result, reason),) = self._read([slot], [key], [buffer])
         with self._lock:
             self._moved()
             self._index.unpin(key)
@@ -170,28 +175,73 @@ class DiskStore(SlottedStore):
     def _read(
         self, slots: Sequence[int], keys: Sequence[BlockKey], into: Sequence[memoryview]
     ) -> list[tuple[ReadResult, str]]:
-        outcomes = []
-        for n, (slot, key, buffer) in enumerate(zip(slots, keys, into, strict=True)):
+        """Read neighbours in one go, and compare them with their checksums while the next ones come in."""
+        runs = self._runs(slots)
+        checks: list[Future[list[tuple[ReadResult, str]]]] = []
+        outcomes: list[tuple[ReadResult, str]] = []
+        for n, run in enumerate(runs):
             # Neighbours are read ahead by the kernel, better than by any hint of ours.
-            if n + 1 < len(slots) and slots[n + 1] != slot + 1:
-                fd, offset = self._place(slots[n + 1])
+            if n + 1 < len(runs) and slots[runs[n + 1].start] != slots[run.stop - 1] + 1:
+                fd, offset = self._place(slots[runs[n + 1].start])
                 self._files.will_read(fd, offset, self._manifest.slot_bytes)
-            outcomes.append(self._read_one(slot, key, buffer))
-        return outcomes
+            got = self._read_run(slots[run], into[run])
+            if n + 1 < len(runs):
+                checks.append(self._checker.submit(self._check_run, slots[run], keys[run], into[run], got))
+            else:
+                outcomes = self._check_run(slots[run], keys[run], into[run], got)
+        return [outcome for check in checks for outcome in check.result()] + outcomes
 
-    def _read_one(self, slot: int, key: BlockKey, buffer: memoryview) -> tuple[ReadResult, str]:
-        fd, offset = self._place(slot)
-        record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
-        expected, generation = int(record["checksum"]), int(record["generation"])
+    def _runs(self, slots: Sequence[int]) -> list[slice]:
+        """Cut `slots` into runs of neighbours in one slab, of some megabytes at most."""
+        at_most = max(1, _RUN_BYTES // self.block_bytes)
+        runs: list[slice] = []
+        start = 0
+        for n in range(1, len(slots) + 1):
+            ends = n == len(slots) or n - start == at_most or slots[n] != slots[n - 1] + 1
+            if ends or slots[n] % self._manifest.slots_per_slab == 0:
+                runs.append(slice(start, n))
+                start = n
+        return runs
+
+    def _read_run(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
+        """Read neighbouring slots; HIT says only that the bytes are there."""
+        fd, offset = self._place(slots[0])
+        stride = self._manifest.slot_bytes
+        views = [into[0]]
+        for buffer in into[1:]:
+            views += [memoryview(bytearray(stride - self.block_bytes)), buffer]
         try:
-            count = self._files.read(fd, [buffer], offset + RECORD_BYTES)
+            count = self._files.read(fd, views, offset + RECORD_BYTES)
         except OSError as error:
-            return ReadResult.ERROR, _reason(error)
-        if count < self.block_bytes:
-            return ReadResult.CORRUPT, "truncated"
-        if block_checksum(key, generation, buffer) != expected:
-            return ReadResult.CORRUPT, "checksum"
-        return ReadResult.HIT, ""
+            if len(slots) == 1:
+                return [(ReadResult.ERROR, _reason(error))]
+            # One bad sector shall not cost its neighbours.
+            singles = zip(slots, into, strict=True)
+            return [got for slot, buffer in singles for got in self._read_run([slot], [buffer])]
+        return [
+            (ReadResult.HIT, "")
+            if n * stride + self.block_bytes <= count
+            else (ReadResult.CORRUPT, "truncated")
+            for n in range(len(slots))
+        ]
+
+    def _check_run(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        into: Sequence[memoryview],
+        got: Sequence[tuple[ReadResult, str]],
+    ) -> list[tuple[ReadResult, str]]:
+        """Turn a HIT whose bytes fail their checksum into CORRUPT."""
+        outcomes = []
+        for slot, key, buffer, outcome in zip(slots, keys, into, got, strict=True):
+            record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
+            expected, generation = int(record["checksum"]), int(record["generation"])
+            is_sound = outcome[0] is not ReadResult.HIT or (
+                block_checksum(key, generation, buffer) == expected
+            )
+            outcomes.append(outcome if is_sound else (ReadResult.CORRUPT, "checksum"))
+        return outcomes
 
     def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
         return [self._write_one(slot, block) for slot, block in zip(slots, blocks, strict=True)]
@@ -358,30 +408,22 @@ class DiskStore(SlottedStore):
         return slots[whole]
 
     def _enter_restored(self, slots: npt.NDArray[np.int64]) -> None:
-        table = np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots]
         if not len(slots):
             return
-        self._generation = int(table["generation"].max())
-        # Most recently used first, and of equals the ones written first: parents before their children.
-        order = np.lexsort((table["generation"], -table["used_at"]))
-        slots, table = slots[order], table[order]
-        keys, parents = _split_keys(table["key"]), _split_keys(table["parent"])
-        if len(dict.fromkeys(keys)) < len(keys):
-            # One key in two slots: a crash came between a drop and its record. The younger one wins.
-            youngest: dict[BlockKey, int] = {}
-            for n in np.argsort(table["generation"]).tolist():
-                youngest[keys[n]] = n
-            kept = sorted(youngest.values())
-            keys, parents = [keys[n] for n in kept], [parents[n] for n in kept]
-            slots, table = slots[kept], table[kept]
-        traits = BlockTraits(np.frombuffer(table["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
-        self._index.restore(slots.tolist(), keys, parents, self._now(), traits)
-        self._used_at[slots] = table["used_at"]
-        ttl_s = table["ttl_s"].astype(np.float64)
-        self._ttl_s[slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
+        found = restored_blocks(slots, np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots])
+        records = found.records
+        self._generation = int(records["generation"].max())
+        traits = BlockTraits(np.frombuffer(records["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
+        self._index.restore(
+            found.slots.tolist(), found.keys, found.parents, found.parent_at, self._now(), traits
+        )
+        self._used_at[found.slots] = records["used_at"]
+        ttl_s = records["ttl_s"].astype(np.float64)
+        self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
 
     def _let_go(self) -> None:
         self._write_last_uses()
+        self._checker.shutdown()
         self._close_files()
 
     def _close_files(self) -> None:
@@ -404,11 +446,6 @@ class DiskStore(SlottedStore):
                 self._files.write(self._index_fd, [record], at)
         except OSError as error:
             self.counters.reasons[_reason(error)] += 1
-
-
-def _split_keys(column: npt.NDArray[np.void]) -> list[BlockKey]:
-    keys: list[BlockKey] = column.tolist()
-    return keys
 
 
 def _reason(error: OSError) -> str:
