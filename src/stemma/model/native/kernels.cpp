@@ -22,17 +22,19 @@ static void for_rows(int64_t rows, int64_t elements, int threads, F&& body) {
 // out = weight * x / rms(x), rounded to T between, as the models of transformers do
 template <class T>
 static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
-    float parts[LANES] = {}, sum = 0;
+    v16f parts = {};
+    float sum = 0;
     int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES)
-        for (int i = 0; i < LANES; i++) {
-            float v = to_float(x[d + i]);
-            parts[i] += v * v;
-        }
+    for (; d + LANES <= dim; d += LANES) {
+        v16f v = load(x + d);
+        parts += v * v;
+    }
     for (; d < dim; d++) sum += to_float(x[d]) * to_float(x[d]);
-    for (float part : parts) sum += part;
+    for (int i = 0; i < LANES; i++) sum += parts[i];
     float factor = 1.0f / std::sqrt(sum / dim + eps);
-    for (d = 0; d < dim; d++)
+    for (d = 0; d + LANES <= dim; d += LANES)
+        store(out + d, load(weight + d) * rounded<T>(load(x + d) * factor));
+    for (; d < dim; d++)
         out[d] = from_float<T>(to_float(weight[d]) * to_float(from_float<T>(to_float(x[d]) * factor)));
 }
 
@@ -52,7 +54,9 @@ static void add_rms_norm(const NormArgs& a) {
         T* residual = (T*)a.residual + i * a.dim;
         if (a.delta) {
             const T* delta = (const T*)a.delta + i * a.dim;
-            for (int64_t d = 0; d < a.dim; d++)
+            int64_t d = 0;
+            for (; d + LANES <= a.dim; d += LANES) store(residual + d, load(residual + d) + load(delta + d));
+            for (; d < a.dim; d++)
                 residual[d] = from_float<T>(to_float(residual[d]) + to_float(delta[d]));
         }
         rms_norm_row(residual, (const T*)a.weight, (T*)a.output + i * a.dim, a.dim, a.eps);
@@ -79,8 +83,13 @@ static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T*
         rms_norm_row(x, norm, normed, a.dim, a.eps);
         x = normed;
     }
-    int half = a.dim / 2;
-    for (int d = 0; d < half; d++) {
+    int half = a.dim / 2, d = 0;
+    for (; d + LANES <= half; d += LANES) {
+        v16f x1 = load(x + d), x2 = load(x + d + half);
+        store(out + d, x1 * load(cos + d) - x2 * load(sin + d));
+        store(out + d + half, x2 * load(cos + d + half) + x1 * load(sin + d + half));
+    }
+    for (; d < half; d++) {
         float x1 = to_float(x[d]), x2 = to_float(x[d + half]);
         out[d] = from_float<T>(x1 * to_float(cos[d]) - x2 * to_float(sin[d]));
         out[d + half] = from_float<T>(x2 * to_float(cos[d + half]) + x1 * to_float(sin[d + half]));
@@ -110,21 +119,23 @@ struct GateArgs {
     int32_t is_bf16, threads;
 };
 
+static inline v16f silu(v16f x) {
+    v16f negated = -x < 80.0f ? -x : splat(80.0f);  // e^80 is finite
+    return x / (1.0f + vexp(negated));
+}
+
 template <class T>
 static void silu_and_multiply(const GateArgs& a) {
     for_rows(a.rows, a.rows * a.dim * 2, a.threads, [&](int64_t i) {
         const T* gate = (const T*)a.gate_up + i * 2 * a.dim;
         const T* up = gate + a.dim;
         T* out = (T*)a.output + i * a.dim;
-        for (int64_t d = 0; d < a.dim; d += LANES) {
-            int n = int(std::min<int64_t>(LANES, a.dim - d));
-            float x[LANES] = {};
-            for (int j = 0; j < n; j++) x[j] = to_float(gate[d + j]);
-            v16f g = load(x);
-            v16f negated = -g < 80.0f ? -g : splat(80.0f);
-            store(x, g / (1.0f + vexp(negated)));
-            for (int j = 0; j < n; j++)
-                out[d + j] = from_float<T>(to_float(from_float<T>(x[j])) * to_float(up[d + j]));
+        int64_t d = 0;
+        for (; d + LANES <= a.dim; d += LANES)
+            store(out + d, rounded<T>(silu(load(gate + d))) * load(up + d));
+        for (; d < a.dim; d++) {
+            float silent = silu(splat(to_float(gate[d])))[0];
+            out[d] = from_float<T>(to_float(from_float<T>(silent)) * to_float(up[d]));
         }
     });
 }

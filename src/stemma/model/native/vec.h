@@ -47,6 +47,26 @@ inline bf16 from_float<bf16>(float x) {  // round to nearest even, as torch does
 static inline v16f splat(float x) { return v16f{} + x; }
 static inline v16f load(const float* p) { return *reinterpret_cast<const v16f*>(p); }
 static inline void store(float* p, v16f x) { *reinterpret_cast<v16f*>(p) = x; }
+
+// 16 bf16 as floats and back, rounding to nearest even as torch does
+typedef uint16_t v16h __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t v16u __attribute__((vector_size(64), aligned(4), may_alias));
+static inline v16f load(const bf16* p) {
+    return (v16f)(__builtin_convertvector(*reinterpret_cast<const v16h*>(p), v16u) << 16);
+}
+static inline v16u round_bits(v16f x) {
+    v16u wide = (v16u)x;
+    return (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
+}
+static inline void store(bf16* p, v16f x) {
+    *reinterpret_cast<v16h*>(p) = __builtin_convertvector(round_bits(x), v16h);
+}
+// What x becomes when it is kept as a T
+template <class T>
+static inline v16f rounded(v16f x) {
+    if (sizeof(T) == sizeof(float)) return x;
+    return (v16f)(round_bits(x) << 16);
+}
 static inline v16f vmax(v16f a, v16f b) { return a > b ? a : b; }
 
 // 2^x: a power of two times a polynomial on [-1/2, 1/2]; relative error 2e-7, or 5e-5 if `rough` (enough for
