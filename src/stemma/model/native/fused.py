@@ -107,6 +107,7 @@ class FusedDecoder:
         self._embedding: torch.Tensor = base.embed_tokens.weight
         self._final_norm: torch.Tensor = base.norm.weight
         tied = hf_model.lm_head.weight is self._embedding
+        self._vocab_size: int = hf_model.lm_head.weight.shape[0]
         self._head = linear_function(hf_model.lm_head.weight, hf_model.lm_head.bias, pack=pack and not tied)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
@@ -143,13 +144,20 @@ class FusedDecoder:
             kernels.rotate_and_write(rotate_at)
             attend.window, attend.scale = layer.sliding_window, layer.scaling
             kernels.attend(plan, attend_at)
+            if layer is self._layers[-1]:  # what follows serves logits alone: no other row needs it
+                if len(batch.logits_rows) == 0:
+                    return hidden.new_empty(0, self._vocab_size)
+                hidden, attended = hidden[batch.logits_rows], attended[batch.logits_rows]
+                normed = torch.empty_like(hidden)
+                norm = self._norm_args(hidden, normed)
+                norm_at = ctypes.addressof(norm)
             delta = layer.output(attended)
             norm.delta = delta.data_ptr()
             norm.weight = layer.post_norm.data_ptr()
             kernels.add_rms_norm(norm_at)
             delta = self._run_mlp(layer, normed)
         assert delta is not None
-        return self._logits(hidden, delta, batch.logits_rows)
+        return self._logits(hidden, delta)
 
     def _run_mlp(self, layer: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
         if layer.gate_up is None or layer.down is None:
@@ -183,8 +191,7 @@ class FusedDecoder:
         self._kernels.silu_and_multiply(ctypes.addressof(args))
         return down(activated)
 
-    def _logits(self, hidden: torch.Tensor, delta: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        hidden, delta = hidden[rows], delta[rows]
+    def _logits(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(hidden)
         norm = self._norm_args(hidden, normed)
         norm.delta, norm.weight = delta.data_ptr(), self._final_norm.data_ptr()
