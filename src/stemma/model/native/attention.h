@@ -245,44 +245,78 @@ static void adjust(const AttendArgs& args, Scratch& s, int num_keys, int first_k
     }
 }
 
+// Begin a tile of 16 rows: raise their running maximum to that of `num_keys` scores [key][row] times `factor`,
+// and note by how much that shrinks what was summed so far. Returns the maximum.
+template <int NB>
+static inline v16f raise_max(Scratch& s, int b, const float* column, int num_keys, float factor) {
+    v16f old = load(s.max + b * LANES), top = load(column);
+    for (int t = 1; t < num_keys; t++) top = vmax(top, load(column + t * NB * LANES));
+    top = vmax(old, top * factor);
+    v16f shrink = vexp2(old - top);
+    store(s.alpha + b * LANES, shrink);
+    store(s.max + b * LANES, top);
+    store(s.sum + b * LANES, load(s.sum + b * LANES) * shrink);
+    return top;
+}
+
 // Turn scores [key][row] into weights (in place), and update the running maximum and sum of each row.
-// With `paired`, weights become bf16 pairs of consecutive keys, [key / 2][row].
-template <int NB, bool paired>
-static void soften(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked) {
-    constexpr int W = NB * LANES;
+template <int NB>
+static void soften(Scratch& s, int num_keys, float factor) {
+    for (int b = 0; b < NB; b++) {
+        float* column = s.scores.data() + b * LANES;
+        v16f top = raise_max<NB>(s, b, column, num_keys, factor), total = load(s.sum + b * LANES);
+        for (int t = 0; t < num_keys; t++, column += NB * LANES) {
+            v16f x = load(column), p = vexp2(x * factor - top);
+            p = x > MASKED ? p : splat(0);
+            total += p;
+            store(column, p);
+        }
+        store(s.sum + b * LANES, total);
+    }
+}
+
+#if STEMMA_BF16_DOT
+// The same, but weights become bf16 pairs of consecutive keys, [key / 2][row]; what an odd last key lacks is 0.
+template <int NB, bool masked>
+static void soften_pairs(Scratch& s, int num_keys, float factor) {
+    for (int b = 0; b < NB; b++) {
+        float *column = s.scores.data() + b * LANES, *paired = column;
+        const __m512 top = (__m512)raise_max<NB>(s, b, column, num_keys, factor), scale = _mm512_set1_ps(factor);
+        auto weight = [&](const float* at) {
+            __m512 x = _mm512_loadu_ps(at), p = exp2_fast<true>(_mm512_fmsub_ps(x, scale, top));
+            if (!masked) return p;
+            return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(MASKED), _CMP_GT_OQ), p);
+        };
+        __m512 total = _mm512_loadu_ps(s.sum + b * LANES);
+        int t = 0;
+        for (; t + 2 <= num_keys; t += 2, column += 2 * NB * LANES, paired += NB * LANES) {
+            __m512 p = weight(column), q = weight(column + NB * LANES);
+            total = total + (p + q);
+            _mm512_storeu_si512(paired, pair_up(p, q));
+        }
+        if (t < num_keys) {
+            __m512 p = weight(column);
+            total = total + p;
+            _mm512_storeu_si512(paired, pair_up(p, _mm512_setzero_ps()));
+        }
+        _mm512_storeu_ps(s.sum + b * LANES, total);
+    }
+}
+#endif
+
+// Scores to weights: scaled, capped, masked and softened, as pairs if `paired`.
+template <int NB>
+static void weigh(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked, bool paired) {
     float factor = args.scale * LOG2_E;
     if (masked || args.softcap > 0) {
         adjust<NB>(args, s, num_keys, first_key, masked);
         factor = 1.0f;
     }
-    for (int b = 0; b < NB; b++) {
-        float* column = s.scores.data() + b * LANES;
-        v16f old = load(s.max + b * LANES), top = load(column);
-        for (int t = 1; t < num_keys; t++) top = vmax(top, load(column + t * W));
-        top = vmax(old, top * factor);
-        v16f shrink = vexp2(old - top), total = load(s.sum + b * LANES) * shrink;
-        store(s.alpha + b * LANES, shrink);
-        store(s.max + b * LANES, top);
-        auto weight = [&](int t) {
-            v16f x = load(column + t * W) * factor, p = vexp2<paired>(x - top);
-            return masked ? (x > MASKED ? p : splat(0)) : p;
-        };
-        for (int t = 0; t < num_keys; t += 2) {
-            v16f p = weight(t), q = t + 1 < num_keys ? weight(t + 1) : splat(0);
-            total += p + q;
 #if STEMMA_BF16_DOT
-            if constexpr (paired) {
-                __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)p));
-                __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)q));
-                _mm512_storeu_si512(column + t / 2 * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-                continue;
-            }
+    if (paired && masked) return soften_pairs<NB, true>(s, num_keys, factor);
+    if (paired) return soften_pairs<NB, false>(s, num_keys, factor);
 #endif
-            store(column + t * W, p);
-            if (t + 1 < num_keys) store(column + (t + 1) * W, q);
-        }
-        store(s.sum + b * LANES, total);
-    }
+    soften<NB>(s, num_keys, factor);
 }
 
 template <class T>
@@ -394,7 +428,7 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
             to_floats(keys, n, args.key_dim, s.keys.data());
             scores_of_floats<NB>(s.query.data(), s.keys.data(), n, args.key_dim, s.scores.data());
         }
-        paired ? soften<NB, STEMMA_BF16_DOT>(args, s, n, key, masked) : soften<NB, false>(args, s, n, key, masked);
+        weigh<NB>(args, s, n, key, masked, paired);
         for (int r = 0; r < item.num_rows; r++) {
             if (s.alpha[r] == 1.0f) continue;
             float* acc = s.acc.data() + int64_t(r) * dim;
