@@ -1,13 +1,15 @@
-"""Soak: mixed traffic over all local tiers for a long time, then proof that nothing leaked: `make soak`.
+"""Soak: mixed traffic over all four tiers for a long time, then proof that nothing leaked: `make soak`.
 
 Sessions come and go, some are aborted, the cache is flushed now and then, the disk has write errors for a
-while. Exit status 1 if memory, descriptors, threads or blocks grew, or an invariant broke. `--minutes N`.
+while. Exit status 1 if memory, descriptors, threads or blocks grew, an invariant broke, or a flush at the end
+leaves a block behind. `--minutes N`.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import random
 import sys
@@ -35,6 +37,11 @@ SAMPLE_EVERY_S = 10.0
 WARM_UP = 0.25
 """Of the time: allocators and caches fill up first."""
 MAX_GROWTH_BYTES = 30_000_000
+FLUSH_EVERY_S = 150.0
+BREAK_EVERY_S = 110.0
+BROKEN_FOR_S = 3.0
+"""The disk tier waits for half a minute more after the last error, so most of the time it works."""
+DRAIN_TIMEOUT_S = 30.0
 
 
 class FlakyFiles(FileLayer):
@@ -76,6 +83,8 @@ class Soak:
             disk_cache=folder / "cache",
             disk_cache_size="16MB",
             disk_cache_ttl_s=60.0,
+            pool="directory",
+            pool_config=self._pool_config(),
             load_when="always",
         )
         lower = self.llm.engine.cache.lower
@@ -86,6 +95,12 @@ class Soak:
         self.disk._files = self.files
         self.histories = [self._tokens(64) for _ in range(NUM_SESSIONS)]
         self.num_requests = 0
+        self.flushed_at = self.broken_at = time.monotonic()
+
+    def _pool_config(self) -> Path:
+        config = self.folder / "pool.json"
+        config.write_text(json.dumps({"path": str(self.folder / "pool"), "capacity": "16MB"}))
+        return config
 
     def _tokens(self, count: int) -> TokenArray:
         return np.array([self.rng.randrange(3, 400) for _ in range(count)], dtype=np.int32)
@@ -106,15 +121,33 @@ class Soak:
             engine.step()
             if self.rng.random() < 0.02:
                 engine.abort(self.rng.choice(names))
-        chance = self.rng.random()
-        if chance < 0.01:
-            engine.flush_cache()
-            self.lower.flush()
-        elif chance < 0.03:
-            self.files.is_broken = not self.files.is_broken
+        now = time.monotonic()
+        if now - self.flushed_at > FLUSH_EVERY_S:
+            self.flushed_at = now
+            self.flush()
+        if now - self.broken_at > BREAK_EVERY_S:
+            self.broken_at = now
+        self.files.is_broken = now - self.broken_at < BROKEN_FOR_S
+
+    def flush(self) -> None:
+        """Drop everything from device, host and disk."""
+        self.llm.engine.flush_cache()
+        self.lower.flush()
+
+    def leftovers(self) -> list[str]:
+        """Flush when nothing runs; return what stayed although nobody holds it."""
+        self.files.is_broken = False
+        self.flush()
+        stats = self.llm.engine.stats()
+        assert stats.transfer is not None
+        left = {tier.value: one.num_blocks or 0 for tier, one in stats.transfer.tiers.items()}
+        left["device"] = stats.num_cached_blocks
+        left["lost on the device"] = stats.num_blocks - stats.num_free_blocks
+        return [f"{count} blocks left: {where}" for where, count in left.items() if count]
 
     def sample(self) -> Sample:
-        """Check the invariants and measure."""
+        """Check the invariants and measure, when no write is under way."""
+        assert self.lower.drain(DRAIN_TIMEOUT_S)
         self.llm.engine.check()
         self.lower.check()
         process = psutil.Process()
@@ -136,9 +169,12 @@ def main() -> None:
         samples = _run(soak, 60.0 * given.minutes)
         stats = soak.llm.engine.stats()
         faults = dict(soak.disk.counters.reasons)
+        leftovers = soak.leftovers()
+        soak.llm.engine.check()
+        soak.lower.check()
         print(f"{soak.num_requests} requests; cached tokens {stats.cached_tokens_by_tier}; faults {faults}")
         soak.llm.close()
-    sys.exit(_verdict(samples))
+    sys.exit(_verdict(samples, leftovers))
 
 
 def _run(soak: Soak, seconds: float) -> list[Sample]:
@@ -158,12 +194,11 @@ def _run(soak: Soak, seconds: float) -> list[Sample]:
     return samples
 
 
-def _verdict(samples: list[Sample]) -> int:
+def _verdict(samples: list[Sample], problems: list[str]) -> int:
     settled = samples[int(len(samples) * WARM_UP) :]
     middle = len(settled) // 2
     early, late = settled[: middle or 1], settled[middle:]
     growth = max(s.rss_bytes for s in late) - max(s.rss_bytes for s in early)
-    problems = []
     if growth > MAX_GROWTH_BYTES:
         problems.append(f"memory grew by {growth / 1e6:.1f} MB")
     if max(s.num_fds for s in late) > max(s.num_fds for s in early):

@@ -44,6 +44,7 @@ LAYOUT = KVLayout(24, 2, 64, 2, 64, "bfloat16")
 """A block of the 0.5B shape: 786 kB."""
 SPACE = KeySpace("benchmark", LAYOUT.describe(), LAYOUT.block_size)
 ROOT = SPACE.root(DEFAULT_NAMESPACE)
+_NUM_TURNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +207,22 @@ def demote(options: Options) -> Iterator[Row]:
     for _ in range(16):
         llm.engine.step()
     per_step = max(1, goal_bytes // LAYOUT.block_bytes // num_steps)
-    idle = [timed_s(llm.engine.step) for _ in range(num_steps)]
-    busy = []
+    idle, busy = [], []
     written = 0
-    for number in range(num_steps):
-        blocks = device_blocks(keys_of(per_step, seed=number + 1))
+    # In turns, because contexts grow and so do steps.
+    for _ in range(_NUM_TURNS):
+        idle += [timed_s(llm.engine.step) for _ in range(num_steps // _NUM_TURNS)]
+        for _ in range(num_steps // _NUM_TURNS):
+            blocks = device_blocks(keys_of(per_step, seed=written))
 
-        def step(blocks: list[DeviceBlock] = blocks) -> None:
-            lower.on_commit(blocks)
-            llm.engine.step()
+            def step(blocks: list[DeviceBlock] = blocks) -> None:
+                lower.on_commit(blocks)
+                llm.engine.step()
 
-        busy.append(timed_s(step))
-        written += per_step
+            busy.append(timed_s(step))
+            written += per_step
+        lower.drain(600.0)
     stats = lower.stats()
-    lower.drain(600.0)
     llm.close()
     shutil.rmtree(root)
     dropped = stats.num_dropped_writes

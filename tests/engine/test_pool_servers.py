@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -74,6 +75,64 @@ def test_redis_is_stopped_and_comes_back(
     round_of(one, expected)
     round_of(one, expected)
     assert from_pool(round_of(serve_directory(pool="redis"), expected)) == [96] * 4
+
+
+SLOW_S = 5.0
+
+
+def test_redis_answers_after_five_seconds(
+    redis_server: RedisServer, serve_directory: Callable[..., Harness], expected: Expected
+) -> None:
+    one = serve_directory(pool="redis", pool_deadline_s=0.3)
+    round_of(one, expected)
+    redis_server.pause(SLOW_S)
+    start = time.monotonic()
+    assert from_pool(round_of(one, expected)) == [0] * 4
+    assert time.monotonic() - start < SLOW_S
+    assert pool(one).counters.reasons["late"] > 0
+    assert not closed(one)
+    until(lambda: closed(one))
+    assert from_pool(round_of(one, expected)) == [96] * 4
+
+
+def test_redis_returns_garbage(
+    redis_server: RedisServer, serve_directory: Callable[..., Harness], expected: Expected
+) -> None:
+    redis = pytest.importorskip("redis")
+    one = serve_directory(pool="redis")
+    round_of(one, expected)
+    with redis.Redis(port=redis_server.port) as client:
+        for number, key in enumerate(client.scan_iter()):
+            whole = client.get(key)
+            garbage = {
+                0: os.urandom(len(whole)),
+                1: whole[:-100],
+                2: whole[:70] + bytes([whole[70] ^ 1]) + whole[71:],
+            }
+            client.set(key, garbage[number % 3])
+    assert from_pool(round_of(one, expected)) == [0] * 4
+    reasons = pool(one).counters.reasons
+    assert reasons["bad_header"] + reasons["checksum"] + reasons["wrong_length"] > 0
+    until(lambda: from_pool(round_of(one, expected)) == [96] * 4)
+
+
+def test_the_mooncake_master_answers_after_five_seconds(
+    master: MooncakeMaster, serve_directory: Callable[..., Harness], expected: Expected
+) -> None:
+    one = serve_directory(pool="mooncake", pool_deadline_s=0.5)
+    round_of(one, expected)
+    master.pause()
+    try:
+        start = time.monotonic()
+        round_of(one, expected)
+        round_of(one, expected)
+        assert not closed(one)
+        assert pool(one).counters.reasons["late"] > 0
+        time.sleep(max(0.0, start + SLOW_S - time.monotonic()))
+    finally:
+        master.go_on()
+    until(lambda: closed(one))
+    until(lambda: from_pool(round_of(one, expected)) == [96] * 4)
 
 
 def test_the_mooncake_master_is_killed_and_comes_back(

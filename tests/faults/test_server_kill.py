@@ -1,7 +1,11 @@
-"""kill -9 of a whole server in the middle of serving and writing; what it left is never wrong."""
+"""kill -9 of servers and engines in the middle of serving and writing; what they left is never wrong."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -55,3 +59,27 @@ def test_kill_9_of_a_busy_server(tmp_path: Path) -> None:
             for client in clients:
                 client.join()
     assert num_cached > 0
+
+
+@pytest.mark.slow
+def test_kill_9_of_50_engines(tmp_path: Path) -> None:
+    """Each answers as the cache-off run does, from what the killed one before it left."""
+    model = write_tiny_model(tmp_path / "tiny", hidden_size=96, num_layers=2)
+    repository = Path(__file__).parents[2]
+    path = os.pathsep.join([str(repository / "src"), str(repository)])
+    command = [sys.executable, "-m", "tests.faults.engine_rounds", str(model), str(tmp_path / "cache"), "50"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=repository,
+        env=os.environ | {"PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    plain, *rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == 50
+    assert [one["texts"] for one in rounds] == [plain["texts"]] * 50
+    assert sum(one["disk"] > 0 for one in rounds) > 25
+    reasons = {reason for one in rounds for reason in one["faults"]}
+    assert reasons <= {"checksum", "being_written"}

@@ -47,10 +47,18 @@ class DeviceCopy:
         if self.is_cuda:
             torch.cuda.current_stream(self._kv.device).synchronize()
 
-    def into(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        """Copy host tensors into blocks that no step reads yet. Any thread; done on return."""
+    def into(
+        self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
+    ) -> None:
+        """Copy host tensors into blocks that no step reads yet. Any thread; done on return.
+
+        `beside_reads`: another thread reads the next blocks meanwhile, so one core is enough for this.
+        """
         if self._upload is None:
-            self._copy_in(block_ids, sources)
+            if beside_reads:
+                self._copy_each(block_ids, sources)
+            else:
+                self._copy_in(block_ids, sources)
             return
         with torch.cuda.stream(self._upload):
             for block_id, source in zip(block_ids, sources, strict=True):

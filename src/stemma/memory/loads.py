@@ -30,8 +30,8 @@ from stemma.memory.store import BlockPut, BlockStore, ReadResult
 from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
-RUN_BLOCKS = 64
-"""Blocks looked up and moved before other loads get their turn."""
+RUN_BLOCKS = 256
+"""Blocks looked up at once; between two such runs reading and copying on don't overlap."""
 _CHUNK_BLOCKS = 16
 _BUFFER_BYTES = 64 * 2**20
 """Of one worker, for two chunks: one is read while the other is copied on."""
@@ -378,7 +378,7 @@ class LoadQueue:
                 return
             first, count = task.num_done, len(slots)
             block_ids = task.block_ids[first : first + count]
-            self._device.into(block_ids, [buffers.tensor(slot) for slot in slots])
+            self._device.into(block_ids, [buffers.tensor(slot) for slot in slots], beside_reads=True)
             task.num_done += count
         self._whereabouts.forget_origin(task.keys[first : first + count])
         with self._lock:

@@ -16,7 +16,8 @@ class StagingArena:
 
     def __init__(self, num_slots: int, block_bytes: int, *, pin_memory: bool = False) -> None:
         self.num_slots = num_slots
-        self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory)
+        # Zeroed, so that the step loop never waits for the kernel to find a page.
+        self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory).zero_()
         self._bytes: npt.NDArray[np.uint8] = self._arena.numpy()
         self._free = list(range(num_slots))
         self._num_owners = [0] * num_slots
@@ -35,8 +36,9 @@ class StagingArena:
     def take(self, at_most: int, num_owners: int = 1) -> list[int]:
         """Return up to `at_most` slots at once; each is free again after `num_owners` calls of `give`."""
         with self._lock:
-            taken = self._free[:at_most]
-            del self._free[:at_most]
+            # The slots given back last: their bytes are still in the processor's cache.
+            taken = self._free[-at_most:][::-1] if at_most else []
+            del self._free[len(self._free) - len(taken) :]
             for slot in taken:
                 self._num_owners[slot] = num_owners
             return taken

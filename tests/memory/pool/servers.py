@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,12 @@ class RedisServer:
         )
         await_port(self.port, self.process)
 
+    def pause(self, seconds: float) -> None:
+        """Answer no client for so long."""
+        cli = self._command[0].replace("-server", "-cli")
+        command = [cli, "-p", str(self.port), "client", "pause", str(int(1000 * seconds)), "all"]
+        subprocess.run(command, check=True, capture_output=True)
+
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -91,6 +98,14 @@ class MooncakeMaster:
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         await_port(self.port, self.process)
+
+    def pause(self) -> None:
+        """Stop answering, with all connections open."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Answer again."""
+        self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         self.process.kill()
