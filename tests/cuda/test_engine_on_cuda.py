@@ -72,6 +72,24 @@ def test_graphs_change_nothing(serve: Any, family: str) -> None:
         assert answers(recorded, prompts) == answers(eager, prompts)
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_overlapping_steps_change_nothing(serve: Any, cuda_graphs: bool) -> None:
+    """Also where blocks run out, and where tokens are drawn by the device alone."""
+    options = {"cuda_graphs": cuda_graphs, "speculation": "off", "max_batch_tokens": 64}
+    in_turn = serve("qwen2", overlap_schedule="off", **options)
+    ahead = serve("qwen2", overlap_schedule="on", **options)
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):
+        assert answers(ahead, prompts) == answers(in_turn, prompts)
+    for more in ({"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {"logprobs": 2}, {"presence_penalty": 0.5}):
+        params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, **more)
+        drawn, expected = ahead.generate(PROMPTS, params), in_turn.generate(PROMPTS, params)
+        assert [one.text for one in drawn] == [one.text for one in expected]
+    small = serve("qwen2", overlap_schedule="on", kv_cache_memory="1MB", **options)
+    assert answers(small, PROMPTS) == answers(in_turn, PROMPTS)
+    small.engine.check()
+    ahead.engine.check()
+
+
 @pytest.mark.parametrize("num_prompts", [1, 2, 4])
 def test_graphs_in_bfloat16(serve: Any, num_prompts: int) -> None:
     """Numbers of sequences that need no padding: with it, products may round otherwise."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import orjson
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.conftest import BLOCK_SIZE, Served
+from tests.e2e.conftest import BLOCK_SIZE, Served, start_server
 
 LONG = "The harbour library opens at nine in the morning and closes at eight in the evening. " * 4
 
@@ -35,6 +37,26 @@ def test_miss_hit_and_partial_hit(served: Served) -> None:
     assert partial["usage"]["stemma"]["cached_tokens_by_tier"] == {
         "device": partial["usage"]["prompt_cache_hit_tokens"]
     }
+
+
+def test_overlapping_steps_answer_the_same(served: Served, tiny_model: Path) -> None:
+    kinds = ({}, {"stop": ["e"]}, {"n": 3, "temperature": 1.0, "seed": 2}, {"presence_penalty": 1.0})
+    bodies = [
+        {"model": "tiny", "prompt": f"{i} and so on", "max_tokens": 12, "temperature": 0.0} | kind
+        for kind in kinds
+        for i in range(4)
+    ]
+
+    def texts(server: Served) -> list[list[str]]:
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(lambda body: server.post("/v1/completions", **body).json(), bodies))
+        return [[choice["text"] for choice in answer["choices"]] for answer in answers]
+
+    other, stop = start_server(tiny_model, overlap_schedule="on", speculation="off")
+    try:
+        assert texts(other) == texts(served)
+    finally:
+        stop()
 
 
 def test_a_shared_prefix_under_a_block_is_reused(served: Served) -> None:

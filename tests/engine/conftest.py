@@ -15,6 +15,7 @@ from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.output import OutputProcessor
+from stemma.engine.overlap import ThreadQueue
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
 from stemma.memory.cache import PrefixCache
@@ -54,6 +55,7 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
         clock: Any = None,
         drafter: Any = None,
         tiers: TierSettings | None = None,
+        overlaps: bool = False,
         **fields: Any,
     ) -> Harness:
         settings = engine_settings(checkpoint, **fields)
@@ -83,6 +85,7 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
             settings.scheduler,
             vocab_size=model.vocab_size,
             drafter=drafter,
+            queue=ThreadQueue() if overlaps else None,
             **options,
         )
         return Harness(engine, OutputProcessor(tokenizer, limits))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,13 +37,33 @@ class CountingRunner:
         self._runner = runner
         self.plans: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
+        self.fail_next_run = False
+        """Steps launched ahead only: fail on the device."""
+        self.device_delay_s = 0.0
+        self.num_ahead = 0
+        """Steps that were launched ahead."""
 
     def forward(self, plan):
+        self._note(plan)
+        return self._runner.forward(plan)
+
+    def prepare(self, plan):
+        self._note(plan)
+        self.num_ahead += 1
+        return self._runner.prepare(plan)
+
+    def run(self, step, drawn):
+        time.sleep(self.device_delay_s)
+        if self.fail_next_run:
+            self.fail_next_run = False
+            raise RuntimeError("the device is on fire")
+        return self._runner.run(step, drawn)
+
+    def _note(self, plan):
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
         self.plans.append([(i.sequence.state.request.request_id, i.start, i.num_tokens) for i in plan])
-        return self._runner.forward(plan)
 
     @property
     def num_computed(self) -> int:

@@ -17,9 +17,10 @@ from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
 
 
-@pytest.fixture
-def engine(checkpoint):
-    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, max_waiting=20)
+@pytest.fixture(params=["off", "on"])
+def engine(checkpoint, request):
+    overlap = {"overlap_schedule": request.param, "speculation": "off" if request.param == "on" else "auto"}
+    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, max_waiting=20, **overlap)
     engine = AsyncEngine.from_settings(settings)
     yield engine
     engine.close()
@@ -116,7 +117,7 @@ async def test_a_full_queue_is_overloaded(engine):
 
 
 async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
-    forward = engine._engine.runner.forward
+    batch = engine._engine.runner._batch  # steps in turn and steps ahead write it
     calls = 0
 
     def fail_once(plan):
@@ -124,9 +125,9 @@ async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
         calls += 1
         if calls == 2:
             raise RuntimeError("the device is on fire")
-        return forward(plan)
+        return batch(plan)
 
-    engine._engine.runner.forward = fail_once
+    engine._engine.runner._batch = fail_once
     outputs = await collect(engine, request("a", prompt(5, 9)))
     assert outputs[-1].deltas[0].finish_reason is FinishReason.ERROR
     assert "on fire" in outputs[-1].error
@@ -137,7 +138,7 @@ async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
 async def test_a_bug_in_the_scheduler_does_not_kill_the_server(engine):
     schedule = engine._engine._scheduler.schedule
 
-    def fail():
+    def fail(**_):
         engine._engine._scheduler.schedule = schedule
         raise ZeroDivisionError("bug")
 
@@ -148,13 +149,13 @@ async def test_a_bug_in_the_scheduler_does_not_kill_the_server(engine):
 
 
 async def test_the_event_loop_is_not_blocked_by_a_step(engine):
-    forward = engine._engine.runner.forward
+    batch = engine._engine.runner._batch  # steps in turn and steps ahead write it
 
     def slow(plan):
         time.sleep(0.2)
-        return forward(plan)
+        return batch(plan)
 
-    engine._engine.runner.forward = slow
+    engine._engine.runner._batch = slow
     task = asyncio.create_task(collect(engine, request("a", prompt(6, 9), greedy(3))))
     ticks = 0
     while not task.done():

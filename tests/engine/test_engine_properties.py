@@ -35,6 +35,7 @@ def configurations(draw) -> dict:
         "index": draw(st.sampled_from(["radix", "hash"])),
         "enable_prefix_cache": draw(st.booleans()),
         "order": draw(st.sampled_from(["fcfs", "longest-prefix"])),
+        "overlaps": draw(st.booleans()),
     }
 
 
@@ -51,7 +52,7 @@ def reference(harness):
     return answer
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     config=configurations(),
     arrivals=st.lists(st.tuples(prompts(), st.integers(1, 16), st.integers(0, 3)), min_size=1, max_size=8),

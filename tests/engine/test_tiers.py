@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,12 @@ from tests.memory.faulty_files import FaultyFiles
 BLOCK_SIZE = 16
 TIMEOUT_S = 30.0
 Serve = Callable[..., Harness]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
+def harness(harness: Callable[..., Harness], request: pytest.FixtureRequest) -> Callable[..., Harness]:
+    """All of these tests run with steps in turn, and with steps that overlap."""
+    return partial(harness, overlaps=request.param)
 
 
 @pytest.fixture

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from stemma.config.settings import CacheSettings, EngineSettings
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.engine import Engine
+from stemma.engine.overlap import StreamQueue, ThreadQueue, WorkQueue
 from stemma.engine.pool import EnginePool
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
@@ -87,6 +90,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         vocab_size=model.vocab_size,
         drafter=make_drafter(settings.speculation, cache.continuation),
         trace_log=open_trace_log(settings.cache),
+        queue=open_queue(settings, model.device),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)
@@ -106,6 +110,14 @@ def check_role(settings: EngineSettings) -> None:
         raise ConfigError("role prefill publishes every block: pool_write must be write_through")
     if settings.role == "decode" and settings.tiers.prefetch == "best_effort":
         raise ConfigError("role decode waits for the pool: prefetch must not be best_effort")
+
+
+def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | None:
+    """Return where steps run that overlap; None where the settings want each in its turn."""
+    wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
+    if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):
+        return None
+    return StreamQueue(device) if is_cuda else ThreadQueue()
 
 
 def open_trace_log(settings: CacheSettings) -> TraceLog | None:

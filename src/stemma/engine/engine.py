@@ -14,6 +14,7 @@ from stemma.config.settings import SchedulerSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, TokenLogprob
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.output import SequenceNews
+from stemma.engine.overlap import Flight, StepsAhead, WorkQueue, can_fly
 from stemma.engine.request import Limits, RequestState, Sequence, Status
 from stemma.engine.runner import Runner
 from stemma.engine.sampling import Sampled, Sampler, SamplingState
@@ -45,7 +46,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
         trace_log: TraceLog | None = None,
+        queue: WorkQueue | None = None,
     ) -> None:
+        """`queue`: where steps run beside the host, so that they overlap; None: each in its turn."""
         self.cache = cache
         self.limits = limits
         self.runner = runner
@@ -58,6 +61,7 @@ class Engine:
         self._scheduler = Scheduler(
             settings, cache, limits, clock=clock, drafter=drafter, on_start=self._on_start
         )
+        self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
         self._num_prompt_tokens = 0
@@ -68,7 +72,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, now or once a load ends."""
-        return self._scheduler.has_work
+        return self._scheduler.has_work or (self._ahead is not None and self._ahead.flight is not None)
 
     @property
     def num_waiting(self) -> int:
@@ -118,29 +122,80 @@ class Engine:
             self._finish(state.sequences[index])
 
     def step(self) -> list[SequenceNews]:
-        """Run one step and return what it did. An error in it ends its requests, never the loop."""
+        """Run one step and return what it did. An error in it ends its requests, never the loop.
+
+        Where steps overlap: launch one, and return what the step launched by the call before this did.
+        """
         start_s = self._clock()
-        plan = self._scheduler.schedule()
+        ahead = self._ahead
+        flight = ahead.flight if ahead is not None else None
+        plan = self._scheduler.schedule(is_ahead=flight is not None)
         news = self._end_failed_loads()
-        if not plan:
-            if not news:
-                self._scheduler.wait_for_load(_LOAD_WAIT_S)
-            return news
+        if news:
+            plan = [item for item in plan if item.sequence.status is Status.RUNNING]
+        if ahead is not None and plan and can_fly(plan, has_drafter=self._drafter is not None):
+            news += self._launch(ahead, plan)
+        elif plan and flight is None:
+            news += self._take_turn(plan, start_s)
+        elif flight is None and not news:
+            self._scheduler.wait_for_load(_LOAD_WAIT_S)
+        return news if ahead is None or flight is None else news + self._collect(ahead, flight)
+
+    def _take_turn(self, plan: Seq[Scheduled], start_s: float) -> list[SequenceNews]:
+        """Run a step from beginning to end."""
         started = self._clock()
         try:
             logits = self.runner.forward(plan)
             drawn = self._draw(plan, logits)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan))
-            failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
-            return news + [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
+            return self._fail(plan, error)
         self._observe_prefill(plan, self._clock() - started)
         accepted = [self._accept(one) for one in drawn]
         self._time_decodes(plan, accepted, start_s)
-        return news + accepted
+        return accepted
+
+    def _launch(self, ahead: StepsAhead, plan: Seq[Scheduled]) -> list[SequenceNews]:
+        """Launch a step; it is in flight afterwards. Return what became of its requests if that failed."""
+        try:
+            ahead.launch(self.runner, plan)
+        except Exception as error:
+            logger.exception("a step of %d sequences could not be launched", len(plan))
+            return self._fail(plan, error)
+        return []
+
+    def _collect(self, ahead: StepsAhead, flight: Flight) -> list[SequenceNews]:
+        """Wait for a step in flight and return what it did. Another one may be in flight behind it."""
+        try:
+            sampled, seconds = ahead.land(flight)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(flight.plan))
+            return self._fail(flight.plan, error)
+        self._observe_prefill(flight.plan, seconds)
+        drawn: list[_Drawn] = []
+        for item in flight.plan:
+            sequence = item.sequence
+            if item.is_void:
+                continue
+            if sequence.in_flight is item:
+                sequence.in_flight = None
+            sequence.num_computed = item.end
+            if item.num_logits:
+                drawn.append(one := _Drawn(item, sequence))
+                one.take(sampled, item.row)
+            else:
+                self._scheduler.commit(item)
+        return [self._accept(one) for one in drawn]
+
+    def _fail(self, plan: Seq[Scheduled], error: Exception) -> list[SequenceNews]:
+        """End the requests of a step that failed."""
+        failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
+        return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
 
     def close(self) -> None:
         """Write what lower tiers still owe the disk, and let go of them."""
+        if self._ahead is not None:
+            self._ahead.close()
         self.cache.close()
         if self._trace_log is not None:
             self._trace_log.close()
@@ -182,6 +237,8 @@ class Engine:
 
     def fail_all(self, error: str) -> list[SequenceNews]:
         """End every request with an error; for the loop's last resort."""
+        if self._ahead is not None:
+            self._ahead.ground()
         return [n for i in list(self._requests) for n in self._end(i, FinishReason.ERROR, error)]
 
     def _end_failed_loads(self) -> list[SequenceNews]:

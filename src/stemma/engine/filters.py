@@ -7,7 +7,8 @@ values happen to be sorted.
 Vocabularies are large: a full sort takes milliseconds a row, and on CPU even `argmax` and `topk` are many
 times slower than a plain maximum. So the largest values are found through the maxima of blocks of ids (a
 row's k largest values lie in the k blocks with the largest maxima), and only a row whose top_p reaches
-beyond `_MAX_NUCLEUS` tokens needs more passes.
+beyond `_MAX_NUCLEUS` tokens needs more passes. Whether it does is known to the device alone: where the host
+may not wait for it (`may_wait` False), such rows are sorted in whole.
 """
 
 from __future__ import annotations
@@ -68,7 +69,18 @@ def weights_of(logits: torch.Tensor) -> torch.Tensor:
     return weights
 
 
-def keep(weights: torch.Tensor, params: Sequence[SamplingParams], *, is_sorted: bool = False) -> None:
+def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of numbers on `device` [len(values)], without waiting for work queued there."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def keep(
+    weights: torch.Tensor,
+    params: Sequence[SamplingParams],
+    *,
+    is_sorted: bool = False,
+    may_wait: bool = True,
+) -> None:
     """Set to 0, in place, the weights [R, V] that the rows' filters drop.
 
     `is_sorted`: each row is descending, and may be only the head of a vocabulary, at least top_k long.
@@ -81,27 +93,34 @@ def keep(weights: torch.Tensor, params: Sequence[SamplingParams], *, is_sorted: 
     has_top_p = any(p.top_p < 1.0 for p in params)
     if not has_top_p and not any(top_k) and not any(min_p):
         return
-    lowest = torch.tensor(min_p, dtype=weights.dtype, device=weights.device)
+    lowest = upload(min_p, weights.device, weights.dtype)
     values = weights
-    if not is_sorted and (has_top_p or any(top_k)):
+    # Among k candidates a nucleus never reaches beyond them.
+    is_open = any(p.top_p < 1.0 and not k for p, k in zip(params, top_k, strict=True))
+    if not is_sorted and is_open and not may_wait:
+        values = torch.sort(weights, dim=-1, descending=True).values
+    elif not is_sorted and (has_top_p or any(top_k)):
         values, _ = candidates(weights, max(_MAX_NUCLEUS if has_top_p else 1, *top_k))
     if any(top_k):
-        last = torch.tensor([max(k, 1) - 1 for k in top_k], device=weights.device)
-        has_k = torch.tensor([k > 0 for k in top_k], device=weights.device)
+        last = upload([max(k, 1) - 1 for k in top_k], weights.device)
+        has_k = upload([k > 0 for k in top_k], weights.device)
         kth = values.gather(1, last[:, None]).flatten()
         lowest = torch.where(has_k, torch.maximum(lowest, kth), lowest)
     if any(top_k) or any(min_p):
         weights.masked_fill_(weights < lowest[:, None], 0.0)
         values = weights if is_sorted else values.masked_fill(values < lowest[:, None], 0.0)
     if has_top_p:
-        limits = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=weights.device)
-        weights.masked_fill_(weights < _top_p_thresholds(weights, values, limits)[:, None], 0.0)
+        limits = upload([p.top_p for p in params], weights.device, torch.float64)
+        thresholds = _top_p_thresholds(weights, values, limits, is_whole=not may_wait)
+        weights.masked_fill_(weights < thresholds[:, None], 0.0)
 
 
-def _top_p_thresholds(weights: torch.Tensor, values: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+def _top_p_thresholds(
+    weights: torch.Tensor, values: torch.Tensor, limits: torch.Tensor, *, is_whole: bool
+) -> torch.Tensor:
     """Return the smallest weight [R] that top_p = `limits` [R] keeps.
 
-    `values` [R, K] are the largest of `weights` [R, V], descending.
+    `values` [R, K] are the largest of `weights` [R, V], descending; `is_whole`: no nucleus reaches beyond.
     """
     mass = limits * weights.sum(dim=-1, dtype=torch.float64)
     head = values.double()
@@ -109,6 +128,8 @@ def _top_p_thresholds(weights: torch.Tensor, values: torch.Tensor, limits: torch
     num_kept = ((sums - head) < mass[:, None]).sum(dim=-1).clamp(min=1)
     thresholds = values.gather(1, num_kept[:, None] - 1).flatten()
     thresholds = torch.where(limits < 1.0, thresholds, 0.0)
+    if is_whole:
+        return thresholds
     is_beyond = (sums[:, -1] < mass) & (values[:, -1] > 0) & (limits < 1.0)
     for row in torch.nonzero(is_beyond).flatten().tolist():
         thresholds[row] = _search_nucleus(weights[row], float(mass[row]))

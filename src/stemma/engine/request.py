@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.engine.sampling import SamplingState
 from stemma.memory.lease import Lease
 from stemma.memory.lower import Prefetch
 from stemma.types import FinishReason, TokenArray
+
+if TYPE_CHECKING:
+    from stemma.engine.scheduler import Scheduled
 
 
 class Status(Enum):
@@ -56,11 +60,15 @@ class Sequence:
 
     A step computes tokens ``[num_computed, num_computed + k)``. Prefill, decode and resumption after a
     preemption differ only in how many are missing.
+
+    While a step with `in_flight` is under way, tokens up to `num_launched` have their KV once it is over, and
+    the token it may draw follows `tokens`. All else is as the last step that was collected left it.
     """
 
     __slots__ = (
         "_tokens",
         "common_with",
+        "in_flight",
         "index",
         "lease",
         "match_tokens",
@@ -80,6 +88,8 @@ class Sequence:
         self.sampling = sampling
         self.status = Status.WAITING
         self.lease: Lease | None = None
+        self.in_flight: Scheduled | None = None
+        """Work of this sequence in the step launched last, if that isn't collected yet."""
         self.prefetch: Prefetch | None = None
         """While it waits: a look at the lower tiers on its behalf."""
         self._tokens: TokenArray = state.request.prompt_token_ids
@@ -112,14 +122,29 @@ class Sequence:
         """Tokens whose KV must be computed before the next one can be drawn."""
         return self.num_tokens - self.num_computed
 
+    @property
+    def num_launched(self) -> int:
+        """Tokens that have their KV once the step under way is over."""
+        return self.num_computed if self.in_flight is None else self.in_flight.end
+
+    @property
+    def num_unlaunched(self) -> int:
+        """As `num_missing`, once the step under way is over: the token it draws included."""
+        if self.in_flight is None:
+            return self.num_missing
+        return self.num_tokens + self.in_flight.num_logits - self.in_flight.end
+
     def start(self, lease: Lease) -> None:
         """Take a lease; what it brings from cache is computed already."""
         self.lease = lease
         self.num_computed = lease.num_cached_tokens
 
     def stop(self, status: Status) -> None:
-        """Let go of the lease, which the caller has freed; keep the tokens."""
+        """Let go of the lease, which the caller has freed; keep the tokens. What is in flight is void."""
         assert self.lease is not None
+        if self.in_flight is not None:
+            self.in_flight.is_void = True
+            self.in_flight = None
         self._tokens = self.lease.tokens.copy()
         self.lease = None
         self.num_computed = 0

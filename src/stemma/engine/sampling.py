@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from stemma.engine.api import TokenLogprob
-from stemma.engine.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, weights_of
+from stemma.engine.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
 from stemma.engine.sampling_params import SamplingParams
 
 _UNIFORMS_PER_CHUNK = 64
@@ -246,7 +246,7 @@ def _draw_narrow(
     params = [rows[i].state.params for i in group]
     own = logits if len(group) == len(rows) else logits[list(group)]
     values, ids = candidates(own, max(p.top_k for p in params) + 1)
-    weights = torch.exp(_divide(values, params) - _divide(values[:, :1], params))
+    weights = torch.exp(divide(values, params) - divide(values[:, :1], params))
     keep(weights, params, is_sorted=True)
     ids, order = torch.sort(ids, dim=-1)
     # If even the last candidate is kept, equal logits may go on beyond what was fetched.
@@ -263,23 +263,23 @@ def _draw_wide(logits: torch.Tensor, rows: Sequence[_Row], group: Sequence[int],
     """Draw for the rows of `group` from the whole vocabulary."""
     params = [rows[i].state.params for i in group]
     own = logits if len(group) == len(rows) else logits[list(group)]
-    weights = weights_of(_divide(own, params))
+    weights = weights_of(divide(own, params))
     keep(weights, params)
     chosen = draw(weights, _uniforms(rows, group, logits.device)).tolist()
     for i, token in zip(group, chosen, strict=True):
         tokens[i] = int(token)
 
 
-def _divide(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def divide(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return the logits [R, C] divided by each row's temperature."""
     if all(p.temperature == 1.0 for p in params):
         return logits
-    return logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
+    return logits / upload([p.temperature for p in params], logits.device)[:, None]
 
 
 def _uniforms(rows: Sequence[_Row], group: Sequence[int], device: torch.device) -> torch.Tensor:
     numbers = [rows[i].state.uniform(rows[i].position) for i in group]
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return upload(numbers, device, torch.float64)
 
 
 def _logprobs(

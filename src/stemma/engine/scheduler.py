@@ -37,6 +37,17 @@ class Scheduled:
     num_logits: int
     """Of the last so many rows logits are wanted: 0 for a chunk with more to come, else 1 + the draft."""
     draft: tuple[int, ...] = ()
+    row: int = 0
+    """Of a step that runs ahead: where its logits are among those of the step."""
+    source_row: int | None = None
+    """The token isn't known yet: it is what the step under way draws from this row of logits."""
+    is_void: bool = False
+    """The sequence ended or yielded while this was under way: the result is dropped."""
+
+    @property
+    def end(self) -> int:
+        """Tokens that have their KV afterwards, if any draft is accepted whole."""
+        return self.start + self.num_tokens
 
 
 class Drafter(Protocol):
@@ -150,13 +161,21 @@ class Scheduler:
             (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
             self._free(sequence, Status.FINISHED)
 
-    def schedule(self) -> list[Scheduled]:
-        """Return the work of the next step, in no particular order of rows; empty if there is none."""
+    def schedule(self, *, is_ahead: bool = False) -> list[Scheduled]:
+        """Return the work of the next step, in no particular order of rows; empty if there is none.
+
+        `is_ahead`: a step is under way. Nobody yields to make room then, and nothing is drafted: where that
+        is called for, there is no work until the step is over. A plan may be dropped instead of being run.
+        """
         self._finish_loads()
         plan: list[Scheduled] = []
         budget = self._settings.max_batch_tokens
         num_before = self.num_preemptions
-        decoding = [s for s in self._running if s.num_missing == 1]
+        decoding = [s for s in self._running if s.num_unlaunched == 1]
+        if is_ahead:
+            decoding = [s for s in decoding if not self._ends_in_flight(s)]
+            if decoding and not self._can_decode_ahead(decoding):
+                return []
         for i, sequence in enumerate(decoding):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
@@ -166,7 +185,7 @@ class Scheduler:
                 plan.append(item)
                 budget -= item.num_tokens
         for sequence in self._running:
-            if sequence.num_missing > 1 and budget:
+            if sequence.num_unlaunched > 1 and budget:
                 plan.append(item := self._chunk(sequence, budget))
                 budget -= item.num_tokens
         if budget and self._waiting and self.has_seat and self.num_preemptions == num_before:
@@ -199,9 +218,24 @@ class Scheduler:
     def _prefetch(self, sequence: Sequence) -> None:
         sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
 
+    def _ends_in_flight(self, sequence: Sequence) -> bool:
+        """Return whether the token that the step under way draws is the last by number."""
+        if sequence.in_flight is None or not sequence.in_flight.num_logits:
+            return False
+        return sequence.num_output + 1 >= self._limits.max_output_tokens(sequence.state.request)
+
+    def _can_decode_ahead(self, decoding: Seq[Sequence]) -> bool:
+        """Make room for a token each; return False if there is none, or drafts need to know the tokens."""
+        if self._drafter is not None:
+            return False
+        return all(s.lease and self._cache.extend(s.lease, s.num_launched + 1) for s in decoding)
+
     def _schedule_decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
         lease = sequence.lease
         assert lease is not None
+        if sequence.in_flight is not None:
+            source_row = sequence.in_flight.row if sequence.in_flight.num_logits else None
+            return Scheduled(sequence, sequence.num_launched, 1, 1, source_row=source_row)
         draft: tuple[int, ...] = ()
         if self._drafter is not None:
             num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
@@ -218,11 +252,12 @@ class Scheduler:
         return Scheduled(sequence, sequence.num_computed, 1 + len(draft), 1 + len(draft), draft)
 
     def _chunk(self, sequence: Sequence, budget: int) -> Scheduled:
-        num_tokens = min(sequence.num_missing, budget)
-        is_last = num_tokens == sequence.num_missing
-        return Scheduled(sequence, sequence.num_computed, num_tokens, int(is_last))
+        num_missing = sequence.num_unlaunched
+        num_tokens = min(num_missing, budget)
+        return Scheduled(sequence, sequence.num_launched, num_tokens, int(num_tokens == num_missing))
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.in_flight is None
         self._running.remove(sequence)
         self._free(sequence, Status.WAITING)
         sequence.was_preempted = True

@@ -8,9 +8,10 @@ one on each of its blocks, each lease one on every block of its table. A block i
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -54,6 +55,14 @@ class CacheStats:
     num_ghosts: int
 
 
+@dataclass(slots=True)
+class _Fence:
+    """A step under way, and what was given up since it was launched: it may still use these blocks."""
+
+    leases: list[Lease] = field(default_factory=list)
+    duplicates: list[BlockIds] = field(default_factory=list)
+
+
 class PrefixCache:
     """KV of the past, found by prefix. Not thread-safe: one owner, the step loop."""
 
@@ -81,6 +90,7 @@ class PrefixCache:
         self._records = BlockRecords(buffer.num_blocks, self.block_size, policy_name)
         self._leases: set[Lease] = set()
         self._draining: list[Lease] = []
+        self._fences: deque[_Fence] = deque()
         self._num_evicted = 0
         self._num_deduplicated = 0
         self._num_copied_heads = 0
@@ -286,7 +296,10 @@ class PrefixCache:
         duplicates = canonical != offered[first:num_full]
         if duplicates.any():
             self._allocator.acquire(canonical[duplicates])
-            self._allocator.release(offered[first:num_full][duplicates])
+            if self._fences:
+                self._fences[-1].duplicates.append(offered[first:num_full][duplicates].copy())
+            else:
+                self._allocator.release(offered[first:num_full][duplicates])
             lease.block_table[first:num_full] = canonical
             self._num_deduplicated += int(duplicates.sum())
         self._index.pin(canonical)
@@ -338,7 +351,30 @@ class PrefixCache:
             lease.pending = None
         else:
             self.commit(lease, num_computed, tail=True)
+            if self._fences:
+                self._fences[-1].leases.append(lease)
+                return
         self._let_go(lease)
+
+    @property
+    def has_fence(self) -> bool:
+        """Whether a step is under way, see `open_fence`."""
+        return bool(self._fences)
+
+    def open_fence(self) -> None:
+        """A step was launched: what leases give up from now on is held until `close_fence`.
+
+        By then the step may still read and write those blocks, and whatever comes next may run beside it.
+        """
+        self._fences.append(_Fence())
+
+    def close_fence(self) -> None:
+        """The oldest step under way is over."""
+        fence = self._fences.popleft()
+        for lease in fence.leases:
+            self._let_go(lease)
+        for block_ids in fence.duplicates:
+            self._allocator.release(block_ids)
 
     def close(self) -> None:
         """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
@@ -402,7 +438,10 @@ class PrefixCache:
             if self._index.num_blocks != int(present.sum()):
                 raise IntegrityError(f"{self._index.num_blocks} in the index, {present.sum()} recorded")
         expected = present.astype(np.int32)
-        for lease in [*self._leases, *self._draining]:
+        for block_ids in [ids for fence in self._fences for ids in fence.duplicates]:
+            expected[block_ids] += 1
+        given_up = [lease for fence in self._fences for lease in fence.leases]
+        for lease in [*self._leases, *self._draining, *given_up]:
             expected[lease.block_table] += 1
             if not present[lease.block_table[: lease.num_committed]].all():
                 raise IntegrityError("a lease counts a block as committed that is not in the index")

@@ -1,10 +1,9 @@
 """Bytes of device blocks in and out, on CPU and CUDA.
 
 On CPU a device block is plain memory: one memcpy, by two threads where there is much to copy (one core's
-stores don't reach the memory's bandwidth). On CUDA the host side is pinned; copies *out* run on the
-stream of the step loop, after the kernels that wrote the block, and the caller waits for them (between two
-steps the stream is idle, so the wait is the copy itself); copies *in* run on a stream of their own, beside
-the steps of other requests.
+stores don't reach the memory's bandwidth). On CUDA the host side is pinned, and copies run on streams of
+their own, beside the steps. Copies *out* need no order among kernels: a block is committed, and so copied,
+only once the step that wrote it is known to be over. The caller waits for the copy itself.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ class DeviceCopy:
         self.is_cuda = kv.device.type == "cuda"
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
         self._upload = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._download = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
         """Copy blocks into host tensors ([block_bytes] uint8 each). Step loop only; done on return."""
-        for block_id, target in zip(block_ids, into, strict=True):
-            source = self._kv.block_bytes_view(block_id)
-            if self.is_cuda:
-                target.copy_(source, non_blocking=True)
-            else:
-                self._copy(target.numpy(), source.numpy())
-        if self.is_cuda:
-            torch.cuda.current_stream(self._kv.device).synchronize()
+        if self._download is None:
+            for block_id, target in zip(block_ids, into, strict=True):
+                self._copy(target.numpy(), self._kv.block_bytes_view(block_id).numpy())
+            return
+        with torch.cuda.stream(self._download):
+            for block_id, target in zip(block_ids, into, strict=True):
+                target.copy_(self._kv.block_bytes_view(block_id), non_blocking=True)
+        self._download.synchronize()
 
     def into(
         self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
