@@ -37,8 +37,9 @@ class CountingRunner:
         self._runner = runner
         self.plans: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
-        self.fail_next_run = False
-        """Steps launched ahead only: fail on the device."""
+        self.failing_run: int | None = None
+        """Number, from 1, of the step launched ahead that fails on the device."""
+        self.num_runs = 0
         self.device_delay_s = 0.0
         self.num_ahead = 0
         """Steps that were launched ahead."""
@@ -54,8 +55,8 @@ class CountingRunner:
 
     def run(self, step, drawn):
         time.sleep(self.device_delay_s)
-        if self.fail_next_run:
-            self.fail_next_run = False
+        self.num_runs += 1
+        if self.num_runs == self.failing_run:
             raise RuntimeError("the device is on fire")
         return self._runner.run(step, drawn)
 

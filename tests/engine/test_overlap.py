@@ -151,15 +151,16 @@ def test_nobody_yields_while_a_step_is_under_way(harness):
 def test_a_step_that_fails_on_the_device_ends_its_requests_only(harness):
     """The step behind it read what was never drawn: those of its requests that are new run again."""
     engine = make(harness, num_blocks=64, block_size=8)
+    engine.runner.failing_run = 3
     engine.add(prompt(1, 20), greedy(8), request_id="bad")
     for _ in range(3):
         engine.step()
-    engine.runner.fail_next_run = True
-    engine.step()  # launches the step that fails
     engine.add(prompt(2, 20), greedy(8), request_id="good")
-    engine.step()
+    engine.step()  # launches a step of both behind the one that fails
     engine.engine.check()
     assert engine.answers["bad"].finish == {0: FinishReason.ERROR}
+    assert "on fire" in engine.answers["bad"].error
+    assert engine.runner.plans[-1] == [("bad", 22, 1), ("good", 0, 20)]
     engine.run(check=True)
     assert engine.answers["good"].token_ids == harness().serve(prompt(2, 20), greedy(8)).token_ids
 

@@ -40,6 +40,8 @@ class CacheMachine(RuleBasedStateMachine):
         key_space = KeySpace("model", "layout", self.block_size)
         self.cache = PrefixCache(self.buffer, self.make_index(key_space), key_space, clock=self.clock)
         self.alive: list[_Running] = []
+        self.flights: list[list[tuple[_Running, int, int, np.ndarray]]] = []
+        """Steps under way: whose token they compute, where they write it, and the block as they read it."""
 
     def make_index(self, key_space: KeySpace):
         return RadixIndex(key_space.block_size)
@@ -106,6 +108,31 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.free(one.lease, one.num_computed)
 
     @rule()
+    def launch(self):
+        """A step computes the next token of all leases that have room; it reads their last block."""
+        if len(self.flights) == 2:
+            return
+        flight = []
+        for one in self.alive:
+            number, offset = divmod(one.num_computed, self.block_size)
+            if number < one.lease.num_blocks:
+                block = int(one.lease.block_table[number])
+                flight.append((one, block, offset, self.buffer.data[block, :offset].copy()))
+        self.flights.append(flight)
+        self.cache.open_fence()
+
+    @rule()
+    def land(self):
+        """The oldest step ends. Whatever became of its leases, nobody else used their blocks meanwhile."""
+        if not self.flights:
+            return
+        for one, block, offset, before in self.flights.pop(0):
+            np.testing.assert_array_equal(self.buffer.data[block, :offset], before)
+            if one not in self.alive:
+                self.buffer.data[block, offset] = -1
+        self.cache.close_fence()
+
+    @rule()
     def flush(self):
         self.cache.flush()
 
@@ -119,6 +146,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
 
     def teardown(self):
+        while self.flights:
+            self.land()
         for one in self.alive:
             self.cache.free(one.lease, one.num_computed)
         self.cache.flush()
