@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
             number, offset = divmod(one.num_computed, self.block_size)
             if number < one.lease.num_blocks:
                 block = int(one.lease.block_table[number])
-                flight.append((one, block, offset, self.buffer.data[block, :offset].copy()))
+                flight.append((one, block, one.num_computed, self.buffer.data[block, :offset].copy()))
         self.flights.append(flight)
         self.cache.open_fence()
 
@@ -126,10 +126,10 @@ class CacheMachine(RuleBasedStateMachine):
         """The oldest step ends. Whatever became of its leases, nobody else used their blocks meanwhile."""
         if not self.flights:
             return
-        for one, block, offset, before in self.flights.pop(0):
-            np.testing.assert_array_equal(self.buffer.data[block, :offset], before)
-            if one not in self.alive:
-                self.buffer.data[block, offset] = -1
+        for one, block, position, before in self.flights.pop(0):
+            np.testing.assert_array_equal(self.buffer.data[block, : len(before)], before)
+            if one not in self.alive and one.num_computed <= position:
+                self.buffer.data[block, position % self.block_size] = -1
         self.cache.close_fence()
 
     @rule()
