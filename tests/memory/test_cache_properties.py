@@ -40,8 +40,8 @@ class CacheMachine(RuleBasedStateMachine):
         key_space = KeySpace("model", "layout", self.block_size)
         self.cache = PrefixCache(self.buffer, self.make_index(key_space), key_space, clock=self.clock)
         self.alive: list[_Running] = []
-        self.flights: list[list[tuple[_Running, int, int, np.ndarray]]] = []
-        """Steps under way: whose token they compute, where they write it, and the block as they read it."""
+        self.flights: list[list[tuple[_Running, int, np.ndarray, np.ndarray]]] = []
+        """Steps under way: whose token they compute, its position, and the blocks with what lies in them."""
 
     def make_index(self, key_space: KeySpace):
         return RadixIndex(key_space.block_size)
@@ -109,15 +109,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self):
-        """A step computes the next token of all leases that have room; it reads their last block."""
+        """A step computes the next token of all leases that have room; it reads all before it."""
         if len(self.flights) == 2:
             return
         flight = []
         for one in self.alive:
-            number, offset = divmod(one.num_computed, self.block_size)
-            if number < one.lease.num_blocks:
-                block = int(one.lease.block_table[number])
-                flight.append((one, block, one.num_computed, self.buffer.data[block, :offset].copy()))
+            if one.num_computed < one.lease.capacity_tokens:
+                blocks = one.lease.block_table[: one.num_computed // self.block_size + 1].copy()
+                before = self.buffer.data[blocks].reshape(-1)[: one.num_computed]
+                flight.append((one, one.num_computed, blocks, before))
         self.flights.append(flight)
         self.cache.open_fence()
 
@@ -126,10 +126,10 @@ class CacheMachine(RuleBasedStateMachine):
         """The oldest step ends. Whatever became of its leases, nobody else used their blocks meanwhile."""
         if not self.flights:
             return
-        for one, block, position, before in self.flights.pop(0):
-            np.testing.assert_array_equal(self.buffer.data[block, : len(before)], before)
+        for one, position, blocks, before in self.flights.pop(0):
+            np.testing.assert_array_equal(self.buffer.data[blocks].reshape(-1)[:position], before)
             if one not in self.alive and one.num_computed <= position:
-                self.buffer.data[block, position % self.block_size] = -1
+                self.buffer.data[blocks[-1], position % self.block_size] = -1
         self.cache.close_fence()
 
     @rule()
