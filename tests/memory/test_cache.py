@@ -163,6 +163,29 @@ def test_without_room_for_source_and_copy_the_head_is_recomputed(kind):
     cache.check()
 
 
+def test_what_a_step_under_way_may_use_is_not_handed_out(kind):
+    """Duplicates that a commit found, and all that a lease had, stay until the last step is over."""
+    cache = make_cache(6, 4, kind)
+    prompt = tokens(range(9))
+    one, two = cache.reserve(NS, prompt), cache.reserve(NS, prompt)
+    compute_all(cache, one)
+    cache.open_fence()
+    cache.open_fence()
+    own = two.block_table[:2].tolist()
+    compute_all(cache, two)
+    assert two.block_table[:2].tolist() != own
+    cache.free(two, 9)
+    cache.check()
+    cache.close_fence()
+    assert cache.reserve(NS, tokens(range(50, 53))) is None
+    cache.close_fence()
+    cache.check()
+    assert not cache.has_fence
+    assert cache.num_available == 3
+    cache.free(one, 9)
+    cache.check()
+
+
 def test_identical_blocks_are_merged_on_commit(kind):
     cache = make_cache(8, 2, kind)
     one, two = cache.reserve(NS, tokens(range(5))), cache.reserve(NS, tokens(range(5)))
