@@ -197,6 +197,65 @@ def test_load_failure_fail_ends_the_request_with_the_reason(serve, expected, tmp
     assert one.serve(PROMPTS[0], greedy(4)).token_ids[0] == expected(PROMPTS[0])
 
 
+def slow_disk(serve: Serve, expected, tmp_path: Path, delay_s: float, **tiers: object) -> Harness:
+    """Return an engine whose prompts lie on a disk that takes `delay_s` for every read."""
+    one = serve(disk_cache=tmp_path, disk_cache_size="10MB", **tiers)
+    round_of(one, expected)
+    files = FaultyFiles()
+    disk(one)._files = files
+    files.read_delay_s = delay_s
+    return one
+
+
+def test_best_effort_does_not_wait_for_the_disk(serve, expected, tmp_path) -> None:
+    one = slow_disk(serve, expected, tmp_path, 60.0, prefetch="best_effort")
+    answer = one.serve(PROMPTS[0], greedy(4))
+    assert answer.token_ids[0] == expected(PROMPTS[0])
+    assert answer.cache.num_cached_tokens == 0
+    assert lower(one).stats().loads.num_late_loads == 0
+
+
+def test_a_late_load_is_given_up_and_computed(serve, expected, tmp_path) -> None:
+    one = slow_disk(serve, expected, tmp_path, 0.5, prefetch="timeout", load_timeout_s=0.05)
+    answer = one.serve(PROMPTS[0], greedy(4))
+    assert answer.token_ids[0] == expected(PROMPTS[0])
+    assert answer.cache.cached_by_tier == {}
+    assert lower(one).stats().loads.num_late_loads == 1
+
+
+def test_a_late_load_may_fail_its_request(serve, expected, tmp_path) -> None:
+    one = slow_disk(serve, expected, tmp_path, 0.5, load_timeout_s=0.05, load_failure="fail")
+    answer = one.serve(PROMPTS[0], greedy(4))
+    assert answer.finish[0] is FinishReason.ERROR
+    assert answer.error is not None
+    assert "too long" in answer.error
+    assert lower(one).stats().loads.num_late_loads == 1
+
+
+def test_wait_complete_waits_beyond_the_time_limit(serve, expected, tmp_path) -> None:
+    one = slow_disk(serve, expected, tmp_path, 0.2, prefetch="wait_complete", load_timeout_s=0.01)
+    answer = one.serve(PROMPTS[0], greedy(4))
+    assert answer.token_ids[0] == expected(PROMPTS[0])
+    assert answer.cache.cached_by_tier == {Tier.DISK: 96}
+    assert lower(one).stats().loads.num_late_loads == 0
+
+
+def test_a_tier_slower_than_computing_is_left_alone(
+    harness: Callable[..., Harness], expected, tmp_path
+) -> None:
+    tiers = TierSettings(load_when="faster", disk_cache=tmp_path, disk_cache_size="10MB")
+    one = harness(num_blocks=12, block_size=BLOCK_SIZE, tiers=tiers)
+    round_of(one, expected)
+    for _ in range(20):
+        lower(one).estimator.observe_load(Tier.DISK, 1, 10.0)
+    assert cached(round_of(one, expected), Tier.DISK) == [0] * 5
+    stats = lower(one).stats()
+    assert not stats.tiers[Tier.DISK].is_worth_loading
+    assert stats.compute_s_per_block is not None
+    assert stats.tiers[Tier.DISK].load_s_per_block > stats.compute_s_per_block
+    one.engine.close()
+
+
 def test_two_requests_with_one_prefix_load_it_once(serve, expected, tmp_path) -> None:
     one = serve(host_cache="64MB")
     round_of(one, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from stemma.memory.disk.files import FileLayer
 class FaultyFiles(FileLayer):
     def __init__(self) -> None:
         self.read_errno = 0
+        self.read_delay_s = 0.0
         self.write_errno = 0
         self.allocate_errno = 0
         self.write_torn_at: int | None = None
         """Writes stop after this many bytes and then fail, as in a crash or on a full disk."""
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        time.sleep(self.read_delay_s)
         self._fail(self.read_errno)
         return super().read(fd, buffers, offset)
 
