@@ -15,7 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from stemma.errors import ConfigError
+from stemma.server.balance import Balance, head_of
 from stemma.server.route import create_route_app, one_token_body
+
+REQUEST = {"prompt": "x", "max_tokens": 9, "temperature": 0, "n": 2}
 
 
 class Upstream:
@@ -66,7 +69,13 @@ class Upstream:
 
 @pytest.fixture
 def servers() -> Iterator[dict[str, Upstream]]:
-    made = {name: Upstream(name) for name in ("p0", "p1", "d0", "d1")}
+    """Two of each kind; `p0` and `d0` are those that come first for `REQUEST`."""
+    made: dict[str, Upstream] = {}
+    for kind in "pd":
+        pair = {one.url: one for one in (Upstream(""), Upstream(""))}
+        for number, url in enumerate(Balance(list(pair)).order(head_of(REQUEST))):
+            pair[url].name = f"{kind}{number}"
+            made[pair[url].name] = pair[url]
     yield made
     for server in made.values():
         server.stop()
@@ -83,9 +92,6 @@ async def proxy(servers: dict[str, Upstream]) -> AsyncIterator[httpx.AsyncClient
         yield client
 
 
-REQUEST = {"prompt": "x", "max_tokens": 9, "temperature": 0, "n": 2}
-
-
 async def test_a_request_is_prefilled_on_one_server_and_decoded_on_another(
     servers: dict[str, Upstream], proxy: httpx.AsyncClient
 ) -> None:
@@ -98,8 +104,30 @@ async def test_a_request_is_prefilled_on_one_server_and_decoded_on_another(
     assert (
         servers["p0"].headers[0]["authorization"] == servers["d0"].headers[0]["authorization"] == "Bearer k"
     )
-    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d1"}
-    assert len(servers["p1"].bodies) == 1
+    assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d0"}
+    assert len(servers["p0"].bodies) == 2
+
+
+async def test_conversations_stay_where_they_are_and_spread(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    opening = "You are a helpful assistant of customer {}. " + "Be brief. " * 200
+    for customer in range(20):
+        where = set()
+        for turn in range(3):
+            body = {"prompt": opening.format(customer) + "And then? " * turn}
+            where.add((await proxy.post("/v1/completions", json=body)).json()["served_by"])
+        assert len(where) == 1
+    for server in servers.values():
+        assert 6 <= len(server.bodies) <= 54
+
+
+async def test_a_stream_counts_until_its_end(servers: dict[str, Upstream], proxy: httpx.AsyncClient) -> None:
+    for break_after in (None, 1):
+        servers["d0"].break_after = break_after
+        await proxy.post("/v1/completions", json=REQUEST | {"stream": True})
+    under_way = (await proxy.get("/health")).json()["under_way"]
+    assert under_way == {server.url: 0 for server in servers.values()}
 
 
 async def test_a_stream_passes_through(servers: dict[str, Upstream], proxy: httpx.AsyncClient) -> None:

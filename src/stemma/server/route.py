@@ -13,9 +13,9 @@ off in the middle of a stream ends with an error event: it can't be continued, a
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
+from functools import partial
 from typing import Any
 
 import httpx
@@ -23,8 +23,10 @@ import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from stemma.errors import ConfigError
+from stemma.server.balance import Balance, head_of
 from stemma.server.errors import json_response
 
 _log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class RouteStats:
 
 
 class Router:
-    """Chooses servers in turn, and tries the next where one fails."""
+    """Chooses servers by the beginning of the prompt and by load, and tries the next where one fails."""
 
     def __init__(self, prefills: Sequence[str], decodes: Sequence[str], client: httpx.AsyncClient) -> None:
         if not prefills or not decodes:
@@ -59,22 +61,27 @@ class Router:
         self.decodes = tuple(url.rstrip("/") for url in decodes)
         self.stats = RouteStats()
         self._client = client
-        self._turn = count()
+        self._prefill_balance = Balance(self.prefills)
+        self._decode_balance = Balance(self.decodes)
 
     async def generate(self, request: Request) -> Response:
         """Prefill on one server, decode on another."""
         self.stats.num_requests += 1
         content = await request.body()
         headers = _kept(request)
-        turn = next(self._turn)
         body = _object(content)
+        head = head_of(body)
         if body is not None:
-            await self._prefill(request.url.path, body, headers, turn)
-        answer = await self._first_answer(request, content, headers, turn)
+            await self._prefill(request.url.path, body, headers, head)
+        answer = await self._first_answer(request, content, headers, head)
         if answer is None:
             message = "no prefill or decode server answers"
             return json_response({"error": {"message": message, "type": "server_error"}}, 503)
         return answer
+
+    def under_way(self) -> dict[str, int]:
+        """Return the number of requests that each server works on."""
+        return self._prefill_balance.under_way() | self._decode_balance.under_way()
 
     async def pass_on(self, request: Request) -> Response:
         """Send any other request to the first server that answers."""
@@ -91,32 +98,46 @@ class Router:
         message = "no prefill or decode server answers"
         return json_response({"error": {"message": message, "type": "server_error"}}, 503)
 
-    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], turn: int) -> None:
+    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], head: bytes) -> None:
         """Have the prompt computed and put into the pool; a failure only costs time."""
         content = orjson.dumps(one_token_body(path, body))
-        for url in _in_turn(self.prefills, turn):
+        for url in self._prefill_balance.order(head):
+            self._prefill_balance.begin(url)
             try:
                 answer = await self._client.post(url + path, content=content, headers=headers)
             except httpx.HTTPError as error:
                 self.stats.num_prefill_failures += 1
                 _log.warning("prefill server %s: %s", url, str(error) or type(error).__name__)
                 continue
+            finally:
+                self._prefill_balance.end(url)
             if answer.status_code < 500:
                 return  # what is wrong with a request the decode server will say
             self.stats.num_prefill_failures += 1
 
     async def _first_answer(
-        self, request: Request, content: bytes, headers: dict[str, str], turn: int
+        self, request: Request, content: bytes, headers: dict[str, str], head: bytes
     ) -> Response | None:
-        for url in (*_in_turn(self.decodes, turn), *_in_turn(self.prefills, turn)):
-            is_fallback = url not in self.decodes
+        tries = [(self._decode_balance, url) for url in self._decode_balance.order(head)]
+        tries += [(self._prefill_balance, url) for url in self._prefill_balance.order(head)]
+        for balance, url in tries:
+            is_fallback = balance is self._prefill_balance
+            balance.begin(url)
             try:
                 answer = await self._ask(url + _path_of(request), content, headers)
             except httpx.HTTPError as error:
+                balance.end(url)
                 if not is_fallback:
                     self.stats.num_decode_failures += 1
                 _log.warning("decode server %s: %s", url, str(error) or type(error).__name__)
                 continue
+            except BaseException:  # the client went away
+                balance.end(url)
+                raise
+            if isinstance(answer, _Relayed):
+                answer.when_over = partial(balance.end, url)
+            else:
+                balance.end(url)
             self.stats.num_fallbacks += is_fallback
             return answer
         return None
@@ -139,9 +160,7 @@ class Router:
         except httpx.HTTPError:
             await upstream.aclose()
             raise
-        return StreamingResponse(
-            self._stream(upstream, first, chunks), upstream.status_code, _content_type(upstream)
-        )
+        return _Relayed(self._stream(upstream, first, chunks), upstream.status_code, _content_type(upstream))
 
     async def _stream(
         self, upstream: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
@@ -159,6 +178,18 @@ class Router:
             yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
         finally:
             await upstream.aclose()
+
+
+class _Relayed(StreamingResponse):
+    """A stream passed on; `when_over` is called once it ended, however it did."""
+
+    when_over: Callable[[], None] = staticmethod(lambda: None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.when_over()
 
 
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +225,7 @@ def create_route_app(
         """Whether each server answers, and what happened so far."""
         servers = {url: await _is_healthy(http, url) for url in (*router.prefills, *router.decodes)}
         status = "ok" if any(servers.values()) else "down"
-        body = {"status": status, "servers": servers, **vars(router.stats)}
+        body = {"status": status, "servers": servers, "under_way": router.under_way(), **vars(router.stats)}
         return json_response(body, 200 if status == "ok" else 503)
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -211,11 +242,6 @@ async def _is_healthy(client: httpx.AsyncClient, url: str) -> bool:
         return (await client.get(f"{url}/health", timeout=_CONNECT_TIMEOUT_S)).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _in_turn(urls: tuple[str, ...], turn: int) -> tuple[str, ...]:
-    start = turn % len(urls)
-    return urls[start:] + urls[:start]
 
 
 def _kept(request: Request) -> dict[str, str]:

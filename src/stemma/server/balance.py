@@ -1,0 +1,68 @@
+"""Which of several equal servers a prompt goes to: the one that had its beginning before, unless it is busy.
+
+The beginnings of prompts are spread over the servers by rendezvous hashing: each server draws a number from
+the beginning and its own name, and the highest wins. So a conversation stays where its blocks are, nothing is
+remembered, and a server that leaves or comes moves only its own share. A server with far more requests under
+way than the least busy one is passed over: many users of one system prompt don't all wait for one machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+import xxhash
+
+_HEAD_LENGTH = 1024
+"""Characters, or token ids, of a plain prompt."""
+_LEAD = 4
+"""Requests that a server may have under way beyond twice those of the least busy one."""
+
+
+class Balance:
+    """Requests under way by server, and an order in which to try servers."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = tuple(urls)
+        self._under_way: Counter[str] = Counter()
+
+    def order(self, head: bytes) -> list[str]:
+        """Return all servers: the best for prompts that begin with `head` first, overloaded ones last."""
+        least = min(self._under_way[url] for url in self.urls)
+        most = 2 * least + _LEAD
+        by_score = sorted(self.urls, key=lambda url: xxhash.xxh3_64_intdigest(head, _seed(url)), reverse=True)
+        is_busy = {url: self._under_way[url] >= most for url in self.urls}
+        free = [url for url in by_score if not is_busy[url]]
+        busy = sorted((url for url in by_score if is_busy[url]), key=lambda url: self._under_way[url])
+        return free + busy
+
+    def begin(self, url: str) -> None:
+        """A request goes to this server."""
+        self._under_way[url] += 1
+
+    def end(self, url: str) -> None:
+        """It is answered, or failed."""
+        self._under_way[url] -= 1
+
+    def under_way(self) -> dict[str, int]:
+        """Return the number of requests under way by server."""
+        return {url: self._under_way[url] for url in self.urls}
+
+
+def head_of(body: Mapping[str, Any] | None) -> bytes:
+    """Return the beginning of a request's prompt: of a conversation everything up to the first question."""
+    if body is None:
+        return b""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
+        end = roles.index("user") + 1 if "user" in roles else 1
+        return orjson.dumps(messages[:end])
+    prompt = body.get("prompt", body.get("inputs"))
+    return orjson.dumps(prompt[:_HEAD_LENGTH] if isinstance(prompt, str | list) else prompt)
+
+
+def _seed(url: str) -> int:
+    return xxhash.xxh3_64_intdigest(url.encode())
