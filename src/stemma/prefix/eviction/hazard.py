@@ -45,8 +45,11 @@ _ID_MASK = (1 << _ID_BITS) - 1
 _RERANK_S = 1.0
 _FIT_SHARE, _MIN_FIT_S, _MAX_FIT_S = 0.04, 2.0, 60.0
 """Hazards are fitted each time the observed span has grown by this share, within these limits."""
+_MIN_FIT_PROMPTS = 4
+"""Nor oftener than once in so many prompts: a fit costs milliseconds."""
 _MIN_REUSES = 150
-"""Prompts that must have reused something before the learned order is used."""
+_MIN_SPAN_S = 60.0
+"""Prompts that must have reused something, and time that must have passed, before the learned order rules."""
 _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
 _NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
@@ -66,8 +69,11 @@ class HazardPolicy(StampedPolicy):
         """Last block of a prompt being entered -> its chain of records, and the level of its pause."""
         self._model = ReuseModel()
         self._next_fit_s = -math.inf
+        self._prompts_until_fit = 0
         self._first_s: float | None = None
         self._shadow: LRUShadow | None = None
+        self._capacity = 0
+        """Blocks that were left after the last eviction: the size that LRU is given too."""
         self._unseen_hits: Int32 = _NO_RECORDS
         """Hits that the shadow hasn't been told of: the same prompt's misses may follow."""
         self._unclassified: tuple[int, Int32, int] | None = None
@@ -85,8 +91,8 @@ class HazardPolicy(StampedPolicy):
         """Queue -> the entries that stand for its ends in `_ends`."""
         self._rank_cache = (-1, -1.0, 0.0)
         """Class, time of use and worth of the block ranked last."""
-        self._run_queue, self._run_used_s = -1, 0.0
-        """Class and time of use of the last victim, until the clock or the candidates change."""
+        self._run_queue, self._run_used_s, self._run_stamp = -1, 0.0, 0
+        """Class, time and stamp of use of the last victim, until the clock or the candidates change."""
         self._held = -1
         """A candidate that follows the last victim; it is in no queue."""
         self._ranked_s = -math.inf
@@ -116,7 +122,7 @@ class HazardPolicy(StampedPolicy):
         if self._shadow is not None:
             hits, self._unseen_hits = self._unseen_hits, _NO_RECORDS
             looked_up = np.concatenate((hits, records)) if len(hits) else records
-            self._shadow.look_up(table.prints[looked_up], len(hits), table.num_resident)
+            self._shadow.look_up(table.prints[looked_up], len(hits), self._capacity)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
         """End a lifetime of each block and start the next."""
@@ -134,7 +140,7 @@ class HazardPolicy(StampedPolicy):
         if self._shadow is not None:
             if len(self._unseen_hits):
                 hits = self._unseen_hits
-                self._shadow.look_up(table.prints[hits], len(hits), table.num_resident)
+                self._shadow.look_up(table.prints[hits], len(hits), self._capacity)
             self._unseen_hits = records
 
     def offer(self, block_id: int) -> None:
@@ -144,7 +150,11 @@ class HazardPolicy(StampedPolicy):
         record = self._record_of.item(block_id)
         queue = self._records.queues.item(record)
         self._live[block_id] = entry = self._stamps.item(block_id) << _ID_BITS | block_id
-        if queue == self._run_queue and self._records.used_s.item(record) == self._run_used_s:
+        if (
+            queue == self._run_queue
+            and self._records.used_s.item(record) == self._run_used_s
+            and entry >> _ID_BITS <= self._run_stamp + 1
+        ):
             self._hold(block_id)
         else:
             self._enqueue(entry, queue)
@@ -161,6 +171,7 @@ class HazardPolicy(StampedPolicy):
         """Return the candidate worth least, or None."""
         if self._held >= 0:
             if now == self._now:
+                self._run_stamp = self._live[self._held] >> _ID_BITS
                 return self._held
             self._release()
         self._advance(now)
@@ -168,10 +179,12 @@ class HazardPolicy(StampedPolicy):
         if not live:
             return None
         if self._shadow is None:
-            self._start_shadow()
-        if now >= self._next_fit_s:
+            self._shadow = self._start_shadow()
+        if now >= self._next_fit_s and self._prompts_until_fit <= 0:
             self._fit(now)
-        if now - self._ranked_s >= _RERANK_S:
+        learned = self._model.is_fitted and not self._shadow.prefers_lru
+        if now - self._ranked_s >= _RERANK_S or learned != self._learned:
+            self._learned = learned
             self._rank_ends()
         ends = self._ends
         while ends:
@@ -180,6 +193,7 @@ class HazardPolicy(StampedPolicy):
             if live.get(block_id) == entry:
                 self._run_queue = queue
                 self._run_used_s = self._records.used_s.item(self._record_of.item(block_id))
+                self._run_stamp = entry >> _ID_BITS
                 return block_id
             heappop(ends)
             if entry in self._shown.get(queue, ()):
@@ -188,10 +202,13 @@ class HazardPolicy(StampedPolicy):
 
     def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the block; if it was evicted, remember what is known of it."""
-        self._classify_prompt()
+        if self._unclassified is not None:
+            self._classify_prompt()
         self.withdraw(block_id)
         self._prompts.pop(block_id, None)
         self._records.leave(self._record_of.item(block_id), remember=evicted)
+        if evicted:
+            self._capacity = self._records.num_resident
 
     def _hold(self, block_id: int) -> None:
         """Keep a candidate out of the queues: it follows the last victim.
@@ -234,6 +251,7 @@ class HazardPolicy(StampedPolicy):
     def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
         """Note the chain of a prompt, which may still grow behind `tail`."""
         self._unclassified = (tail, chain, pause)
+        self._prompts_until_fit -= 1
         self._prompts[tail] = (chain, pause)
         if len(self._prompts) > _MAX_OPEN_PROMPTS:
             self._prompts.popitem(last=False)
@@ -254,19 +272,21 @@ class HazardPolicy(StampedPolicy):
         table.queues[chain] = classes + table.hints[chain] * NUM_CLASSES if table.has_hints else classes
         table.weights[chain] = num_blocks**-0.5
 
-    def _start_shadow(self) -> None:
+    def _start_shadow(self) -> LRUShadow:
         """Begin to compare with LRU: until the first eviction both hold the same."""
         table = self._records
-        self._shadow = LRUShadow(table.num_resident)
+        shadow = LRUShadow(table.num_resident, self._clock)
         resident = table.resident()
         order = np.lexsort((table.depths[resident], -table.used_s[resident]))
-        self._shadow.look_up(table.prints[resident[order]], 0, table.num_resident)
+        shadow.fill(table.prints[resident[order]])
+        return shadow
 
     def _fit(self, now: float) -> None:
         assert self._first_s is not None
         span = now - self._first_s
         self._next_fit_s = now + min(max(span * _FIT_SHARE, _MIN_FIT_S), _MAX_FIT_S)
-        if self._model.num_reuses >= _MIN_REUSES:
+        self._prompts_until_fit = _MIN_FIT_PROMPTS
+        if self._model.num_reuses >= _MIN_REUSES and span >= _MIN_SPAN_S:
             self._model.censor(self._records.take_dropped(), now)
             self._model.fit(self._records.open_lifetimes(), now)
             self._ranked_s = -math.inf
@@ -296,7 +316,6 @@ class HazardPolicy(StampedPolicy):
 
     def _rank_ends(self) -> None:
         """Rank the ends of all queues anew."""
-        self._learned = self._model.is_fitted and not (self._shadow is None or self._shadow.prefers_lru)
         self._ranked_s = self._now
         self._ends = []
         self._shown.clear()

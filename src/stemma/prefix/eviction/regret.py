@@ -5,13 +5,16 @@ sampling; Waldspurger et al., FAST'15). The same sampled blocks are counted in t
 hit counts differ by the policies alone. Blocks are sampled one by one, not prompt by prompt: leaves-first LRU
 keeps prefixes closed by itself.
 
-The learned order is on trial. If LRU gets ahead by more than chance and a small share explain, LRU rules for
-a while, each time twice as long; then the next trial begins. So what can be lost to LRU grows with the
-logarithm of the trials, plus that small share.
+The learned order is on trial. Its *regret* is the number of hits by which LRU is ahead, all told, gains
+included up to a bound. The learned order rules while the regret is below a small share of all lookups, plus
+what chance explains; beyond, LRU does. A lost trial leaves its regret on the account, and the next one waits
+until further lookups make it small. Everything fades with time alike. So what can be lost to LRU is about
+that share, over any span that isn't short.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import numpy as np
@@ -22,44 +25,52 @@ from stemma.types import Fingerprints
 
 _TARGET_SHADOW_BLOCKS = 2048
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_SLACK_BLOCKS, _MIN_SLACK = 256, 32
-"""Hits that a trial of the learned order may lose by chance: of all blocks, and at least of sampled ones."""
-_LOSE_SHARE = 0.002
-"""What it may lose beyond that, per sampled lookup of the trial."""
-_MAX_LEAD_SHARE = 0.02
-"""A lead is remembered up to this share of the lookups, so that a change of load shows soon."""
-_FIRST_PAUSE, _MAX_PAUSE = 2_000, 128_000
-"""Sampled lookups that LRU gets after a lost trial; doubled each time."""
+_MAX_REGRET_SHARE = 0.002
+"""Regret, as a share of the lookups, that ends a trial of the learned order."""
+_NUM_SIGMAS, _MAX_CHANCE_SHARE, _MAX_CHANCE = 2.0, 0.01, 64.0
+"""What chance may explain beyond that: standard deviations of the regret, at most this share of the lookups,
+at most so many sampled hits. One long prompt may be most of it."""
+_MAX_LEAD_SHARE = 0.1
+"""A lead is remembered up to this share of the lookups, so that a change of load shows in time."""
+_HALF_LIFE = 65_536.0
+"""Sampled lookups after which half of the account has faded."""
+_STRICTER, _MAX_LOST = 0.75, 8
+"""After n lost trials in a row the next one waits for `_STRICTER`^n of what is allowed; n is capped."""
 
 
 class LRUShadow:
     """Says whether the real cache should fall back to LRU."""
 
-    def __init__(self, num_resident: int) -> None:
-        """`num_resident` is the size of the real cache, from which the sampling rate follows."""
+    def __init__(self, num_resident: int, num_lookups: int = 0) -> None:
+        """`num_resident` is the size of the real cache, from which the sampling rate follows.
+
+        `num_lookups` blocks were looked up before, while both caches held the same.
+        """
         shift = max(0, (max(num_resident, 1) // _TARGET_SHADOW_BLOCKS).bit_length())
         self._rate = 1.0 / (1 << shift)
         self._mask_shift = np.uint64(64 - shift) if shift else None
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._slack = max(_MIN_SLACK, round(_SLACK_BLOCKS * self._rate))
-        self._regret = 0
-        """Sampled hits by which LRU is ahead in the present trial."""
-        self._num_lookups = 0
+        self._num_lookups = min(num_lookups * self._rate, _HALF_LIFE / math.log(2.0))
+        """Sampled lookups, faded."""
+        self._regret = 0.0
+        """Sampled hits by which LRU is ahead, faded."""
+        self._variance = 0.0
+        """Sum of the squares of what single prompts added to the regret, faded."""
+        self._trial_lookups = 0
         """Sampled lookups of the present trial."""
-        self._next_pause = _FIRST_PAUSE
-        self._pause_left = 0
-
-    @property
-    def prefers_lru(self) -> bool:
+        self._num_lost = 0
+        """Trials lost in a row."""
+        self.prefers_lru = False
         """Whether the real cache should be LRU now."""
-        return self._pause_left > 0
 
-    def look_up(self, prints: Fingerprints, num_hits: int, num_resident: int) -> None:
+    def fill(self, prints: Fingerprints) -> None:
+        """Take over what the real cache holds; the first of `prints` was used last."""
+        for identity in reversed(prints[self._sampled(prints)].tolist()):
+            self._held[identity] = None
+
+    def look_up(self, prints: Fingerprints, num_hits: int, capacity_blocks: int) -> None:
         """Count a prompt of which the real cache had the first `num_hits` blocks, and use all of them."""
-        chosen: npt.NDArray[np.bool_] = prints != NO_PRINT
-        if self._mask_shift is not None:
-            chosen &= (prints * _MULTIPLIER) >> self._mask_shift == 0
-        places = np.flatnonzero(chosen)
+        places = self._sampled(prints)
         if not len(places):
             return
         held = self._held
@@ -73,16 +84,31 @@ class LRUShadow:
                 held[identity] = None
         num_real_hits = int(np.searchsorted(places, num_hits)) if num_hits else 0
         self._count(len(places), num_shadow_hits - num_real_hits)
-        capacity = round(num_resident * self._rate)
+        capacity = round(capacity_blocks * self._rate)
         while len(held) > capacity:
             held.popitem(last=False)
 
+    def _sampled(self, prints: Fingerprints) -> npt.NDArray[np.int64]:
+        """Return the places of the sampled ones."""
+        chosen: npt.NDArray[np.bool_] = prints != NO_PRINT
+        if self._mask_shift is not None:
+            chosen &= (prints * _MULTIPLIER) >> self._mask_shift == 0
+        return np.flatnonzero(chosen)
+
     def _count(self, num_lookups: int, regret: int) -> None:
-        if self._pause_left > 0:
-            self._pause_left -= num_lookups
+        fade = 0.5 ** (num_lookups / _HALF_LIFE)
+        self._num_lookups = self._num_lookups * fade + num_lookups
+        self._regret = max(self._regret * fade + regret, -_MAX_LEAD_SHARE * self._num_lookups)
+        self._variance = self._variance * fade + regret * regret
+        chance = min(
+            _NUM_SIGMAS * math.sqrt(self._variance), _MAX_CHANCE_SHARE * self._num_lookups, _MAX_CHANCE
+        )
+        allowed = _MAX_REGRET_SHARE * self._num_lookups + chance
+        if self.prefers_lru:
+            if self._regret <= allowed * _STRICTER ** min(self._num_lost, _MAX_LOST):
+                self.prefers_lru, self._trial_lookups = False, 0
             return
-        self._num_lookups += num_lookups
-        self._regret = max(self._regret + regret, -round(self._slack + _MAX_LEAD_SHARE * self._num_lookups))
-        if self._regret > self._slack + _LOSE_SHARE * self._num_lookups:
-            self._pause_left, self._next_pause = self._next_pause, min(2 * self._next_pause, _MAX_PAUSE)
-            self._regret = self._num_lookups = 0
+        self._trial_lookups += num_lookups
+        if self._regret > allowed:
+            self.prefers_lru = True
+            self._num_lost = 1 if self._trial_lookups > _HALF_LIFE else self._num_lost + 1

@@ -117,6 +117,7 @@ class ReuseModel:
 
     def censor(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Note that these lifetimes were forgotten about now; nothing is known of their end."""
+        self._fade(now)
         self._add(self._censored, lifetimes, now)
 
     def index_of(self, class_id: int) -> list[float]:
@@ -125,11 +126,8 @@ class ReuseModel:
 
     def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Estimate all hazards anew. Costs some milliseconds; grows with the number of lifetimes."""
+        self._fade(now)
         self._count_ended()
-        fade = np.exp2((self._origin_s - now) / _HALF_LIFE_S)
-        self._reuses *= fade
-        self._censored *= fade
-        self._origin_s = now
         reuses = self._reuses.reshape(NUM_CLASSES, _NUM_BINS)
         waiting = self._waiting(lifetimes, now) + self._censored.reshape(NUM_CLASSES, _NUM_BINS)
         present = np.flatnonzero((reuses.any(axis=1)) | (waiting.any(axis=1)))
@@ -146,6 +144,13 @@ class ReuseModel:
         self._default = index.pop()
         self.is_fitted = True
         self._index = dict(zip(present.tolist(), index, strict=True))
+
+    def _fade(self, now: float) -> None:
+        """Let what was counted so far fade. Comes before counting, so that no weight ever exceeds 1."""
+        fade = np.exp2((self._origin_s - now) / _HALF_LIFE_S)
+        self._reuses *= fade
+        self._censored *= fade
+        self._origin_s = now
 
     def _count_ended(self) -> None:
         if self._ended:
