@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def test_collection_keeps_the_values_used_last(tmp_path: Path) -> None:
     pool = open_backend({"path": str(tmp_path), "capacity": 10 * VALUE_BYTES})
     names = [name_of(n) for n in range(12)]
     pool.put_many(names, [parts_of(name) for name in names])
+    pool.wait_for_collection()
     now = time.time()
     assert sum(pool.exists_many(names)) == 9
     survivors = [name for name, there in zip(names, pool.exists_many(names), strict=True) if there]
@@ -65,8 +67,23 @@ def test_collection_keeps_the_values_used_last(tmp_path: Path) -> None:
     assert read(pool, [survivors[-1]]) == [ReadResult.HIT]  # the oldest one, used now
     extra = [name_of(f"extra {n}") for n in range(3)]
     pool.put_many(extra, [parts_of(name) for name in extra])
+    pool.wait_for_collection()
     assert pool.exists_many([survivors[-1], survivors[-2]]) == [True, False]
     assert sum(pool.exists_many([*survivors, *extra])) == 9
+
+
+def test_a_put_does_not_wait_for_a_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk over millions of files would make it late, and the pool look dead."""
+    pool = open_backend({"path": str(tmp_path), "capacity": 10 * VALUE_BYTES})
+    gate = threading.Event()
+    walk = pool._walk
+    monkeypatch.setattr(pool, "_walk", lambda now: walk(now) if gate.wait(20) else iter(()))
+    names = [name_of(n) for n in range(12)]
+    assert set(pool.put_many(names, [parts_of(name) for name in names])) == {PutResult.STORED}
+    assert all(pool.exists_many(names))
+    gate.set()
+    pool.wait_for_collection()
+    assert sum(pool.exists_many(names)) == 9
 
 
 def test_collection_removes_expired_values_and_abandoned_files(tmp_path: Path) -> None:

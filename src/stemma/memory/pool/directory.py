@@ -8,8 +8,8 @@ fsync: the checksum in front of the value finds a file that a power failure tore
 
 The size limit is kept by whoever notices: each process counts what it wrote since its last look, and one
 that finds the limit in danger takes an advisory lock (so that one collects at a time), walks the tree and
-removes the files unused for longest until 90 % of the limit are left. So the limit may be passed for a short
-time by what all processes write between two looks: each looks after 5 % of it.
+removes the files unused for longest until 90 % of the limit are left. This happens in a thread beside its puts. So
+the limit may be passed for a short time, by what all processes write until then: each looks after 5 % of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ from stemma.memory.pool.backend import Parts, PoolBackend, part_bytes
 from stemma.memory.pool.registry import PoolConfig
 from stemma.memory.store import PutResult, ReadResult
 
+_log = logging.getLogger(__name__)
 _TEMPORARY = ".new-"
 _STALE_TEMPORARY_S = 3600.0
 _TOUCH_AFTER_S = 60.0
@@ -82,6 +84,7 @@ class DirectoryPool(PoolBackend):
         self._lock = threading.Lock()
         self._unseen_bytes = 0
         self._closed = False
+        self._collector: threading.Thread | None = None
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -107,7 +110,7 @@ class DirectoryPool(PoolBackend):
             if result is PutResult.STORED
         )
         if self._time_to_look(written, PutResult.NO_SPACE in results):
-            self.collect()
+            self._collect_aside()
         return results
 
     def remove(self, keys: Sequence[str]) -> int:
@@ -118,6 +121,26 @@ class DirectoryPool(PoolBackend):
     def close(self) -> None:
         """Refuse further calls; the files stay."""
         self._closed = True
+
+    def wait_for_collection(self) -> None:
+        """Return when the collection that a put began, if any, is over."""
+        if self._collector is not None:
+            self._collector.join()
+
+    def _collect_aside(self) -> None:
+        """Collect in a thread of its own: a walk over the tree takes longer than a put may."""
+        with self._lock:
+            if self._collector is None or not self._collector.is_alive():
+                self._collector = threading.Thread(
+                    target=self._collect_quietly, name="stemma-pool-collect", daemon=True
+                )
+                self._collector.start()
+
+    def _collect_quietly(self) -> None:
+        try:
+            self.collect()
+        except OSError as error:
+            _log.warning("pool directory %s can't be cleaned: %s", self._root, error.strerror)
 
     def collect(self) -> Collected | None:
         """Enforce the size limit and the TTL now; None if another process is at it.
