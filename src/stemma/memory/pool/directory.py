@@ -8,8 +8,9 @@ fsync: the checksum in front of the value finds a file that a power failure tore
 
 The size limit is kept by whoever notices: each process counts what it wrote since its last look, and one
 that finds the limit in danger takes an advisory lock (so that one collects at a time), walks the tree and
-removes the files unused for longest until 90 % of the limit are left. This happens in a thread beside its puts. So
-the limit may be passed for a short time, by what all processes write until then: each looks after 5 % of it.
+removes the files unused for longest until 90 % of the limit are left. This happens in a thread beside its
+puts. So the limit may be passed for a short time, by what all processes write until then: each looks after
+5 % of it.
 """
 
 from __future__ import annotations
