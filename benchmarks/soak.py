@@ -173,7 +173,7 @@ class Soak:
     @staticmethod
     def _num_fds_now(process: psutil.Process) -> int:
         time.sleep(0.01)
-        return process.num_fds()
+        return int(process.num_fds())
 
 
 def main() -> None:
