@@ -247,15 +247,15 @@ def echo(seed: int) -> Trace:
 
 
 def uneven(seed: int) -> Trace:
-    """Prompts of 1 to 3,000 blocks (log-uniform), reused by recency."""
+    """Prompts of 1 to 1,100 blocks (log-uniform), reused by recency."""
     rng, writer = np.random.default_rng(seed), Writer("uneven")
     stack: list[list[int]] = []
-    for number in range(1500):
+    for number in range(2500):
         distance = int(rng.geometric(0.08)) - 1
         if distance < len(stack) and rng.random() < 0.8:
             chain = stack.pop(distance)
         else:
-            chain = writer.fresh(int(np.exp(rng.uniform(0.0, 8.0))))
+            chain = writer.fresh(int(np.exp(rng.uniform(0.0, 7.0))))
         stack.insert(0, chain)
         writer.add(number * 1.0, chain)
     return writer.trace()

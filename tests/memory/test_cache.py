@@ -7,6 +7,8 @@ import pytest
 
 from stemma.errors import IntegrityError
 from stemma.memory.cache import PrefixCache
+from stemma.prefix.eviction.cost import block_costs
+from stemma.prefix.eviction.gdsf import GDSFPolicy
 from stemma.prefix.explain import MissReason
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
@@ -112,6 +114,20 @@ def test_eviction_takes_the_oldest_chain_tail_first(kind):
     assert cache.match(NS, tokens(5, 6, 7, 8, 0)) == 4
     cache.free(lease, 0)
     cache.check()
+
+
+@pytest.mark.parametrize(("attention_equal_at", "left"), [(1e9, (20, 7)), (8.0, (23, 4))])
+def test_with_costs_deep_blocks_outlive_shallow_ones(kind, attention_equal_at, left):
+    """A long prompt, a short one, and one more: the older gives way, or what is recomputed in less time."""
+    key_space = KeySpace("model", "layout", 4)
+    policy = GDSFPolicy()
+    index = RadixIndex(4, policy) if kind == "radix" else HashIndex(key_space, policy)
+    costs = block_costs(9, 4, attention_equal_at)
+    cache = PrefixCache(HashBuffer(9, 4), index, key_space, block_costs=costs, clock=Clock())
+    long, short = tokens(range(100, 124)), tokens(range(200, 208))
+    for prompt in (long, short, tokens(range(300, 304))):
+        run(cache, prompt)
+    assert (cache.match(NS, long), cache.match(NS, short)) == left
 
 
 def test_a_running_request_is_never_evicted(kind):

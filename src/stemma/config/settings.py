@@ -79,6 +79,10 @@ class CacheSettings(SettingsModel):
     """How prefixes are found: a radix tree, or a table of chained hashes."""
     eviction: str = "hazard"
     """Policy by name (`prefix/eviction/registry.py`)."""
+    eviction_cost: Literal["blocks", "prefill-time"] = "blocks"
+    """What a device block is worth to `hazard` and `gdsf`: all the same, or the time to recompute it."""
+    attention_equal_at: float = Field(default=32_768.0, gt=0.0)
+    """For `prefill-time`: the position at which attending costs as much as the weights."""
     record_trace: Path | None = None
     """Append each finished request to this file, as salted hashes without text, for `stemma replay`."""
     pool: PoolSettings | None = None

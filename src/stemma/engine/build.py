@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stemma.config.settings import CacheSettings, EngineSettings
@@ -24,6 +26,7 @@ from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import Progress, load_model
 from stemma.model.native.copying import copy_function
 from stemma.model.tokenizer import Tokenizer
+from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
@@ -80,6 +83,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         policy_name=settings.cache.eviction,
         lower=lower,
         takes_tails=settings.role == "decode",
+        block_costs=device_block_costs(settings.cache, kv.num_blocks),
     )
     limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
     engine = Engine(
@@ -127,6 +131,13 @@ def open_trace_log(settings: CacheSettings) -> TraceLog | None:
     return TraceLog(
         settings.record_trace, min(settings.block_size, MAX_TRACE_BLOCK_SIZE), settings.block_size
     )
+
+
+def device_block_costs(settings: CacheSettings, num_blocks: int) -> npt.NDArray[np.float32] | None:
+    """Return what the eviction policy is told of the cost of blocks by depth; None if all are equal."""
+    if settings.eviction_cost == "blocks":
+        return None
+    return block_costs(num_blocks, settings.block_size, settings.attention_equal_at)
 
 
 def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stemma.prefix.eviction.cost import block_costs
+
 Float64 = npt.NDArray[np.float64]
 
 
@@ -35,8 +37,7 @@ class PrefillModel:
 
     def block_seconds(self, num_blocks: int, block_size: int) -> npt.NDArray[np.float32]:
         """Return the time to recompute each of the first `num_blocks` blocks of a prompt."""
-        start = np.arange(num_blocks) * block_size
-        return self.seconds(start, start + block_size).astype(np.float32)
+        return block_costs(num_blocks, block_size, self.attention_equal_at) / np.float32(self.tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)

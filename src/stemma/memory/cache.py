@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from stemma.errors import IntegrityError, StorageError
 from stemma.memory.blocks import BlockAllocator
@@ -75,9 +76,13 @@ class PrefixCache:
         policy_name: str = "lru",
         lower: LowerTiers | None = None,
         takes_tails: bool = False,
+        block_costs: npt.NDArray[np.float32] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`index` None disables reuse: blocks are then only allocated and shared between forks."""
+        """`index` None disables reuse: blocks are then only allocated and shared between forks.
+
+        `block_costs` tells the policy what a block costs by depth, shape [num_blocks]; None: all equal.
+        """
         self.block_size = key_space.block_size
         self.num_blocks = buffer.num_blocks
         self._buffer = buffer
@@ -85,6 +90,7 @@ class PrefixCache:
         self._key_space = key_space
         self._lower = lower
         self._takes_tails = takes_tails
+        self._block_costs = block_costs
         self._clock = clock
         self._allocator = BlockAllocator(buffer.num_blocks)
         self._records = BlockRecords(buffer.num_blocks, self.block_size, policy_name)
@@ -285,7 +291,7 @@ class PrefixCache:
             lease.tokens[: num_full * size + num_tail],
             offered,
             self._clock(),
-            lease.traits(num_full, tail=tail_key),
+            lease.traits(num_full, tail=tail_key, costs=self._block_costs),
         )
         self._allocator.acquire(inserted.added)
         for block_id in inserted.dropped.tolist():

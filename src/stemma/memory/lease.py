@@ -147,13 +147,25 @@ class Lease:
         """Return the key of full block number `block` of the table; -1 is the root."""
         return self.root if block < 0 else BlockKey(self.keys(block + 1)[block].tobytes())
 
-    def traits(self, num_full: int, *, tail: BlockKey | None = None) -> BlockTraits:
-        """Return what the eviction policy may know of the leading `num_full` blocks (and a partial one)."""
+    def traits(
+        self,
+        num_full: int,
+        *,
+        tail: BlockKey | None = None,
+        costs: npt.NDArray[np.float32] | None = None,
+    ) -> BlockTraits:
+        """Return what the eviction policy may know of the leading `num_full` blocks (and a partial one).
+
+        `costs` are those of blocks by depth, for at least as many.
+        """
         prints: Fingerprints = self.keys(num_full)[:, :8].copy().view("<u8")[:, 0]
         if tail is not None:
             prints = np.append(prints, np.frombuffer(tail[:8], dtype="<u8"))
         return BlockTraits(
-            fingerprints=prints.astype(np.uint64, copy=False), priority=self.priority, ttl_s=self.ttl_s
+            fingerprints=prints.astype(np.uint64, copy=False),
+            costs_s=None if costs is None else costs[: len(prints)],
+            priority=self.priority,
+            ttl_s=self.ttl_s,
         )
 
     def _reserve_keys(self, num_blocks: int) -> None:

@@ -25,7 +25,7 @@ class BlockTraits:
     fingerprints: Fingerprints | None = None
     """Identity across evictions; None: a policy with memory treats each insert as a first sight."""
     costs_s: npt.NDArray[np.float32] | None = None
-    """Seconds to recompute each block; None: all equal."""
+    """Time to recompute each block, in any unit, the same for all blocks; None: all equal."""
     priority: int = 50
     """Retention hint, 0 (drop first) to 100 (keep longest)."""
     ttl_s: float | None = None
