@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the optional extra `cuda` is not installed
 
 from stemma.memory.device import DeviceKV
 from stemma.memory.layout import KVLayout
+from stemma.model import shared_prefix
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM, ModuleDecoder
@@ -19,6 +20,7 @@ from stemma.model.cuda import TritonDecoder
 from stemma.model.cuda_graphs import GraphDecoder
 from stemma.model.latent import LatentProjection
 from stemma.model.paged import AttentionStep
+from stemma.model.shared_prefix import PrefixGroup, SharedTensors
 from stemma.model.step_tensors import StepTensors
 from stemma.model.triton_attention import TritonAttentionStep, launch_shape, split_dim
 from tests.model.paging import PagedSequences
@@ -45,9 +47,18 @@ def on_device(batch: ForwardBatch, kv: DeviceKV) -> tuple[ForwardBatch, DeviceKV
 
 
 def attend(
-    call: AttentionCall, batch: ForwardBatch, kv: DeviceKV, size: int, *inputs: torch.Tensor
+    call: AttentionCall,
+    batch: ForwardBatch,
+    kv: DeviceKV,
+    size: int,
+    *inputs: torch.Tensor,
+    groups: list[PrefixGroup] | None = None,
 ) -> torch.Tensor:
-    step = TritonAttentionStep(StepTensors.of(batch, kv.device), kv, batch=batch, num_multiprocessors=size)
+    shared = None
+    if groups:
+        shared = SharedTensors.of(groups, batch.num_seqs, kv.layout.block_size, kv.device)
+    tensors = StepTensors.of(batch, kv.device, shared)
+    step = TritonAttentionStep(tensors, kv, batch=batch, num_multiprocessors=size)
     return step.attend(call, *inputs)
 
 
@@ -81,6 +92,73 @@ def test_equals_torch(shape: Shape, dtype: torch.dtype, way: str, case: str) -> 
         output = attend(call, batch, kv, num_multiprocessors, query, new[0], new[1])
         torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=0)
         assert torch.equal(kv.data, written)
+
+
+SHARED_CASES = {
+    "all share": ([50, 70, 37, 33], [1] * 4, [PrefixGroup((0, 1, 2, 3), 4)]),
+    "two groups, one alone, a draft and a chunk": (
+        [70, 40, 33, 66, 80, 9, 60, 50],
+        [1, 1, 1, 1, 1, 1, 3, 20],
+        [PrefixGroup((1, 3), 4), PrefixGroup((4, 0, 2), 3)],
+    ),
+    "more rows than a tile has": ([20 + n for n in range(20)], [1] * 20, [PrefixGroup(tuple(range(20)), 2)]),
+}
+
+
+@pytest.mark.parametrize("case", SHARED_CASES)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "way"),
+    [
+        (Shape(14, 2, 64, block_size=8), torch.float32, "plain"),
+        (Shape(14, 2, 64, block_size=8), torch.bfloat16, "soft cap"),
+        (Shape(4, 4, 24, block_size=8), torch.float32, "plain"),
+        (Shape(4, 1, 8, block_size=8), torch.float16, "window"),
+    ],
+    ids=str,
+)
+def test_shared_prefixes_equal_torch(shape: Shape, dtype: torch.dtype, way: str, case: str) -> None:
+    """One pass over a group's prefix and one over the rest give what a pass over all gives."""
+    lens, queries, groups = SHARED_CASES[case]
+    batch, kv = make_batch(shape, lens, queries, 0, dtype)
+    for group in groups:
+        first = group.members[0]
+        for other in group.members[1:]:
+            batch.block_tables[other, : group.num_blocks] = batch.block_tables[first, : group.num_blocks]
+    batch, kv = on_device(batch, kv)
+    num_tokens = len(batch.positions)
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(num_tokens, shape.num_heads, shape.head_dim, generator=generator).to(DEVICE, dtype)
+    new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim, generator=generator)
+    new = new.to(DEVICE, dtype)
+    call = AttentionCall(0, shape.head_dim**-0.5, *WAYS[way], None)
+    expected = AttentionStep(batch, kv).attend(call, query, new[0], new[1])
+    for num_multiprocessors in (1, 8):
+        output = attend(call, batch, kv, num_multiprocessors, query, new[0], new[1], groups=groups)
+        torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=0)
+    if way != "window":
+        # It is these passes that were tested: with a wrong group the result is wrong.
+        wrong = [PrefixGroup(group.members[::-1], group.num_blocks + 1) for group in groups]
+        output = attend(call, batch, kv, 1, query, new[0], new[1], groups=wrong)
+        assert (output - expected).abs().max() > 0.05
+
+
+def test_shared_latents_equal_torch() -> None:
+    """MLA: absorbed decodes over a shared prefix."""
+    heads, nope, value_dim, rank, rope = 4, 16, 12, 32, 8
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(heads * (nope + value_dim), rank, generator=generator).to(DEVICE)
+    latent = LatentProjection(weight, nope_dim=nope, rope_dim=rope, value_dim=value_dim)
+    batch, kv = make_batch(Shape(1, 1, rank + rope), [70, 40, 65, 50], [1] * 4, 2, torch.float32)
+    kv_latent = DeviceKV(KVLayout(1, 1, 16, 1, rank + rope, "float32"), kv.num_blocks)
+    kv_latent.data.copy_(kv.data[:, :, :1])
+    batch, kv = on_device(batch, kv_latent)
+    query = torch.randn(4, heads, nope + rope, generator=generator).to(DEVICE)
+    key = torch.randn(4, 1, rank + rope, generator=generator).to(DEVICE)
+    call = AttentionCall(0, 0.2, None, None, latent)
+    expected = AttentionStep(batch, kv).attend(call, query, key, key[..., :rank])
+    groups = [PrefixGroup((0, 1, 2, 3), 2)]
+    output = attend(call, batch, kv, 8, query, key, key[..., :rank], groups=groups)
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +226,32 @@ def test_decoders_equal_torch(family: str, load_family) -> None:
         one.step([(1, 7), (2, 26), (0, 1)])
         one.finish(1)
     assert recorder.num_replays > 0
+    for got, wanted in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "deepseek-v3"])
+def test_decoders_share_prefixes(family: str, load_family, monkeypatch) -> None:
+    """A whole model whose decodes share blocks: beside a chunk, then recorded, as groups come and go."""
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_KEYS", 8)
+    _, reference = load_family(family, "float32", "torch")
+    modules = ModuleDecoder(reference.decoder._hf, None)
+    triton = TritonDecoder(modules, 2)
+    recorder = FakeRecorder()
+    graphs = GraphDecoder(triton, modules.run, triton.decode_step, recorder, max_context=64)
+    model = CausalLM(graphs, reference.info, reference._kv_shape, reference.device, reference.dtype)
+    head = list(range(5, 29))
+    lengths = (7, 5, 3, 4, 1)
+    prompts = [head + [50 + 10 * i + n for n in range(length)] for i, length in enumerate(lengths)]
+    prompts[4] = list(range(120, 145))
+    ours, theirs = PagedSequences(model, prompts), PagedSequences(reference, prompts)
+    for one in (ours, theirs):
+        one.step([(0, 26)])
+        for target, num_tokens in ((1, 24), (2, 22), (3, 16)):
+            one.reuse(0, target, num_tokens)
+        one.step([(4, 20), (0, 1), (1, 1), (2, 1), (3, 1)])
+        one.finish(1)
+    assert {is_shared for _, is_shared in graphs._replays} == {False, True}
+    assert recorder.num_replays > 4
     for got, wanted in zip(ours.logits, theirs.logits, strict=True):
         torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)

@@ -15,6 +15,7 @@ from stemma.memory.device import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import Decoder, ModuleDecoder
 from stemma.model.cuda_graphs import CudaGraphRecorder, GraphDecoder
+from stemma.model.shared_prefix import SharedTensors, find_groups
 from stemma.model.step_tensors import StepTensors
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,11 @@ class TritonDecoder:
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
-        step = self._step_type(
-            StepTensors.of(batch, kv.device), kv, batch=batch, num_multiprocessors=self._num_multiprocessors
-        )
+        block_size = kv.layout.block_size
+        groups = find_groups(batch, block_size)
+        shared = SharedTensors.of(groups, batch.num_seqs, block_size, kv.device) if groups else None
+        tensors = StepTensors.of(batch, kv.device, shared)
+        step = self._step_type(tensors, kv, batch=batch, num_multiprocessors=self._num_multiprocessors)
         return self._modules.run(batch, step)
 
     def decode_step(self, tensors: StepTensors, kv: DeviceKV) -> Any:

@@ -6,6 +6,9 @@ they are, rows that only pad write no KV and see no context, and the step of a b
 first comes: it runs once as usual, which is its answer and warms up what must not happen while recording
 (compilers, allocations, plans), and is then recorded without running. All other steps run as usual.
 
+Steps whose sequences share prefixes have recordings of their own, made for any groups of up to all sequences:
+which there are is read from tensors, and work for groups that aren't there ends at once.
+
 Whatever can't be recorded (a model that branches on values, as loops over routed experts do) is noticed at
 the first try; graphs are then off for good, and the log says so.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,6 +26,7 @@ from stemma.memory.device import DeviceKV
 from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import Decoder
+from stemma.model.shared_prefix import MAX_GROUPS, PrefixGroup, SharedArrays, find_groups
 from stemma.model.step_tensors import StepTensors
 
 logger = logging.getLogger(__name__)
@@ -81,10 +85,20 @@ class DecodeInputs:
         self._block_tables = zeros(max_seqs, max_blocks, dtype=torch.int32)
         self._rows = torch.arange(max_seqs, device=device)
         self._query_starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+        self._groups = SharedArrays(max_seqs, MAX_GROUPS)
+        self._shared = torch.from_numpy(self._groups.packed).to(device, copy=True)
 
-    def fill(self, batch: ForwardBatch, num_rows: int) -> None:
-        """Copy the decodes of `batch`, and make the rows from there up to `num_rows` padding."""
+    def fill(
+        self, batch: ForwardBatch, num_rows: int, groups: Sequence[PrefixGroup] = (), block_size: int = 1
+    ) -> None:
+        """Copy the decodes of `batch`, and make the rows from there up to `num_rows` padding.
+
+        `groups`: prefixes that they share, for steps that read them.
+        """
         num_seqs = batch.num_seqs
+        if groups:
+            self._groups.fill(groups, block_size)
+            self._shared.copy_(torch.from_numpy(self._groups.packed), non_blocking=True)
         self._token_ids[:num_seqs].copy_(batch.token_ids, non_blocking=True)
         self._positions[:num_seqs].copy_(batch.positions, non_blocking=True)
         self._slots[:num_seqs].copy_(batch.slots, non_blocking=True)
@@ -98,14 +112,16 @@ class DecodeInputs:
             self._positions[num_seqs:num_rows].zero_()
             self._slots[num_seqs:num_rows].fill_(-1)
 
-    def tensors(self, num_rows: int) -> StepTensors:
+    def tensors(self, num_rows: int, *, has_groups: bool = False) -> StepTensors:
         """Return the first rows as attention reads them."""
+        shared = self._groups.tensors(self._shared, num_rows) if has_groups else None
         return StepTensors(
             self._slots[:num_rows],
             self._query_starts[: num_rows + 1],
             self._context_lens[:num_rows],
             self._block_tables[:num_rows],
             (1,) * num_rows,
+            shared,
         )
 
     def batch(self, num_rows: int) -> ForwardBatch:
@@ -138,14 +154,15 @@ class GraphDecoder:
         self._max_context = max_context
         self._kv: DeviceKV | None = None
         self._inputs: DecodeInputs | None = None
-        self._replays: dict[int, Callable[[], torch.Tensor]] = {}
+        self._replays: dict[tuple[int, bool], Callable[[], torch.Tensor]] = {}
+        """By bucket, and whether prefixes are shared."""
         self.is_enabled = True
         """False once a step couldn't be recorded."""
 
     @property
     def recorded(self) -> tuple[int, ...]:
         """Buckets that have a graph, in the order they were recorded."""
-        return tuple(self._replays)
+        return tuple(bucket for bucket, _ in self._replays)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
@@ -155,9 +172,11 @@ class GraphDecoder:
         inputs = self._inputs_for(kv)
         if batch.block_tables.shape[1] > inputs.max_blocks:
             return self._eager.forward(batch, kv)
-        inputs.fill(batch, bucket)
-        replay = self._replays.get(bucket)
-        logits = replay() if replay is not None else self._first(bucket, inputs, kv)
+        block_size = kv.layout.block_size
+        groups = find_groups(batch, block_size)
+        inputs.fill(batch, bucket, groups, block_size)
+        replay = self._replays.get((bucket, bool(groups)))
+        logits = replay() if replay is not None else self._first(bucket, inputs, kv, has_groups=bool(groups))
         return logits[: batch.num_seqs]
 
     def _bucket(self, batch: ForwardBatch) -> int | None:
@@ -177,12 +196,13 @@ class GraphDecoder:
             self._replays.clear()
         return self._inputs
 
-    def _first(self, bucket: int, inputs: DecodeInputs, kv: DeviceKV) -> torch.Tensor:
+    def _first(self, bucket: int, inputs: DecodeInputs, kv: DeviceKV, *, has_groups: bool) -> torch.Tensor:
         """Run a step as usual, then record it for the next time."""
-        batch, step = inputs.batch(bucket), self._make_step(inputs.tensors(bucket), kv)
+        tensors = inputs.tensors(bucket, has_groups=has_groups)
+        batch, step = inputs.batch(bucket), self._make_step(tensors, kv)
         logits = self._run(batch, step)
         try:
-            self._replays[bucket] = self._recorder.record(lambda: self._run(batch, step))
+            self._replays[bucket, has_groups] = self._recorder.record(lambda: self._run(batch, step))
         except RuntimeError as error:
             self.is_enabled = False
             self._replays.clear()

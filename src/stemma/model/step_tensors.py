@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from stemma.model.batch import ForwardBatch
+from stemma.model.shared_prefix import SharedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,13 @@ class StepTensors:
     """[S, max_blocks] int32."""
     num_queries: tuple[int, ...]
     """S numbers of query tokens, known to the host."""
+    shared: SharedTensors | None = None
+    """Prefixes that several decodes share; None: none are worth a pass of their own."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch, device: torch.device) -> StepTensors:
+    def of(
+        cls, batch: ForwardBatch, device: torch.device, shared: SharedTensors | None = None
+    ) -> StepTensors:
         """Copy what `batch` keeps on the host to the device."""
         starts = torch.tensor(batch.query_starts, dtype=torch.int32)
         lens = torch.tensor(batch.context_lens, dtype=torch.int32)
@@ -40,4 +45,5 @@ class StepTensors:
             lens.to(device, non_blocking=True),
             batch.block_tables.to(device, non_blocking=True),
             num_queries,
+            shared,
         )

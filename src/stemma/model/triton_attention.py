@@ -4,6 +4,9 @@
 for longer chunks, no gather and no mask. Latent layers go absorbed; chunks with more queries than absorbing
 pays for go through torch, expanded, as in `model/paged.py`, whose results are the reference of all of it.
 
+Where decodes share prefixes (`shared_prefix.py`), a launch over their stacked queries reads those once; not
+in layers with a window, where a prefix is soon out of sight.
+
 What a launch looks like follows from numbers of queries alone, never from lengths of contexts. That is what
 lets `model/cuda_graphs.py` record a decode once and replay it as contexts grow.
 """
@@ -20,6 +23,7 @@ from stemma.memory.device import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.paged import AttentionStep
+from stemma.model.shared_prefix import SharedTensors
 from stemma.model.step_tensors import StepTensors
 from stemma.model.triton_kernels import attend_kernel, reduce_kernel, write_kernel
 
@@ -50,6 +54,27 @@ class Launch:
 
     tiles: torch.Tensor
     shape: LaunchShape
+    has_decodes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Weighted sums of pieces of contexts, [rows * pieces, value dim], and their log2 weights, float32."""
+
+    sums: torch.Tensor
+    weights: torch.Tensor
+    num_pieces: int
+    """Of each row."""
+
+    @classmethod
+    def empty(cls, num_rows: int, num_pieces: int, value_dim: int, device: torch.device) -> Partials:
+        """Return room for results."""
+        num = num_rows * num_pieces
+        return cls(
+            torch.empty(num, value_dim, dtype=torch.float32, device=device),
+            torch.empty(num, dtype=torch.float32, device=device),
+            num_pieces,
+        )
 
 
 def launch_shape(num_rows: list[int], num_kv_heads: int, row_bytes: int, num_programs: int) -> LaunchShape:
@@ -176,7 +201,8 @@ class TritonAttentionStep:
             tiles = np.empty((sum(counts), 2), dtype=np.int32)
             tiles[:, 0] = np.repeat(members, counts)
             tiles[:, 1] = np.concatenate([np.arange(count) for count in counts])
-            launches.append(Launch(torch.from_numpy(tiles).to(self._kv.device), shape))
+            on_device = torch.from_numpy(tiles).to(self._kv.device, non_blocking=True)
+            launches.append(Launch(on_device, shape, members is short))
         return launches
 
     def _attend(
@@ -187,30 +213,76 @@ class TritonAttentionStep:
         caches: tuple[torch.Tensor, torch.Tensor],
         output: torch.Tensor,
     ) -> None:
-        keys, values = caches
-        shape, tensors = launch.shape, self._tensors
-        head_dim, value_dim, num_kv_heads = query.shape[2], values.shape[3], keys.shape[2]
+        shape, num_kv_heads = launch.shape, caches[0].shape[2]
+        shared = self._tensors.shared if launch.has_decodes and call.sliding_window is None else None
+        prefixes = None if shared is None else self._attend_prefixes(call, shared, query, caches)
+        num_tiles, value_dim = launch.tiles.shape[0], caches[1].shape[3]
+        partials = None
+        if shape.num_splits > 1 or shared is not None:
+            num_rows = num_tiles * num_kv_heads * shape.block_m
+            partials = Partials.empty(num_rows, shape.num_splits, value_dim, query.device)
+        self._run(call, shape, num_tiles, query, caches, output, partials, launch.tiles, shared)
+        if partials is not None:
+            self._reduce(launch, query.shape[1] // num_kv_heads, num_kv_heads, partials, prefixes, output)
+
+    def _attend_prefixes(
+        self,
+        call: AttentionCall,
+        shared: SharedTensors,
+        query: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> Partials:
+        """Attend the members of all groups to what they share; results lie by member, KV head and row."""
+        num_kv_heads = caches[0].shape[2]
         group = query.shape[1] // num_kv_heads
+        num_rows = shared.max_members * group
+        row_bytes = query.shape[2] * query.element_size()
+        shape = launch_shape([num_rows], num_kv_heads, row_bytes, self._num_programs)
+        num_tiles = shared.num_groups * -(-num_rows // shape.block_m)
+        num_members = len(shared.members) - 1
+        partials = Partials.empty(
+            num_members * query.shape[1], shape.num_splits, caches[1].shape[3], query.device
+        )
+        self._run(call, shape, num_tiles, query, caches, query, partials, None, shared)
+        return partials
+
+    def _run(
+        self,
+        call: AttentionCall,
+        shape: LaunchShape,
+        num_tiles: int,
+        query: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        output: torch.Tensor,
+        partials: Partials | None,
+        tiles: torch.Tensor | None,
+        shared: SharedTensors | None,
+    ) -> None:
+        """Launch `attend_kernel`: without `tiles` over the shared prefixes, else over sequences."""
+        keys, values = caches
+        tensors = self._tensors
+        head_dim, value_dim, num_kv_heads = query.shape[2], values.shape[3], keys.shape[2]
         main, rest = split_dim(head_dim)
         padded_values = max(_MIN_DIM, _next_power_of_2(value_dim))
-        num_tiles = launch.tiles.shape[0]
-        partial = weight = output
-        if shape.num_splits > 1:
-            num_rows = num_tiles * num_kv_heads * shape.block_m * shape.num_splits
-            partial = torch.empty(num_rows, value_dim, dtype=torch.float32, device=query.device)
-            weight = torch.empty(num_rows, dtype=torch.float32, device=query.device)
+        group = query.shape[1] // num_kv_heads
+        unused = tensors.query_starts
         kernel: Any = attend_kernel[(num_tiles, num_kv_heads, shape.num_splits)]
         kernel(
             query,
             keys,
             values,
             output,
-            partial,
-            weight,
-            launch.tiles,
+            output if partials is None else partials.sums,
+            output if partials is None else partials.weights,
+            unused if tiles is None else tiles,
             tensors.query_starts,
             tensors.context_lens,
             tensors.block_tables,
+            unused if shared is None else shared.first_keys,
+            unused if shared is None else shared.members,
+            unused if shared is None else shared.member_starts,
+            unused if shared is None else shared.num_keys,
+            1 if shared is None else -(-shared.max_members * group // shape.block_m),
             call.scaling if call.softcap else call.scaling * _LOG2_E,
             call.softcap or 1.0,
             call.sliding_window or 0,
@@ -239,15 +311,32 @@ class TritonAttentionStep:
             HAS_SOFTCAP=call.softcap is not None,
             VALUES_ARE_KEYS=call.latent is not None and value_dim == main == padded_values,
             WIDEN=query.device.type == "cpu",
+            IS_PREFIX=tiles is None,
+            IS_SUFFIX=tiles is not None and shared is not None,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
-        if shape.num_splits == 1:
-            return
-        reduce: Any = reduce_kernel[(num_tiles, num_kv_heads, shape.block_m)]
+
+    def _reduce(
+        self,
+        launch: Launch,
+        group: int,
+        num_kv_heads: int,
+        partials: Partials,
+        prefixes: Partials | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Join the pieces of each row, and those of its shared prefix."""
+        tensors, value_dim = self._tensors, output.shape[2]
+        member_of = tensors.shared.member_of if tensors.shared is not None else tensors.query_starts
+        others = partials if prefixes is None else prefixes
+        reduce: Any = reduce_kernel[(launch.tiles.shape[0], num_kv_heads, launch.shape.block_m)]
         reduce(
-            partial,
-            weight,
+            partials.sums,
+            partials.weights,
+            others.sums,
+            others.weights,
+            member_of,
             output,
             launch.tiles,
             tensors.query_starts,
@@ -255,9 +344,10 @@ class TritonAttentionStep:
             output.stride(1),
             GROUP=group,
             VALUE_DIM=value_dim,
-            VALUES=padded_values,
-            BLOCK_M=shape.block_m,
-            NUM_SPLITS=shape.num_splits,
+            VALUES=max(_MIN_DIM, _next_power_of_2(value_dim)),
+            BLOCK_M=launch.shape.block_m,
+            NUM_SPLITS=launch.shape.num_splits,
+            NUM_SHARED=0 if prefixes is None else prefixes.num_pieces,
         )
 
 

@@ -9,6 +9,9 @@ One kernel serves decode, drafts, prefill chunks and absorbed latents, because t
 - Few rows over a long context leave a GPU idle, so the context is cut in `NUM_SPLITS` pieces whose results
   `reduce_kernel` joins (Flash-Decoding). Pieces follow from each sequence's own length inside the kernel:
   the launch does not depend on lengths, and a CUDA graph of it stays right as contexts grow.
+- A prefix that several decodes share is attended to once for all of them (`IS_PREFIX`): the rows of such a
+  tile are queries of the members of a group. Their own keys come in a pass with `IS_SUFFIX`, and
+  `reduce_kernel` joins both.
 - A head dim that is no power of two is cut in a power of two and a padded rest: 576 is 512 + 64, not 1024.
 
 Softmax and sums are float32. In this file only, functions are Triton's language, not Python.
@@ -61,6 +64,11 @@ def attend_kernel(
     query_starts,
     context_lens,
     block_tables,
+    first_keys,
+    members,
+    member_starts,
+    num_shared_keys,
+    tiles_per_group,
     scale,
     softcap,
     window,
@@ -89,8 +97,14 @@ def attend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     VALUES_ARE_KEYS: tl.constexpr,
     WIDEN: tl.constexpr,
+    IS_PREFIX: tl.constexpr,
+    IS_SUFFIX: tl.constexpr,
 ):
     """Attend one tile to one piece of its context. Grid: (tiles, KV heads, NUM_SPLITS).
+
+    IS_PREFIX: a tile is one of the `tiles_per_group` of a group, whose members are one query each; `tiles` is
+    not read, and all results go to `partial`, by member. IS_SUFFIX: keys before `first_keys` [S] are left to
+    that pass, and all results go to `partial`. For the rest of the groups see `shared_prefix.SharedTensors`.
 
     `WIDEN` multiplies in float32: Triton's interpreter knows no products of bfloat16.
     `tiles` [., 2] int32: sequence and number of the tile in it. `scale` includes log2(e) unless there is a
@@ -99,18 +113,31 @@ def attend_kernel(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    seq = tl.load(tiles + tile * 2)
-    first_row = tl.load(tiles + tile * 2 + 1) * BLOCK_M
-    query_start = tl.load(query_starts + seq)
-    num_queries = tl.load(query_starts + seq + 1) - query_start
-    context_len = tl.load(context_lens + seq)
+    if IS_PREFIX:
+        group = tile // tiles_per_group
+        first_row = (tile % tiles_per_group) * BLOCK_M
+        query_start = tl.load(member_starts + group)
+        num_queries = tl.load(member_starts + group + 1) - query_start
+        context_len = tl.load(num_shared_keys + group)
+        seq = tl.load(members + query_start)
+    else:
+        seq = tl.load(tiles + tile * 2)
+        first_row = tl.load(tiles + tile * 2 + 1) * BLOCK_M
+        query_start = tl.load(query_starts + seq)
+        num_queries = tl.load(query_starts + seq + 1) - query_start
+        context_len = tl.load(context_lens + seq)
     first_position = context_len - num_queries
 
     rows = first_row + tl.arange(0, BLOCK_M)
     valid = rows < num_queries * GROUP
-    tokens = (query_start + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    positions = first_position + rows // GROUP
+    if IS_PREFIX:
+        row_seqs = tl.load(members + query_start + rows // GROUP, mask=valid, other=0)
+        tokens = tl.load(query_starts + row_seqs, mask=valid, other=0).to(tl.int64)
+        positions = context_len + rows * 0  # behind all shared keys
+    else:
+        tokens = (query_start + rows // GROUP).to(tl.int64)
+        positions = first_position + rows // GROUP
 
     dims = tl.arange(0, MAIN)
     in_main = dims < HEAD_DIM  # all true unless the head dim is below 16
@@ -130,9 +157,14 @@ def attend_kernel(
     in_values = value_dims < VALUE_DIM
 
     # The keys that any row of the tile sees, and of those the piece that is this program's.
-    last_row = tl.minimum(first_row + BLOCK_M, num_queries * GROUP) - 1
-    end = first_position + last_row // GROUP + 1
+    if IS_PREFIX:
+        end = tl.where(first_row < num_queries * GROUP, context_len, 0)
+    else:
+        last_row = tl.minimum(first_row + BLOCK_M, num_queries * GROUP) - 1
+        end = first_position + last_row // GROUP + 1
     begin = 0
+    if IS_SUFFIX:
+        begin = tl.load(first_keys + seq)
     if HAS_WINDOW:
         begin = tl.maximum(first_position + first_row // GROUP - window + 1, 0)
     if NUM_SPLITS > 1:
@@ -193,11 +225,15 @@ def attend_kernel(
         highest = risen
 
     summed = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-    if NUM_SPLITS > 1:
-        places = ((tile * tl.num_programs(1) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    if NUM_SPLITS > 1 or IS_PREFIX or IS_SUFFIX:
+        if IS_PREFIX:
+            places = (query_start + rows // GROUP) * tl.num_programs(1) + kv_head
+            places = (places * GROUP + rows % GROUP).to(tl.int64)
+        else:
+            places = ((tile * tl.num_programs(1) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         places = places * NUM_SPLITS + split
         weight = tl.where(total == 0.0, float("-inf"), highest + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(partial_weight + places, weight)
+        tl.store(partial_weight + places, weight, mask=valid)
         tl.store(
             partial + places[:, None] * VALUE_DIM + value_dims[None, :],
             summed,
@@ -216,6 +252,9 @@ def attend_kernel(
 def reduce_kernel(
     partial,
     partial_weight,
+    shared_partial,
+    shared_weight,
+    member_of,
     output,
     tiles,
     query_starts,
@@ -226,8 +265,13 @@ def reduce_kernel(
     VALUES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
 ):
-    """Join the pieces of one row of one tile. Grid: (tiles, KV heads, BLOCK_M). NUM_SPLITS: a power of 2."""
+    """Join the pieces of one row of one tile. Grid: (tiles, KV heads, BLOCK_M). NUM_SPLITS: a power of 2.
+
+    NUM_SHARED (0 or a power of 2) pieces more come from the pass over a shared prefix, where `member_of` [S]
+    says that there was one.
+    """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.load(tiles + tile * 2)
@@ -239,12 +283,31 @@ def reduce_kernel(
         places = place * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
         weights = tl.load(partial_weight + places)
         highest = tl.max(weights, 0)
-        weights = tl.exp2(weights - tl.where(highest == float("-inf"), 0.0, highest))
+        if NUM_SHARED > 0:
+            member = tl.load(member_of + seq)
+            shared_places = ((member * tl.num_programs(1) + kv_head) * GROUP + row).to(tl.int64)
+            shared_places = shared_places * NUM_SHARED + tl.arange(0, NUM_SHARED)
+            # Members have one query, so `row` is below GROUP; of others nothing is read.
+            is_member = (shared_places >= 0) & (member >= 0)
+            shared_weights = tl.load(shared_weight + shared_places, mask=is_member, other=float("-inf"))
+            highest = tl.maximum(highest, tl.max(shared_weights, 0))
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(weights - safe)
         total = tl.sum(weights, 0)
         dims = tl.arange(0, VALUES)
         inside = dims < VALUE_DIM
         sums = tl.load(partial + places[:, None] * VALUE_DIM + dims[None, :], mask=inside[None, :], other=0.0)
-        joined = tl.sum(sums * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+        joined = tl.sum(sums * weights[:, None], 0)
+        if NUM_SHARED > 0:
+            shared_weights = tl.exp2(shared_weights - safe)
+            total += tl.sum(shared_weights, 0)
+            shared_sums = tl.load(
+                shared_partial + shared_places[:, None] * VALUE_DIM + dims[None, :],
+                mask=is_member[:, None] & inside[None, :],
+                other=0.0,
+            )
+            joined += tl.sum(shared_sums * shared_weights[:, None], 0)
+        joined = joined / tl.where(total == 0.0, 1.0, total)
         token = (query_start + row // GROUP).to(tl.int64)
         target = output + token * stride_output_token + (kv_head * GROUP + row % GROUP) * stride_output_head
         tl.store(target + dims, joined.to(output.dtype.element_ty), mask=inside)
