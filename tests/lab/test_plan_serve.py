@@ -1,4 +1,4 @@
-"""`stemma plan` against `stemma serve`: a recorded trace predicts the counters of the server that wrote it."""
+"""`stemma plan` against `stemma serve`: a recorded trace predicts the counters of its own server."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from stemma.types import Fingerprints
 
 _TARGET_SHADOW_BLOCKS = 2048
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_MAX_REGRET_SHARE = 0.002
+_MAX_REGRET_SHARE = 0.001
 """Regret, as a share of the lookups, that ends a trial of the learned order."""
-_NUM_SIGMAS, _MAX_CHANCE_SHARE, _MAX_CHANCE = 2.0, 0.01, 64.0
+_NUM_SIGMAS, _MAX_CHANCE_SHARE, _MAX_CHANCE = 2.0, 0.012, 60.0
 """What chance may explain beyond that: standard deviations of the regret, at most this share of the lookups,
 at most so many sampled hits. One long prompt may be most of it."""
 _MAX_LEAD_SHARE = 0.1
