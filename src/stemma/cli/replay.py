@@ -32,6 +32,7 @@ from stemma.lab.traces.reader import open_trace
 from stemma.prefix.eviction.admission import ADMISSIONS
 
 DEFAULT_CAPACITIES = "1000,3000,5000,10000,20000,30000,50000,100000"
+_WIDEST_TABLE = 1000
 LIMIT_OPTION = typer.Option("--limit", min=1, help="Read only the first N requests.")
 
 
@@ -86,6 +87,8 @@ def replay_command(
     if trace.num_blocks == 0:
         raise ConfigError(f"{trace.name} can't be replayed: {'; '.join(trace.caveats)}")
     if below is not None:
+        if html_path is not None or cost != "blocks":
+            raise ConfigError("--html and --cost are for one tier; leave out --below")
         rows = _replay_tiers(console, trace, policies, sizes, (below, sharing, admission), model, prices)
         console.print(tier_table(trace, rows, sharing, admission))
         _write_files(console, trace, [], rows, json_path, None)
@@ -93,7 +96,7 @@ def replay_command(
     costs = parse_cost(cost, trace, model)
     results = _replay_with_bar(console, trace, policies, sizes, costs)
     rows = make_rows(trace, results, model, prices)
-    console.print(hit_ratio_table(trace, rows))
+    Console(width=_WIDEST_TABLE).print(hit_ratio_table(trace, rows))
     console.print(savings_table(trace, rows, model, prices))
     for caveat in trace.caveats:
         console.print(f"note: {caveat}", style="dim")

@@ -132,7 +132,7 @@ class SchedulerSettings(SettingsModel):
     order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
     """Which waiting request goes next: the first that came, or the one with most tokens cached."""
     ageing_s: float = Field(default=5.0, gt=0.0)
-    """A request that waited this long goes before any younger one, whatever its prefix."""
+    """A request is overtaken only by those that arrived less than this after it, whatever their prefix."""
     overlap_schedule: Literal["auto", "on", "off"] = "auto"
     """Launch the next step before the tokens of the running one are known. `auto`: on CUDA without drafts."""
 

@@ -58,9 +58,7 @@ class Engine:
         self._drafter = drafter
         self._trace_log = trace_log
         self._sampler = Sampler()
-        self._scheduler = Scheduler(
-            settings, cache, limits, clock=clock, drafter=drafter, on_start=self._on_start
-        )
+        self._scheduler = Scheduler(settings, cache, limits, drafter=drafter, on_start=self._on_start)
         self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0

@@ -1,8 +1,9 @@
 """In which order waiting sequences are admitted.
 
 Longest cached prefix first visits the prefix tree depth first, which is the order with the most hits
-(SGLang, arXiv 2312.07104, theorem 3.1), but alone it starves prompts that share nothing. So a sequence that
-has waited for `ageing_s` goes before all that haven't, and among such the oldest goes first.
+(SGLang, arXiv 2312.07104, theorem 3.1), but alone it starves prompts that share nothing. So a sequence is
+overtaken only by those that arrived less than `ageing_s` after it. That bounds every wait, and under
+overload, where all have waited long, hits still count among neighbours in the queue.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ def order_fcfs(waiting: Iterable[Sequence]) -> list[Sequence]:
 
 
 def order_longest_prefix(
-    waiting: Iterable[Sequence], num_cached: Callable[[Sequence], int], now: float, ageing_s: float
+    waiting: Iterable[Sequence], num_cached: Callable[[Sequence], int], ageing_s: float
 ) -> list[Sequence]:
-    """Return preempted and aged sequences by age, then the others by cached prefix, longest first."""
-    by_age = order_fcfs(waiting)
+    """Return preempted sequences by age, then the others by cached prefix, longest first.
 
-    def rank(sequence: Sequence) -> tuple[int, int, tuple[int, int]]:
+    Cohorts of `ageing_s`, counted from the arrival of the oldest, follow each other.
+    """
+    by_age = order_fcfs(waiting)
+    oldest = min((s.state.arrival for s in by_age if not s.was_preempted), default=0.0)
+
+    def rank(sequence: Sequence) -> tuple[float, int, tuple[int, int]]:
         if sequence.was_preempted:
-            return (0, 0, sequence.age)
-        if now - sequence.state.arrival >= ageing_s:
-            return (1, 0, sequence.age)
-        return (2, -num_cached(sequence), sequence.age)
+            return (-1.0, 0, sequence.age)
+        cohort = (sequence.state.arrival - oldest) // ageing_s
+        return (cohort, -num_cached(sequence), sequence.age)
 
     return sorted(by_age[:MAX_MATCHED], key=rank) + by_age[MAX_MATCHED:]
 
@@ -42,9 +46,8 @@ def order_waiting(
     waiting: Iterable[Sequence],
     settings: SchedulerSettings,
     num_cached: Callable[[Sequence], int],
-    now: float,
 ) -> list[Sequence]:
     """Return the order that the settings ask for."""
     if settings.order == "fcfs":
         return order_fcfs(waiting)
-    return order_longest_prefix(waiting, num_cached, now, settings.ageing_s)
+    return order_longest_prefix(waiting, num_cached, settings.ageing_s)

@@ -8,7 +8,6 @@ long as there is room, and it resumes later from what is left.
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
@@ -85,7 +84,6 @@ class Scheduler:
         cache: PrefixCache,
         limits: Limits,
         *,
-        clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
         on_start: Callable[[Sequence], None] = lambda _sequence: None,
     ) -> None:
@@ -93,7 +91,6 @@ class Scheduler:
         self._settings = settings
         self._cache = cache
         self._limits = limits
-        self._clock = clock
         self._drafter = drafter
         self._on_start = on_start
         self._waiting: dict[tuple[int, int], Sequence] = {}
@@ -280,7 +277,7 @@ class Scheduler:
                 return
         self._no_room = None
         prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
-        order = order_waiting(self._waiting.values(), self._settings, self._num_cached, self._clock())
+        order = order_waiting(self._waiting.values(), self._settings, self._num_cached)
         for sequence in order[:MAX_MATCHED]:
             if not budget or not self.has_seat:
                 return

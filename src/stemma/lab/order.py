@@ -8,8 +8,8 @@ oldest waiting requests, as the engine does:
 * `longest-prefix`: most cached tokens first (SGLang's `lpm`; arXiv 2312.07104). Starves what shares nothing;
 * `dfs-weight`: depth first through the cached prefixes on which requests wait, the branch with most of them
   first (SGLang's `dfs-weight`);
-* `ageing`: Stemma's: longest prefix first, but who has waited `ageing_s` goes before all who haven't. This is
-  the engine's own code.
+* `ageing`: Stemma's: longest prefix first among those that arrived within `ageing_s` after the oldest. This
+  is the engine's own code.
 
 In a batch (all arrive at once) depth-first order has the most hits if the cache holds the longest prompt; so
 an unlimited cache gives the optimum that hit ratios are compared with.
@@ -106,7 +106,7 @@ def replay_order(
         while arriving and arriving[0].state.arrival <= now:
             one = arriving.popleft()
             waiting[one.request] = one
-        chosen = _choose(order, trace, cache, waiting, now, server.ageing_s).request
+        chosen = _choose(order, trace, cache, waiting, server.ageing_s).request
         del waiting[chosen]
         wait_s[chosen] = now - arrivals[chosen]
         num_hit = min(cache.serve(trace.blocks_of(chosen), now), int(trace.num_prompt_blocks[chosen]))
@@ -129,7 +129,7 @@ def replay_order(
 
 
 def _choose(
-    order: str, trace: Trace, cache: TraceCache, waiting: dict[int, _Waiting], now: float, ageing_s: float
+    order: str, trace: Trace, cache: TraceCache, waiting: dict[int, _Waiting], ageing_s: float
 ) -> _Waiting:
     """Return the request to serve next; `waiting` is in order of arrival."""
     if order == "fcfs" or len(waiting) == 1:
@@ -141,7 +141,7 @@ def _choose(
     patience_s = ageing_s if order == "ageing" else float("inf")
     # The engine's ordering reads `age`, `state.arrival` and `was_preempted` only.
     ranked = order_longest_prefix(
-        cast(Any, oldest), lambda one: cached[cast(_Waiting, one).request], now, patience_s
+        cast(Any, oldest), lambda one: cached[cast(_Waiting, one).request], patience_s
     )
     return cast(_Waiting, ranked[0])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from stemma.errors import StorageError
@@ -117,10 +118,17 @@ def _gap_closed(ratio: float, lru: float | None, bound: float | None) -> float |
 def hit_ratio_table(trace: Trace, rows: list[Row]) -> Table:
     """Return block hit ratios, a line per policy and a column per capacity."""
     sizes = list(dict.fromkeys(row.capacity_blocks for row in rows))
-    table = Table(title=f"{trace.name}: block hit ratio", title_justify="left")
-    table.add_column("policy")
+    # Eight capacities fit in 80 columns; a cut ratio would say nothing, so more of them run over instead.
+    table = Table(
+        title=f"{trace.name}: block hit ratio",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    table.add_column("policy", no_wrap=True)
     for size in sizes:
-        table.add_column(name_of_size(size), justify="right")
+        table.add_column(name_of_size(size), justify="right", no_wrap=True)
     by_key = {(row.policy, row.capacity_blocks): row for row in rows}
     best = {
         size: max(
