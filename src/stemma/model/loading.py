@@ -7,7 +7,9 @@ other state than the KV it shows us.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -65,6 +67,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     dtype: torch.dtype = hf_model.dtype
     kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
     decoder = _make_decoder(hf_model, calls, kernels, lambda share: report("packing weights", share))
+    _give_back_memory()
     if device.type == "cuda":
         decoder = make_cuda_decoder(
             hf_model, device, max_context=max_model_len, use_graphs=settings.cuda_graphs
@@ -81,6 +84,13 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     )
     report("ready", 1.0)
     return CausalLM(decoder, info, kv_shape, device, dtype)
+
+
+def _give_back_memory() -> None:
+    """Have malloc return what packing freed: on the 0.5B shape 120 MB, which it would keep for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc has it, musl doesn't
+        trim(0)
 
 
 def resolve_device(name: str) -> torch.device:
