@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.versus --vllm PYTHON [--llama-cpp PYTHON] [--transformers PYTHON] [--data DIR]``
 
-Servers run one at a time; each is started fresh, measured by every workload, and stopped. With ``--rounds 2``
-the whole turn is repeated and medians are taken over both. The run refuses to start on a busy machine, since
-a fraction of a core of foreign load changes the ratios. `docs/benchmarks.md` has the table and tells how to
-make the peers' environments.
+All servers are started, one after the other; then each workload is run by one server after the other, so that
+a machine which is faster at one minute than at the next is so for all of them. An idle server costs nothing.
+``--rounds 2`` repeats each workload with another cache salt and takes medians. The run refuses to start on a
+busy machine, since a fraction of a core of foreign load changes the ratios. `docs/benchmarks.md` has the
+table and tells how to make the peers' environments.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +31,7 @@ from rich.table import Table
 from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.peers import servers
 from benchmarks.workloads import PROBES, Probe, ProbeResult
-from stemma.cli.bench.driver import negotiate
+from stemma.cli.bench.driver import Target, negotiate
 from stemma.cli.client import RequestFailed, first_model, make_http
 from stemma.errors import StemmaError
 from stemma.model.tokenizer import Tokenizer
@@ -53,6 +55,13 @@ def refuse_if_busy(seconds: float = 3.0) -> None:
     load = psutil.cpu_percent(interval=seconds)
     if load > BUSY_PERCENT:
         raise SystemExit(f"the machine is busy ({load:.0f} % of all cores): no benchmark now")
+
+
+def wait_until_idle(limit_s: float = 20.0) -> None:
+    """Return when the machine rests: a server's threads may spin for a while after its last answer."""
+    deadline = time.monotonic() + limit_s
+    while psutil.cpu_percent(interval=0.5) > BUSY_PERCENT and time.monotonic() < deadline:
+        pass
 
 
 def main(
@@ -81,12 +90,27 @@ def main(
         configured.append(servers.transformers_serve(transformers, checkpoint))
     chosen = [probe for probe in PROBES if not only or probe.name in only.split(",")]
     results = {server.name: ServerResult(server.name, server.note) for server in configured}
-    for number in range(rounds):
+    if not busy_ok:
+        refuse_if_busy()
+    count_tokens = _token_counter(checkpoint)
+    with ExitStack() as stack:
+        urls = {}
         for server in configured:
-            if not busy_ok:
-                refuse_if_busy()
-            console.print(f"[bold]{server.name}[/], round {number + 1} of {rounds}")
-            _measure(server, checkpoint, chosen, data, results[server.name], console)
+            log = stack.enter_context(
+                tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log", delete=False)
+            )
+            started = stack.enter_context(servers.running(server, log))
+            results[server.name].start_s.append(started.start_s)
+            console.print(f"{server.name}: ready after {started.start_s:.1f} s, log in {log.name}")
+            urls[server.name] = started.base_url
+        for probe in chosen:
+            if probe.needs_data and data is None:
+                continue
+            for number in range(rounds):
+                for name, url in urls.items():
+                    if not busy_ok:
+                        wait_until_idle()
+                    _measure(url, probe, number, data, count_tokens, results[name], console)
     console.print(_table(chosen, results))
     if json_file is not None:
         json_file.write_bytes(orjson.dumps(_as_json(results), option=orjson.OPT_INDENT_2))
@@ -99,47 +123,45 @@ def _gguf(python: Path, checkpoint: Path) -> Path:
     return target
 
 
+def _token_counter(checkpoint: Path) -> Callable[[str], int]:
+    tokenizer = Tokenizer(checkpoint)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
 def _measure(
-    server: servers.Server,
-    checkpoint: Path,
-    probes: list[Probe],
+    base_url: str,
+    probe: Probe,
+    number: int,
     data: Path | None,
+    count_tokens: Callable[[str], int],
     result: ServerResult,
     console: Console,
 ) -> None:
-    tokenizer = Tokenizer(checkpoint)
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    with (
-        tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log", delete=False) as log,
-        servers.running(server, log) as started,
-    ):
-        result.start_s.append(started.start_s)
-        for probe in probes:
-            if probe.needs_data and data is None:
-                continue
-            began = time.perf_counter()
-            try:
-                found = asyncio.run(_run_probe(started.base_url, probe, data, count_tokens))
-            except (RequestFailed, StemmaError, TimeoutError) as error:
-                result.failures[probe.name] = str(error)
-                console.print(f"  {probe.name}: [red]{error}[/]")
-                continue
-            result.probes.setdefault(probe.name, []).append(found)
-            console.print(
-                f"  {probe.name}: {found.value:.4g} {probe.unit}"
-                f"  [dim](took {time.perf_counter() - began:.1f} s, cached {found.cached_share})[/]"
-            )
+    if probe.name in result.failures:
+        return
+    began = time.perf_counter()
+    try:
+        found = asyncio.run(_run_probe(base_url, probe, number, data, count_tokens))
+    except (RequestFailed, StemmaError, TimeoutError) as error:
+        result.failures[probe.name] = str(error)
+        console.print(f"  {probe.name}, {result.name}: [red]{error}[/]")
+        return
+    result.probes.setdefault(probe.name, []).append(found)
+    console.print(
+        f"  {probe.name}, {result.name}: {found.value:.4g} {probe.unit}"
+        f"  [dim](took {time.perf_counter() - began:.1f} s, cached {found.cached_share})[/]"
+    )
 
 
 async def _run_probe(
-    base_url: str, probe: Probe, data: Path | None, count_tokens: Callable[[str], int]
+    base_url: str, probe: Probe, number: int, data: Path | None, count_tokens: Callable[[str], int]
 ) -> ProbeResult:
     async with make_http(base_url) as http:
         target = await negotiate(http, await first_model(http), "completions", count_tokens)
-        return await probe.run(target, data, count_tokens)
+        # Servers without salts would find a later round in their cache; they are run with one round.
+        salt = {"cache_salt": f"round-{number}"} if number else {}
+        salted = Target(http, target.model, target.endpoint, {**target.extra, **salt}, count_tokens)
+        return await probe.run(salted, data, count_tokens)
 
 
 def _median(result: ServerResult, name: str) -> float | None:

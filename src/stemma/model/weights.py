@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# oneDNN prepares a product anew for each number of rows, and it and torch each remember the last 1,024 of them,
-# at 0.4 MB apiece: a server that had seen 384 sizes of batches held 1.1 GB. Both read these at the first product.
+# oneDNN prepares a product anew for each number of rows, and it and torch each remember the last 1,024 of
+# them, at 0.4 MB apiece: a server that had seen 384 sizes of batches held 1.1 GB. Both read these at the
+# first product.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
