@@ -39,10 +39,9 @@ from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.engine import Engine
 from stemma.engine.llm import engine_settings
-from stemma.engine.request import Limits
+from stemma.engine.request import Limits, Scheduled
 from stemma.engine.runner import Runner
 from stemma.engine.sampling_params import SamplingParams
-from stemma.engine.scheduler import Scheduled
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
 from stemma.model.causal_lm import CausalLM

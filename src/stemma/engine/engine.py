@@ -15,10 +15,10 @@ from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, Token
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.output import SequenceNews
 from stemma.engine.overlap import Flight, StepsAhead, WorkQueue, can_fly
-from stemma.engine.request import Limits, RequestState, Sequence, Status
+from stemma.engine.request import Limits, RequestState, Scheduled, Sequence, Status
 from stemma.engine.runner import Runner
 from stemma.engine.sampling import Sampled, Sampler, SamplingState
-from stemma.engine.scheduler import Drafter, Scheduled, Scheduler
+from stemma.engine.scheduler import Drafter, Scheduler
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
 from stemma.memory.cache import PrefixCache

@@ -22,9 +22,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from stemma.engine.device_sampling import DeviceDraw, draw_tokens, plan_draws
+from stemma.engine.request import Scheduled
 from stemma.engine.runner import PreparedStep
 from stemma.engine.sampling import Sampled
-from stemma.engine.scheduler import Scheduled
 from stemma.memory.cache import PrefixCache
 
 Work: TypeAlias = Callable[[], DeviceDraw | None]

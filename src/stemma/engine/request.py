@@ -1,18 +1,15 @@
-"""A request inside the engine, and its sequences: one for each of the `n` answers."""
+"""A request inside the engine, its sequences (one for each of the `n` answers), and their work in a step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.engine.sampling import SamplingState
 from stemma.memory.lease import Lease
 from stemma.memory.lower import Prefetch
 from stemma.types import FinishReason, TokenArray
-
-if TYPE_CHECKING:
-    from stemma.engine.scheduler import Scheduled
 
 
 class Status(Enum):
@@ -186,3 +183,27 @@ class Limits:
         if sequence.num_output >= self.max_output_tokens(request):
             return FinishReason.LENGTH
         return None
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """Tokens ``[start, start + num_tokens)`` of a sequence in one step, and a draft behind its last token."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    """Rows of the batch: known tokens, then draft tokens."""
+    num_logits: int
+    """Of the last so many rows logits are wanted: 0 for a chunk with more to come, else 1 + the draft."""
+    draft: tuple[int, ...] = ()
+    row: int = 0
+    """Of a step that runs ahead: where its logits are among those of the step."""
+    source_row: int | None = None
+    """The token isn't known yet: it is what the step under way draws from this row of logits."""
+    is_void: bool = False
+    """The sequence ended or yielded while this was under way: the result is dropped."""
+
+    @property
+    def end(self) -> int:
+        """Tokens that have their KV afterwards, if any draft is accepted whole."""
+        return self.start + self.num_tokens

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.scheduler import Scheduled
+from stemma.engine.request import Scheduled
 from stemma.memory.device import DeviceKV
 from stemma.model.batch import ForwardBatch
 

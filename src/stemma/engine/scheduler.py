@@ -12,41 +12,16 @@ from bisect import insort
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from stemma.config.settings import SchedulerSettings
 from stemma.engine.ordering import MAX_MATCHED, order_waiting
-from stemma.engine.request import Limits, Sequence, Status
+from stemma.engine.request import Limits, Scheduled, Sequence, Status
 from stemma.memory.cache import PrefixCache
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """Tokens ``[start, start + num_tokens)`` of a sequence in one step, and a draft behind its last token."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    """Rows of the batch: known tokens, then draft tokens."""
-    num_logits: int
-    """Of the last so many rows logits are wanted: 0 for a chunk with more to come, else 1 + the draft."""
-    draft: tuple[int, ...] = ()
-    row: int = 0
-    """Of a step that runs ahead: where its logits are among those of the step."""
-    source_row: int | None = None
-    """The token isn't known yet: it is what the step under way draws from this row of logits."""
-    is_void: bool = False
-    """The sequence ended or yielded while this was under way: the result is dropped."""
-
-    @property
-    def end(self) -> int:
-        """Tokens that have their KV afterwards, if any draft is accepted whole."""
-        return self.start + self.num_tokens
 
 
 class Drafter(Protocol):
