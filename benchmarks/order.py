@@ -1,8 +1,8 @@
 """Orders of waiting requests on a few-shot batch, as in RadixAttention's ablation (arXiv:2312.07104).
 
 ``python -m benchmarks.order``: 57 subjects with prompts of 8 to 39 blocks, 20 questions each, shuffled, one
-more block a question; all at once, or 20 a second. Prints the share of an unlimited cache's hits, and how long
-requests wait by the model of prefill time (60,000 tokens a second).
+more block a question; all at once, or 20 a second. Prints the share of an unlimited cache's hits, and how
+long requests wait by the model of prefill time (60,000 tokens a second).
 """
 
 from __future__ import annotations
