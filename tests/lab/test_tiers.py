@@ -73,6 +73,25 @@ def test_hit_tokens_never_exceed_the_prompt():
     assert (result.hit_tokens(trace).sum(axis=1) <= trace.input_tokens - 1).all()
 
 
+def test_adaptive_admission_looks_at_all_tiers_below():
+    """A middle tier alone would do better with reused blocks only; but what it refuses, the last one lacks."""
+    rng = np.random.default_rng(0)
+    requests = []
+    for step in range(4000):
+        requests += [
+            [100_000 + int(rng.integers(45))],
+            [step],
+            [max(0, step - 400)],
+        ]  # hot; once now, once later
+    trace = trace_of(requests)
+    plans = {
+        name: TierPlan((10, 40, 1000), "lru", "exclusive", name) for name in ("all", "reused", "adaptive")
+    }
+    ratios = {name: sum(replay_tiers(trace, plan).hit_blocks.sum(axis=0)) for name, plan in plans.items()}
+    assert ratios["reused"] < ratios["all"]
+    assert ratios["adaptive"] >= 0.98 * ratios["all"]
+
+
 class TestAdmission:
     def test_fixed_ones(self):
         assert make_admission("all", 10).admits(1, 1)

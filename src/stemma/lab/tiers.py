@@ -98,8 +98,11 @@ class TieredCache:
     def __init__(self, plan: TierPlan) -> None:
         self._plan = plan
         self._device = RadixIndex(1, make_policy(plan.policy))
+        below = plan.capacities[1:]
         self.lower = [
-            LowerTier(size, plan.policy, make_admission(plan.admission, size)) for size in plan.capacities[1:]
+            # What one tier refuses no tier further down gets to see: the decision is about all of them.
+            LowerTier(size, plan.policy, make_admission(plan.admission, sum(below[number:])))
+            for number, size in enumerate(below)
         ]
         self._free = list(range(plan.capacities[0]))[::-1]
         self._num_ids = plan.capacities[0]
