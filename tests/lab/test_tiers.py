@@ -82,7 +82,7 @@ def test_adaptive_admission_looks_at_all_tiers_below():
             [100_000 + int(rng.integers(45))],
             [step],
             [max(0, step - 400)],
-        ]  # hot; once now, once later
+        ]  # hot; twice
     trace = trace_of(requests)
     plans = {
         name: TierPlan((10, 40, 1000), "lru", "exclusive", name) for name in ("all", "reused", "adaptive")

@@ -61,7 +61,7 @@ class AdaptiveAdmission(Admission):
     name: ClassVar[str] = "adaptive"
 
     def __init__(self, capacity_blocks: int) -> None:
-        """`capacity_blocks` is the size of the tier that is written to, and of those it writes to in turn."""
+        """`capacity_blocks`: the tier that is written to and all tiers below it, together."""
         shift = max(0, (max(capacity_blocks, 1) // _TARGET_SHADOW_BLOCKS).bit_length())
         self._sample_shift = 64 - shift
         self._capacity = max(1, capacity_blocks >> shift)
