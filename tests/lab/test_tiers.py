@@ -74,7 +74,7 @@ def test_hit_tokens_never_exceed_the_prompt():
 
 
 def test_adaptive_admission_looks_at_all_tiers_below():
-    """A middle tier alone would do better with reused blocks only; but what it refuses, the last one lacks."""
+    """A middle tier alone would want reused blocks only; but what it refuses, the last one lacks."""
     rng = np.random.default_rng(0)
     requests = []
     for step in range(4000):
