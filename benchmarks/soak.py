@@ -167,7 +167,9 @@ class Soak:
         blocks = {"device": stats.num_cached_blocks}
         blocks |= {tier.value: one.num_blocks or 0 for tier, one in stats.transfer.tiers.items()}
         # The pool's threads open a file for each block they still read: what leaked is there all the time.
-        num_fds = min(self._num_fds_now(process) for _ in range(25)) - len(self.disk._slab_fds)
+        num_fds = min(self._num_fds_now(process) for _ in range(25)) - len(
+            list(self.disk.path.glob("slab-*"))
+        )
         return Sample(process.memory_info().rss, num_fds, threading.active_count(), blocks)
 
     @staticmethod

@@ -82,6 +82,26 @@ class BlockStoreContract(ABC):
         assert read(store, wanted) == [ReadResult.HIT, ReadResult.MISS, ReadResult.HIT]
         assert store.counters.reads[ReadResult.MISS] == 1
 
+    def test_a_read_in_two_parts(self, store: BlockStore) -> None:
+        """The second part may run in another thread, and after the next read has begun."""
+        blocks = chain("a", 4)
+        store.put_many(blocks)
+        wanted = [*keys(blocks[:3]), key_of("absent"), blocks[3].key]
+        buffers = [bytearray(BLOCK_BYTES) for _ in wanted]
+        views = [memoryview(buffer) for buffer in buffers]
+        first = store.fetch_many(wanted[:2], views[:2])
+        second = store.fetch_many(wanted[2:], views[2:])
+        got: list[ReadResult] = []
+        thread = threading.Thread(target=lambda: got.extend([*first(), *second()]))
+        thread.start()
+        thread.join()
+        hit = ReadResult.HIT
+        assert got == [hit, hit, hit, ReadResult.MISS, hit]
+        assert [bytes(b) for b, result in zip(buffers, got, strict=True) if result is hit] == [
+            bytes_of(block.key) for block in blocks
+        ]
+        assert store.counters.reads == {hit: 4, ReadResult.MISS: 1}
+
     def test_empty_batches(self, store: BlockStore) -> None:
         assert store.exists_many([]) == []
         assert store.get_many([], []) == []
@@ -188,6 +208,16 @@ class LocalStoreContract(BlockStoreContract):
         small.put_many(third)
         assert small.exists_many(keys(first)) == [True, True]
         assert small.exists_many(keys(second)) == [True, False]
+
+    def test_what_is_read_but_not_proven_yet_stays(self, small: LocalStore) -> None:
+        block = chain("a", 1)[0]
+        small.put_many([block])
+        buffer = bytearray(BLOCK_BYTES)
+        prove = small.fetch_many([block.key], [memoryview(buffer)])
+        assert small.remove([block.key]) == small.clear() == 0
+        assert prove() == [ReadResult.HIT]
+        assert buffer == bytes_of(block.key)
+        assert small.remove([block.key]) == 1
 
     def test_pinned_blocks_stay(self, small: LocalStore) -> None:
         pinned = chain("a", 2)

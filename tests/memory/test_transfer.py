@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stemma.errors import StorageError
+from stemma.memory import loads
 from stemma.memory.device import DeviceKV
 from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.disk.store import DiskStore
@@ -239,6 +240,38 @@ def test_a_corrupt_block_ends_the_load_and_is_counted(rig: Rig) -> None:
     assert load(rig, transfer, keys(blocks)) == 2
     assert transfer.stats().loads.lost_blocks == {(Tier.DISK, ReadResult.CORRUPT): 1}
     assert transfer.match(keys(blocks)) == [Tier.DISK] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1, 4, 5, 10])
+@pytest.mark.parametrize("to_host", [False, True])
+def test_nothing_after_a_damaged_block_is_delivered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, bad: int, to_host: bool
+) -> None:
+    """Chunks of two: the next one is read already when the damage is found."""
+    monkeypatch.setattr(loads, "_CHUNK_BLOCKS", 2)
+    disk, host = rig.disk(), rig.host(16)
+    transfer = rig.open(*([host] if to_host else []), disk)
+    blocks = rig.fill("a", 11)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    slab = next(disk.path.glob("slab-*"))
+    data = bytearray(slab.read_bytes())
+    data[data.find(bytes_of(blocks[bad].key, BLOCK)[:64]) + 5] ^= 1
+    slab.write_bytes(data)
+    rig.wipe()
+    if to_host:
+        assert transfer.prefetch(ROOT, keys(blocks)) is not None
+        while transfer._loads.num_queued_blocks:
+            threading.Event().wait(0.005)
+        assert host.exists_many(keys(blocks)) == [True] * bad + [False] * (11 - bad)
+        buffers = [memoryview(bytearray(BLOCK)) for _ in range(bad)]
+        host.get_many(keys(blocks[:bad]), buffers)
+        assert [bytes(buffer) for buffer in buffers] == [bytes_of(key, BLOCK) for key in keys(blocks[:bad])]
+    else:
+        assert load(rig, transfer, keys(blocks)) == bad
+        assert all(rig.content(16 + n) == bytes(BLOCK) for n in range(bad, 11))
+    assert transfer.stats().loads.lost_blocks == {(Tier.DISK, ReadResult.CORRUPT): 1}
+    assert disk.remove(keys(blocks)) == 10, "no block is pinned any more"
 
 
 def test_a_block_lost_in_one_tier_is_taken_from_the_next(rig: Rig) -> None:

@@ -118,9 +118,7 @@ class HostStore(SlottedStore):
         self._arena = torch.empty((0, 0), dtype=torch.uint8)
         self._bytes = np.empty((0, 0), dtype=np.uint8)
 
-    def _read(
-        self, slots: Sequence[int], keys: Sequence[BlockKey], into: Sequence[memoryview]
-    ) -> list[tuple[ReadResult, str]]:
+    def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
         for slot, buffer in zip(slots, into, strict=True):
             np.copyto(np.frombuffer(buffer, dtype=np.uint8), self._bytes[slot])
         return [(ReadResult.HIT, "")] * len(slots)

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import replace
 from queue import PriorityQueue
 
@@ -30,7 +30,7 @@ from stemma.memory.store import BlockPut, BlockStore, ReadResult
 from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
-RUN_BLOCKS = 256
+RUN_BLOCKS = 1024
 """Blocks looked up at once; between two such runs reading and copying on don't overlap."""
 _CHUNK_BLOCKS = 16
 _BUFFER_BYTES = 64 * 2**20
@@ -319,29 +319,42 @@ class LoadQueue:
     def _from_slow(
         self, task: Load, store: BlockStore, keys: Sequence[BlockKey], buffers: StagingArena
     ) -> list[ReadResult]:
-        """Read chunk by chunk into one half of the buffers, while the other half is copied on."""
+        """Read chunk by chunk into one half of the buffers, while the other half is proven and copied on."""
         half = buffers.num_slots // 2
+        before = task.num_done
         results: list[ReadResult] = []
-        delivery: Future[None] | None = None
-        for number, start in enumerate(range(0, len(keys), half)):
-            if task.future.done():
-                break
-            part, first = keys[start : start + half], number % 2 * half
-            slots = range(first, first + len(part))
-            got = store.get_many(part, [buffers.view(slot) for slot in slots])
-            for key, result in zip(part, got, strict=True):
+
+        def take(start: int, slots: range, prove: Callable[[], list[ReadResult]]) -> None:
+            got = prove()
+            for key, result in zip(keys[start : start + half], got, strict=True):
                 if result is not ReadResult.HIT:
                     self._whereabouts.note_lost(key)
-            got = _until_first_failure(got)
-            results += got
-            if delivery is not None:
-                delivery.result()
-            count = got.count(ReadResult.HIT)
-            delivery = self._helpers.submit(self._deliver, task, slots[:count], buffers, store.tier)
-            if count < len(part):
-                break
-        if delivery is not None:
-            delivery.result()
+            if task.num_done == before + start:  # else there is a gap, or the load was given up
+                got = _until_first_failure(got)
+                self._deliver(task, slots[: got.count(ReadResult.HIT)], buffers, store.tier)
+                results.extend(got)
+
+        taking: Future[None] | None = None
+        try:
+            for number, start in enumerate(range(0, len(keys), half)):
+                if task.future.done() or task.num_done < before + start - half:
+                    break
+                first = number % 2 * half
+                slots = range(first, first + len(keys[start : start + half]))
+                prove = store.fetch_many(keys[start : start + half], [buffers.view(slot) for slot in slots])
+                if taking is not None:
+                    wait([taking])
+                try:
+                    taking = self._helpers.submit(take, start, slots, prove)
+                except RuntimeError:  # this queue was closed meanwhile
+                    prove()
+                    break
+        finally:
+            # The buffers are for the next load when this returns, whatever went wrong.
+            if taking is not None:
+                wait([taking])
+        if taking is not None:
+            taking.result()
         return results
 
     def _from_host(self, task: Load, store: HostStore, keys: Sequence[BlockKey]) -> list[ReadResult]:

@@ -59,10 +59,18 @@ class SlottedStore(LocalStore):
         self._is_open = True
 
     @abstractmethod
-    def _read(
-        self, slots: Sequence[int], keys: Sequence[BlockKey], into: Sequence[memoryview]
-    ) -> list[tuple[ReadResult, str]]:
+    def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
         """Copy live slots into buffers, without the lock; a result other than HIT carries its reason."""
+
+    def _prove(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        read: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
+    ) -> Sequence[tuple[ReadResult, str]]:
+        """Return `outcomes`, but no HIT whose bytes aren't those of its key. Without the lock."""
+        return outcomes
 
     @abstractmethod
     def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
@@ -111,16 +119,35 @@ class SlottedStore(LocalStore):
 
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
         """See `BlockStore`."""
+        return self.fetch_many(keys, into)()
+
+    def fetch_many(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview]
+    ) -> Callable[[], list[ReadResult]]:
+        """See `BlockStore`. Blocks stay pinned, and the store open, until they are proven."""
         check_buffers(keys, into, self.block_bytes)
         with self._lock:
             slots = self._acquire(keys)
             self._num_moving += 1
         at = [n for n, slot in enumerate(slots) if slot is not None]
         found = [slot for slot in slots if slot is not None]
-        outcomes = self._read(found, [keys[n] for n in at], [into[n] for n in at])
+        buffers = [into[n] for n in at]
+        outcomes = self._read(found, buffers)
+        return lambda: self._proven(keys, at, found, buffers, outcomes)
+
+    def _proven(
+        self,
+        keys: Sequence[BlockKey],
+        at: Sequence[int],
+        slots: Sequence[int],
+        buffers: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
+    ) -> list[ReadResult]:
+        """Prove what was read for ``keys[at]`` out of `slots`; drop what failed, unpin, count."""
+        outcomes = self._prove(slots, [keys[n] for n in at], buffers, outcomes)
         results = [ReadResult.MISS] * len(keys)
         with self._lock:
-            for n, slot, (result, reason) in zip(at, found, outcomes, strict=True):
+            for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
                 results[n] = result
                 self._index.unpin(keys[n])
                 if result is not ReadResult.HIT:

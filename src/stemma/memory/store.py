@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Protocol
@@ -139,6 +139,17 @@ class BlockStore(ABC):
     @abstractmethod
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
         """Read each key into its own writable buffer of `block_bytes` bytes; counts as a use."""
+
+    def fetch_many(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview]
+    ) -> Callable[[], list[ReadResult]]:
+        """Do the slow part of `get_many`; what is returned, called once, does the rest and gives the results.
+
+        It may be called from another thread, so that bytes are proven beside the next read. Until then no
+        buffer may be used, nor changed, and the store can't be closed.
+        """
+        results = self.get_many(keys, into)
+        return lambda: results
 
     @abstractmethod
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:

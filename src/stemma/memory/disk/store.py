@@ -9,10 +9,8 @@ counted miss, and its slot is free again.
 from __future__ import annotations
 
 import errno
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,10 +19,8 @@ import numpy.typing as npt
 
 from stemma.errors import ConfigError, StorageError
 from stemma.memory.disk.directory import (
-    INDEX,
     READ_ONLY_ERRNOS,
     Manifest,
-    make_room,
     new_manifest,
     open_space,
 )
@@ -38,6 +34,7 @@ from stemma.memory.disk.record import (
     with_last_use,
 )
 from stemma.memory.disk.restored import restored_blocks
+from stemma.memory.disk.slabs import SlabFiles
 from stemma.memory.slotted import SlottedStore
 from stemma.memory.store import BlockPut, PutResult, ReadResult
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
@@ -48,10 +45,9 @@ NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BACK_OFF_S = 30.0
 """After a failed write or growth, how long no further one is tried: each try may cost a good block."""
 
-
 _SMALL_FILES_BYTES = 65536
 """Set aside for manifest and lock."""
-_RUN_BYTES = 4 * 2**20
+_RUN_BYTES = 16 * 2**20
 """Of neighbours that are read in one call."""
 
 
@@ -87,25 +83,25 @@ class DiskStore(SlottedStore):
         if capacity_blocks < 1:
             raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
         super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)
-        self._root = root
         self._size_bytes = size_bytes
         self._files = files or FileLayer()
         self._space = open_space(root, wanted)
         self._manifest: Manifest = self._space.manifest
-        self._checker = ThreadPoolExecutor(2, thread_name_prefix="stemma-disk-check")
-        self._slab_fds: list[int] = []
-        self._index_fd = -1
+        self._slabs = SlabFiles(self._files, self._space, capacity_blocks)
         self._table = bytearray(RECORD_BYTES * capacity_blocks)
         """The index file's content, as it should be, by slot."""
         self._generation = 0
         self._refused_until = -np.inf
         self._grown_until = -np.inf
         self._padding = bytes(self._manifest.slot_bytes - RECORD_BYTES - block_bytes)
+        self._between = memoryview(bytearray(self._manifest.slot_bytes - block_bytes))
+        """Takes what stands between two neighbours that are read in one go; nobody looks at it."""
         try:
-            self._open_files()
+            self._slabs.open()
             self._restore()
         except OSError as error:
-            self._close_files()
+            self._slabs.close()
+            self._space.release()
             raise StorageError(f"can't open the disk cache {self.path}: {error.strerror}") from error
 
     @property
@@ -130,7 +126,10 @@ class DiskStore(SlottedStore):
             self._check_open()
             count = self._drop(self._index.unpinned())
             if self._num_moving == 0 and self._index.rewind():
-                self._shrink_to_nothing()
+                try:
+                    self._slabs.shrink_to_nothing()
+                except OSError as error:
+                    self.counters.reasons[_reason(error)] += 1
             return count
 
     def verify(self) -> dict[str, int]:
@@ -151,7 +150,7 @@ class DiskStore(SlottedStore):
                 return "gone"
             self._index.pin(key)
             self._num_moving += 1
-        ((result, reason),) = self._read([slot], [key], [buffer])
+        ((result, reason),) = self._prove([slot], [key], [buffer], self._read([slot], [buffer]))
         with self._lock:
             self._moved()
             self._index.unpin(key)
@@ -163,53 +162,28 @@ class DiskStore(SlottedStore):
         """See `LocalStore`; also proves that files stay within the limit."""
         super().check()
         with self._lock:
-            assert len(self._slab_fds) * self._manifest.slots_per_slab >= self._index.num_opened
+            assert self._slabs.num_slots >= self._index.num_opened
 
     # -- moving bytes ------------------------------------------------------------------------------
 
-    def _place(self, slot: int) -> tuple[int, int]:
-        """Return descriptor and offset of a slot."""
-        slab, position = divmod(slot, self._manifest.slots_per_slab)
-        return self._slab_fds[slab], position * self._manifest.slot_bytes
-
-    def _read(
-        self, slots: Sequence[int], keys: Sequence[BlockKey], into: Sequence[memoryview]
-    ) -> list[tuple[ReadResult, str]]:
-        """Read neighbours in one go, and compare them with their checksums while the next ones come in."""
-        runs = self._runs(slots)
-        checks: list[Future[list[tuple[ReadResult, str]]]] = []
+    def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
+        """Read neighbours in one go; HIT says only that the bytes are there."""
         outcomes: list[tuple[ReadResult, str]] = []
+        runs = self._slabs.runs(slots, _RUN_BYTES)
         for n, run in enumerate(runs):
             # Neighbours are read ahead by the kernel, better than by any hint of ours.
             if n + 1 < len(runs) and slots[runs[n + 1].start] != slots[run.stop - 1] + 1:
-                fd, offset = self._place(slots[runs[n + 1].start])
+                fd, offset = self._slabs.place(slots[runs[n + 1].start])
                 self._files.will_read(fd, offset, self._manifest.slot_bytes)
-            got = self._read_run(slots[run], into[run])
-            if n + 1 < len(runs):
-                checks.append(self._checker.submit(self._check_run, slots[run], keys[run], into[run], got))
-            else:
-                outcomes = self._check_run(slots[run], keys[run], into[run], got)
-        return [outcome for check in checks for outcome in check.result()] + outcomes
-
-    def _runs(self, slots: Sequence[int]) -> list[slice]:
-        """Cut `slots` into runs of neighbours in one slab, of some megabytes at most."""
-        at_most = max(1, _RUN_BYTES // self.block_bytes)
-        runs: list[slice] = []
-        start = 0
-        for n in range(1, len(slots) + 1):
-            ends = n == len(slots) or n - start == at_most or slots[n] != slots[n - 1] + 1
-            if ends or slots[n] % self._manifest.slots_per_slab == 0:
-                runs.append(slice(start, n))
-                start = n
-        return runs
+            outcomes += self._read_run(slots[run], into[run])
+        return outcomes
 
     def _read_run(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
-        """Read neighbouring slots; HIT says only that the bytes are there."""
-        fd, offset = self._place(slots[0])
+        fd, offset = self._slabs.place(slots[0])
         stride = self._manifest.slot_bytes
         views = [into[0]]
         for buffer in into[1:]:
-            views += [memoryview(bytearray(stride - self.block_bytes)), buffer]
+            views += [self._between, buffer]
         try:
             count = self._files.read(fd, views, offset + RECORD_BYTES)
         except OSError as error:
@@ -225,23 +199,23 @@ class DiskStore(SlottedStore):
             for n in range(len(slots))
         ]
 
-    def _check_run(
+    def _prove(
         self,
         slots: Sequence[int],
         keys: Sequence[BlockKey],
-        into: Sequence[memoryview],
-        got: Sequence[tuple[ReadResult, str]],
+        read: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
     ) -> list[tuple[ReadResult, str]]:
         """Turn a HIT whose bytes fail their checksum into CORRUPT."""
-        outcomes = []
-        for slot, key, buffer, outcome in zip(slots, keys, into, got, strict=True):
+        proven = []
+        for slot, key, buffer, outcome in zip(slots, keys, read, outcomes, strict=True):
             record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
             expected, generation = int(record["checksum"]), int(record["generation"])
             is_sound = outcome[0] is not ReadResult.HIT or (
                 block_checksum(key, generation, buffer) == expected
             )
-            outcomes.append(outcome if is_sound else (ReadResult.CORRUPT, "checksum"))
-        return outcomes
+            proven.append(outcome if is_sound else (ReadResult.CORRUPT, "checksum"))
+        return proven
 
     def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
         return [self._write_one(slot, block) for slot, block in zip(slots, blocks, strict=True)]
@@ -264,10 +238,10 @@ class DiskStore(SlottedStore):
             ttl_s=block.ttl_s,
             priority=block.priority,
         ).pack()
-        fd, offset = self._place(slot)
+        fd, offset = self._slabs.place(slot)
         try:
             self._files.write(fd, [record, block.data, self._padding], offset)
-            self._files.write(self._index_fd, [record], slot * RECORD_BYTES)
+            self._slabs.write_index(slot, record)
         except OSError as error:
             return self._write_failed(error)
         self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
@@ -287,9 +261,9 @@ class DiskStore(SlottedStore):
         return "backing_off" if self._now() < self._refused_until else None
 
     def _reserve(self) -> int | None:
-        slot = self._index.reserve(self._num_slots())
+        slot = self._index.reserve(self._slabs.num_slots)
         if slot is None and self._grow():
-            slot = self._index.reserve(self._num_slots())
+            slot = self._index.reserve(self._slabs.num_slots)
         return slot
 
     def _dropped(self, slots: Sequence[int]) -> None:
@@ -298,98 +272,43 @@ class DiskStore(SlottedStore):
             if self.read_only:
                 continue
             try:
-                self._files.write(self._index_fd, [bytes(RECORD_BYTES)], slot * RECORD_BYTES)
+                self._slabs.write_index(slot, bytes(RECORD_BYTES))
             except OSError as error:
                 self.counters.reasons[_reason(error)] += 1
 
     # -- files ------------------------------------------------------------------------------------
 
-    def _num_slots(self) -> int:
-        return min(self.capacity_blocks, len(self._slab_fds) * self._manifest.slots_per_slab)
-
-    def _slab_path(self, slab: int) -> Path:
-        return self.path / f"slab-{slab:05d}"
-
-    def _slab_bytes(self, slab: int) -> int:
-        """Length of a slab; the last one ends where the limit does."""
-        per_slab = self._manifest.slots_per_slab
-        slots = min(per_slab, self.capacity_blocks - slab * per_slab)
-        return slots * self._manifest.slot_bytes
-
-    def _open_files(self) -> None:
-        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
-        self._index_fd = self._files.open(self.path / INDEX, flags)
-        found = sorted(self.path.glob("slab-*"))
-        for slab, path in enumerate(found):
-            if path != self._slab_path(slab) or self._slab_bytes(slab) <= 0:
-                if not self.read_only:
-                    self._files.unlink(path)
-                continue
-            if slab != len(self._slab_fds):
-                continue
-            self._slab_fds.append(self._files.open(path, flags))
-            if not self.read_only and self._files.size(self._slab_fds[-1]) > self._slab_bytes(slab):
-                self._files.truncate(self._slab_fds[-1], self._slab_bytes(slab))
-        index_bytes = self._num_index_bytes(len(self._slab_fds))
-        if not self.read_only and self._files.size(self._index_fd) > index_bytes:
-            self._files.truncate(self._index_fd, index_bytes)
-
     def _grow(self) -> bool:
         """Add a slab, if the limit and the disk allow it."""
-        slab, now = len(self._slab_fds), self._now()
-        if self._slab_bytes(slab) <= 0 or now < self._grown_until:
+        now = self._now()
+        if now < self._grown_until:
             return False
-        fd = -1
         try:
-            own = sum(self._slab_bytes(n) for n in range(slab + 1))
-            own += (slab + 1) * self._manifest.slots_per_slab * RECORD_BYTES
-            make_room(self._root, self.path, own, self._size_bytes)
-            fd = self._files.open(self._slab_path(slab), os.O_RDWR | os.O_CREAT)
-            self._files.allocate(fd, self._slab_bytes(slab))
-            self._files.truncate(self._index_fd, self._num_index_bytes(slab + 1))
+            return self._slabs.add_slab(self._size_bytes)
         except OSError as error:
             self._grown_until = now + BACK_OFF_S
             self.counters.reasons[_reason(error)] += 1
-            if fd >= 0:
-                self._files.close(fd)
-                self._files.unlink(self._slab_path(slab))
             return False
-        self._slab_fds.append(fd)
-        return True
-
-    def _num_index_bytes(self, num_slabs: int) -> int:
-        return min(num_slabs * self._manifest.slots_per_slab, self.capacity_blocks) * RECORD_BYTES
-
-    def _shrink_to_nothing(self) -> None:
-        try:
-            self._files.truncate(self._index_fd, 0)
-            while self._slab_fds:
-                fd = self._slab_fds.pop()
-                self._files.truncate(fd, 0)
-                self._files.close(fd)
-                self._files.unlink(self._slab_path(len(self._slab_fds)))
-        except OSError as error:
-            self.counters.reasons[_reason(error)] += 1
 
     def _restore(self) -> None:
         """Fill the index from the index file, and from the slabs where that one is damaged."""
-        slots = self._num_slots()
-        size = min(self._files.size(self._index_fd), slots * RECORD_BYTES) // RECORD_BYTES * RECORD_BYTES
+        slots = self._slabs.num_slots
+        size = min(self._slabs.index_bytes, slots * RECORD_BYTES) // RECORD_BYTES * RECORD_BYTES
         table = memoryview(self._table)
-        self._files.read(self._index_fd, [table[:size]], 0)
+        self._slabs.read_index(table[:size])
         sound = sound_records(table[:size], 0, self.block_bytes)
         if size < slots * RECORD_BYTES:
             scanned = self._scan_slabs(size // RECORD_BYTES, slots)
             sound = np.concatenate([sound, scanned])
             if not self.read_only:
-                self._files.write(self._index_fd, [table[size : slots * RECORD_BYTES]], size)
+                self._slabs.write_index(size // RECORD_BYTES, table[size : slots * RECORD_BYTES])
         self._enter_restored(self._reachable(sound))
 
     def _scan_slabs(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Read the records that stand before the blocks of slots ``first .. last - 1``."""
         table = memoryview(self._table)
         for slot in range(first, last):
-            fd, offset = self._place(slot)
+            fd, offset = self._slabs.place(slot)
             self._files.read(fd, [table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]], offset)
         raw = table[first * RECORD_BYTES : last * RECORD_BYTES]
         self.counters.reasons["index_truncated"] += 1
@@ -397,12 +316,7 @@ class DiskStore(SlottedStore):
 
     def _reachable(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Keep the slots whose bytes lie within their slab file."""
-        per_slab, stride = self._manifest.slots_per_slab, self._manifest.slot_bytes
-        sizes = np.array([self._files.size(fd) for fd in self._slab_fds], dtype=np.int64)
-        if not len(slots):
-            return slots
-        ends = slots % per_slab * stride + RECORD_BYTES + self.block_bytes
-        whole = ends <= sizes[slots // per_slab]
+        whole = self._slabs.are_whole(slots)
         if not whole.all():
             self.counters.reasons["slab_truncated"] += int(np.count_nonzero(~whole))
         return slots[whole]
@@ -423,13 +337,7 @@ class DiskStore(SlottedStore):
 
     def _let_go(self) -> None:
         self._write_last_uses()
-        self._checker.shutdown()
-        self._close_files()
-
-    def _close_files(self) -> None:
-        for fd in [*self._slab_fds, *([self._index_fd] if self._index_fd >= 0 else [])]:
-            self._files.close(fd)
-        self._slab_fds, self._index_fd = [], -1
+        self._slabs.close()
         self._space.release()
 
     def _write_last_uses(self) -> None:
@@ -443,7 +351,7 @@ class DiskStore(SlottedStore):
                 at = slot * RECORD_BYTES
                 record = with_last_use(bytes(self._table[at : at + RECORD_BYTES]), float(self._used_at[slot]))
                 self._table[at : at + RECORD_BYTES] = record
-                self._files.write(self._index_fd, [record], at)
+                self._slabs.write_index(slot, record)
         except OSError as error:
             self.counters.reasons[_reason(error)] += 1
 
