@@ -9,6 +9,7 @@ missing or differ, layers stay as they are. The packed weight replaces the plain
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
@@ -55,21 +56,53 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.allclose(output.float(), F.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
 
 
+class PackedProduct:
+    """x [T, in_features] -> x W^T + b, [T, out_features], over a packed copy of W."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = _pack(weight.detach())
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self.strips: int | None = _address_of_strips(weight.detach(), self._packed)
+        """Where the packed weight lies if its order is that of native/strips.h, else None."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply; no rows are fine."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, self.out_features)
+        output: torch.Tensor = self._multiply(x, self._packed, self.bias, "none", [], "")
+        return output
+
+
 def linear_function(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearFunction:
     """Return x -> x W^T + b for 2-D x; with `pack`, over a packed copy (let `weight` go, then)."""
     if not pack:
         return partial(F.linear, weight=weight.detach(), bias=bias)
-    packed = _pack(weight.detach())
-    width = weight.shape[0]
-    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return PackedProduct(weight, bias)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] == 0:
-            return x.new_empty(0, width)
-        output: torch.Tensor = multiply(x, packed, bias, "none", [], "")
-        return output
 
-    return run
+def _address_of_strips(weight: torch.Tensor, packed: torch.Tensor) -> int | None:
+    """Return the address of a packed bf16 weight if it is ordered as native/strips.h reads it, else None.
+
+    oneDNN doesn't say which order it chose, so its size and a thousand elements from all parts are compared.
+    """
+    rows, columns = weight.shape
+    size = -(-rows // 64) * 64 * -(-columns // 32) * 32
+    try:
+        address = int(torch.ops.mkldnn.data_ptr(packed))
+        found_bytes = int(torch.ops.mkldnn._nbytes(packed))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    if weight.dtype != torch.bfloat16 or columns % 2 or found_bytes != 2 * size:
+        return None
+    elements = torch.frombuffer((ctypes.c_char * found_bytes).from_address(address), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(rows, (1000,), generator=generator)
+    column = torch.randint(columns, (1000,), generator=generator)
+    strip = elements.view(-1, size // (-(-rows // 64) * 64), 64)  # [strips, padded columns, 64 outputs]
+    found = strip.view(strip.shape[0], -1, 64, 2)[row // 64, column // 2, row % 64, column % 2]
+    return address if torch.equal(found.view(torch.int16), weight[row, column].view(torch.int16)) else None
 
 
 class PackedLinear(nn.Module):

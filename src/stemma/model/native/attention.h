@@ -6,6 +6,7 @@
 // products of bf16 pairs, with AMX products of tiles; otherwise everything is computed in float.
 #pragma once
 
+#include <cmath>
 #include <optional>
 #include <vector>
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from stemma.memory.device import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.native.few_rows import MAX_ROWS, PackedEmbedding, make_few_rows
 from stemma.model.native.library import AttendArgs, GateArgs, Kernels, NormArgs, RotateArgs
-from stemma.model.weights import LinearFunction, leave_file, linear_function
+from stemma.model.weights import LinearFunction, PackedProduct, leave_file, linear_function
 
 LAYER_CLASSES = frozenset(
     {
@@ -104,11 +106,10 @@ class FusedDecoder:
             self._layers.append(_fuse(base.layers[index], calls[index], pack))
             base.layers[index] = torch.nn.Identity()  # lets the plain weights go
         leave_file(hf_model)
-        self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._final_norm: torch.Tensor = base.norm.weight
-        tied = hf_model.lm_head.weight is self._embedding
         self._vocab_size: int = hf_model.lm_head.weight.shape[0]
-        self._head = linear_function(hf_model.lm_head.weight, hf_model.lm_head.bias, pack=pack and not tied)
+        self._embed, self._head = _join_ends(hf_model, kernels, pack)
+        self._final_norm: torch.Tensor = base.norm.weight
+        self._few_rows = make_few_rows(kernels, self._layers, self._final_norm, self._head, self._eps)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
@@ -117,17 +118,21 @@ class FusedDecoder:
 
     def _forward(self, batch: ForwardBatch, kv: DeviceKV, step: NativeAttentionStep) -> torch.Tensor:
         kernels = self._kernels
-        hidden = F.embedding(batch.token_ids, self._embedding)
+        hidden = self._embed(batch.token_ids)
         cos, sin = self._rotary(hidden[None], batch.positions[None])
         cos, sin = cos.contiguous(), sin.contiguous()
+        rotate = self._rotate_args(batch, kv, cos, sin)
+        attend = self._attend_args(kv, hidden.dtype)
+        plan = step.plan(ALL_QUERIES, self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
+        if self._few_rows is not None and 0 < len(hidden) <= MAX_ROWS:
+            return self._few_rows.forward(batch, kv, hidden, rotate, attend, plan)
         normed = torch.empty_like(hidden)
         query = hidden.new_empty(hidden.shape[0], self._num_heads * self._head_dim)
         attended = torch.empty_like(query)
+        rotate.query = attend.query = query.data_ptr()
+        attend.output = attended.data_ptr()
         norm = self._norm_args(hidden, normed)
-        rotate = self._rotate_args(batch, kv, cos, sin, query)
-        attend = self._attend_args(kv, query, attended)
         norm_at, rotate_at, attend_at = (ctypes.addressof(args) for args in (norm, rotate, attend))
-        plan = step.plan(ALL_QUERIES, self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
         keys_at, layer_bytes, part_bytes = _addresses(kv)
         delta: torch.Tensor | None = None
         for layer in self._layers:
@@ -207,14 +212,17 @@ class FusedDecoder:
         )
 
     def _rotate_args(
-        self, batch: ForwardBatch, kv: DeviceKV, cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor
+        self, batch: ForwardBatch, kv: DeviceKV, cos: torch.Tensor, sin: torch.Tensor
     ) -> RotateArgs:
+        """Return what all layers share; the cache's addresses are those of layer 0."""
+        keys, _, part_bytes = _addresses(kv)
         return RotateArgs(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            query=query.data_ptr(),
+            keys=keys,
+            values=keys + part_bytes,
             slots=batch.slots.data_ptr(),
-            tokens=query.shape[0],
+            tokens=len(batch.slots),
             block_stride=kv.data.stride(0),
             token_stride=kv.data.stride(3),
             head_stride=kv.data.stride(4),
@@ -222,23 +230,21 @@ class FusedDecoder:
             kv_heads=self._num_kv_heads,
             dim=self._head_dim,
             block_size=kv.layout.block_size,
-            is_bf16=query.dtype == torch.bfloat16,
+            is_bf16=cos.dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
             eps=self._eps,
         )
 
-    def _attend_args(self, kv: DeviceKV, query: torch.Tensor, output: torch.Tensor) -> AttendArgs:
+    def _attend_args(self, kv: DeviceKV, dtype: torch.dtype) -> AttendArgs:
         return AttendArgs(
-            query=query.data_ptr(),
-            output=output.data_ptr(),
-            query_token_stride=query.stride(0),
+            query_token_stride=self._num_heads * self._head_dim,
             query_head_stride=self._head_dim,
             block_stride=kv.data.stride(0),
             token_stride=kv.data.stride(3),
             head_stride=kv.data.stride(4),
             key_dim=self._head_dim,
             value_dim=self._head_dim,
-            is_bf16=query.dtype == torch.bfloat16,
+            is_bf16=dtype == torch.bfloat16,
         )
 
 
@@ -246,6 +252,23 @@ def _addresses(kv: DeviceKV) -> tuple[int, int, int]:
     """Return the address of layer 0 in block 0, and the bytes to the next layer and to the values."""
     size = kv.data.element_size()
     return kv.data.data_ptr(), kv.data.stride(1) * size, kv.data.stride(2) * size
+
+
+def _join_ends(hf_model: Any, kernels: Kernels, pack: bool) -> tuple[LinearFunction, LinearFunction]:
+    """Return the embedding, ids [T] -> [T, H], and the output head; take both out of the model.
+
+    Where they are tied, the one packed weight serves both if rows can be read out of it.
+    """
+    embedding, head = hf_model.model.embed_tokens, hf_model.lm_head
+    weight, bias = head.weight.detach(), head.bias
+    tied = head.weight is embedding.weight
+    hf_model.model.embed_tokens = hf_model.lm_head = torch.nn.Identity()
+    if tied and pack and kernels.has_bf16_dot:
+        packed = PackedProduct(weight, bias)
+        if packed.strips is not None:
+            return PackedEmbedding(kernels, packed), packed
+    lookup = partial(F.embedding, weight=embedding.weight.detach())
+    return lookup, linear_function(weight, bias, pack=pack and not tied)
 
 
 def _join(linears: list[Any], pack: bool) -> LinearFunction:

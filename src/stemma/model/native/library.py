@@ -22,8 +22,11 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-ABI = 1
-_SOURCES = ("vec.h", "amx.h", "plan.h", "attention.h", "copy.h", "kernels.cpp")
+ABI = 2
+_SOURCES = (
+    *("vec.h", "amx.h", "plan.h", "attention.h", "copy.h"),
+    *("layers.h", "strips.h", "team.h", "few_rows.h", "kernels.cpp"),
+)
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"),
     *("-Wno-psabi", "-w"),
@@ -57,7 +60,7 @@ class AttendArgs(ctypes.Structure):
 
 
 class NormArgs(ctypes.Structure):
-    """`NormArgs` of kernels.cpp."""
+    """`NormArgs` of layers.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("delta", "residual", "weight", "output")),
@@ -68,7 +71,7 @@ class NormArgs(ctypes.Structure):
 
 
 class RotateArgs(ctypes.Structure):
-    """`RotateArgs` of kernels.cpp."""
+    """`RotateArgs` of layers.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_norm", "k_norm", "query")),
@@ -92,6 +95,45 @@ class GateArgs(ctypes.Structure):
     )
 
 
+class Strips(ctypes.Structure):
+    """`Strips` of strips.h: a packed weight [n, k] and its bias."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "bias")),
+        *((name, ctypes.c_int64) for name in ("n", "k")),
+    )
+
+
+class LayerWeights(ctypes.Structure):
+    """`LayerWeights` of few_rows.h."""
+
+    _fields_ = (
+        *((name, Strips) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class StepArgs(ctypes.Structure):
+    """`StepArgs` of few_rows.h."""
+
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("num_layers", "threads")),
+        ("final_norm", ctypes.c_void_p),
+        ("head", Strips),
+        *((name, ctypes.c_int64) for name in ("rows", "num_logits")),
+        ("logits_rows", ctypes.c_void_p),
+        ("hidden_dim", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "room")),
+        ("layer_bytes", ctypes.c_int64),
+        ("rotate", RotateArgs),
+        ("attend", AttendArgs),
+        ("eps", ctypes.c_float),
+    )
+
+
 class Kernels:
     """The loaded library; each function takes a pointer to its argument structure."""
 
@@ -111,6 +153,20 @@ class Kernels:
         self.copy = library.stemma_copy
         self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.copy.restype = None
+        self.has_bf16_dot = bool(library.stemma_has_bf16_dot())
+        """Whether the functions for few rows are there: they need AVX512_BF16."""
+        if self.has_bf16_dot:
+            self.few_rows = library.stemma_few_rows
+            self.few_rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+            self.few_rows.restype = None
+            self.few_rows_room = library.stemma_few_rows_room
+            self.few_rows_room.argtypes = [ctypes.c_void_p]
+            self.few_rows_room.restype = ctypes.c_int64
+            self.take_rows = library.stemma_take_rows
+            self.take_rows.argtypes = [
+                *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
+            ]
+            self.take_rows.restype = None
         self.add_rms_norm = library.stemma_add_rms_norm
         self.rotate_and_write = library.stemma_rotate_and_write
         self.silu_and_multiply = library.stemma_silu_and_multiply

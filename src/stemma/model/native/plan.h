@@ -48,6 +48,8 @@ struct Plan {
     std::vector<int32_t> merged_begin; // [merged + 1], into pieces
     std::vector<int64_t> pieces;       // slot of the token's first head in each of its pieces
     std::vector<float> partials;
+
+    void make_room(int value_dim) { partials.resize(num_slots * (value_dim + 2)); }
 };
 
 class Planner {

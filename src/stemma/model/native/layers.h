@@ -1,0 +1,123 @@
+// What lies between the matrix products of a decoder layer, one token at a time: norm, rotary embedding with
+// the write to the cache, gated activation.
+#pragma once
+
+#include <cmath>
+
+#include "vec.h"
+
+// out = weight * x / rms(x), rounded to T between, as the models of transformers do
+template <class T>
+static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
+    v16f parts = {};
+    float sum = 0;
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        v16f v = load(x + d);
+        parts += v * v;
+    }
+    for (; d < dim; d++) sum += to_float(x[d]) * to_float(x[d]);
+    for (int i = 0; i < LANES; i++) sum += parts[i];
+    float factor = 1.0f / std::sqrt(sum / dim + eps);
+    for (d = 0; d + LANES <= dim; d += LANES)
+        store(out + d, load(weight + d) * rounded<T>(load(x + d) * factor));
+    for (; d < dim; d++)
+        out[d] = from_float<T>(to_float(weight[d]) * to_float(from_float<T>(to_float(x[d]) * factor)));
+}
+
+struct NormArgs {
+    const void* delta;  // [rows, dim], added to the residual first; null: nothing to add
+    void* residual;     // [rows, dim]
+    const void* weight;
+    void* output;
+    int64_t rows, dim;
+    int32_t is_bf16, threads;
+    float eps;
+};
+
+template <class T>
+static void add_rms_norm_row(const NormArgs& a, int64_t i) {
+    T* residual = (T*)a.residual + i * a.dim;
+    if (a.delta) {
+        const T* delta = (const T*)a.delta + i * a.dim;
+        int64_t d = 0;
+        for (; d + LANES <= a.dim; d += LANES) store(residual + d, load(residual + d) + load(delta + d));
+        for (; d < a.dim; d++)
+            residual[d] = from_float<T>(to_float(residual[d]) + to_float(delta[d]));
+    }
+    rms_norm_row(residual, (const T*)a.weight, (T*)a.output + i * a.dim, a.dim, a.eps);
+}
+
+struct RotateArgs {
+    const void* qkv;          // [tokens, (heads + 2 kv_heads) * dim]
+    const void *cos, *sin;    // [tokens, dim]
+    const void *q_norm, *k_norm;  // [dim] each, or null
+    void* query;              // [tokens, heads * dim]
+    void *keys, *values;      // the layer's blocks, as in AttendArgs
+    const int64_t* slots;     // [tokens]
+    int64_t tokens, block_stride, token_stride, head_stride;
+    int32_t heads, kv_heads, dim, block_size, is_bf16, threads;
+    float eps;
+
+    int64_t width() const { return int64_t(heads + 2 * kv_heads) * dim; }
+};
+
+// Norm (if any) and rotate one head: pairs are (d, d + dim / 2).
+template <class T>
+static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T* cos, const T* sin, T* out) {
+    T normed[1024];
+    if (norm) {
+        rms_norm_row(x, norm, normed, a.dim, a.eps);
+        x = normed;
+    }
+    int half = a.dim / 2, d = 0;
+    for (; d + LANES <= half; d += LANES) {
+        v16f x1 = load(x + d), x2 = load(x + d + half);
+        store(out + d, x1 * load(cos + d) - x2 * load(sin + d));
+        store(out + d + half, x2 * load(cos + d + half) + x1 * load(sin + d + half));
+    }
+    for (; d < half; d++) {
+        float x1 = to_float(x[d]), x2 = to_float(x[d + half]);
+        out[d] = from_float<T>(x1 * to_float(cos[d]) - x2 * to_float(sin[d]));
+        out[d + half] = from_float<T>(x2 * to_float(cos[d + half]) + x1 * to_float(sin[d + half]));
+    }
+}
+
+template <class T>
+static void rotate_and_write_token(const RotateArgs& a, int64_t i) {
+    const T* x = (const T*)a.qkv + i * a.width();
+    const T *cos = (const T*)a.cos + i * a.dim, *sin = (const T*)a.sin + i * a.dim;
+    for (int h = 0; h < a.heads; h++, x += a.dim)
+        rotate_head(a, x, (const T*)a.q_norm, cos, sin, (T*)a.query + (i * a.heads + h) * a.dim);
+    int64_t at = a.slots[i] / a.block_size * a.block_stride + a.slots[i] % a.block_size * a.token_stride;
+    for (int h = 0; h < a.kv_heads; h++, x += a.dim)
+        rotate_head(a, x, (const T*)a.k_norm, cos, sin, (T*)a.keys + at + h * a.head_stride);
+    for (int h = 0; h < a.kv_heads; h++, x += a.dim)
+        std::memcpy((T*)a.values + at + h * a.head_stride, x, sizeof(T) * a.dim);
+}
+
+template <class T>
+static inline v16f silu(v16f x) {
+#if STEMMA_BF16_DOT
+    if (sizeof(T) == 2) {  // a reciprocal of 14 bits and one step of Newton's, instead of a division
+        __m512 e = exp2_fast<false>(_mm512_min_ps((__m512)(x * -LOG2_E), _mm512_set1_ps(126.0f)));
+        __m512 d = e + _mm512_set1_ps(1.0f), y = _mm512_rcp14_ps(d);
+        return x * (v16f)(y * _mm512_fnmadd_ps(d, y, _mm512_set1_ps(2.0f)));
+    }
+#endif
+    v16f negated = -x < 80.0f ? -x : splat(80.0f);  // e^80 is finite
+    return x / (1.0f + vexp(negated));
+}
+
+// out[dim] from a gate and, behind it, an up of dim
+template <class T>
+static void silu_and_multiply_row(const T* gate, T* out, int64_t dim) {
+    const T* up = gate + dim;
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        store(out + d, rounded<T>(silu<T>(load(gate + d))) * load(up + d));
+    for (; d < dim; d++) {
+        float silent = silu<T>(splat(to_float(gate[d])))[0];
+        out[d] = from_float<T>(to_float(from_float<T>(silent)) * to_float(up[d]));
+    }
+}

@@ -1,0 +1,122 @@
+// Products of few rows with weights in oneDNN's packed order, read at the speed of memory.
+//
+// The order (BA16a64b2a in oneDNN's words; weights.py checks that it is this one): strips of 64 outputs, padded
+// with zeros; within a strip, pairs of inputs follow each other, each with the pair's two weights of all 64
+// outputs. So a strip is one run of memory, and a 64-byte line holds what VDPBF16PS wants: 16 outputs' pairs.
+#pragma once
+
+#include <algorithm>
+
+#include "vec.h"
+
+constexpr int STRIP = 64;
+constexpr int LINES = 4;          // 64-byte lines that a pair of inputs takes in a strip
+constexpr int MAX_ROWS = 64;      // beyond, the product is bound by arithmetic and oneDNN is as good
+constexpr int GROUP = 6;          // rows x LINES accumulators, the weights and an input fit in 32 registers
+constexpr int CHUNK = 64;         // pairs of inputs (16 kB of weights) that stay in L1 while all rows pass
+constexpr int AHEAD = 4096;       // bytes: how far ahead a single group asks for weights
+
+struct Strips {
+    const char* data;
+    const bf16* bias;  // [n], or null
+    int64_t n, k;      // k is even
+
+    int64_t bytes_of_strip() const { return (k + 31) / 32 * 32 * STRIP * int64_t(sizeof(bf16)); }
+    int64_t count() const { return (n + STRIP - 1) / STRIP; }
+};
+
+#if STEMMA_BF16_DOT
+// acc[r][16 j ..] (+)= x[r] . w for R rows, J lines of 16 outputs and `pairs` pairs of inputs; asks for lines
+// [ahead_begin, ahead_end) of each pair from `ahead` on.
+template <int R, int J>
+static inline void dot_tile(const char* w, const bf16* x, int64_t x_stride, int64_t pairs, float* acc, bool first,
+                            const char* ahead, int ahead_begin, int ahead_end) {
+    __m512 sum[R][J];
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++)
+            sum[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * STRIP + 16 * j);
+    for (int64_t i = 0; i < pairs; i++, w += 64 * LINES, ahead += 64 * LINES) {
+        for (int line = ahead_begin; line < ahead_end; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
+        __m512bh weights[J];
+        for (int j = 0; j < J; j++) weights[j] = (__m512bh)_mm512_loadu_si512(w + 64 * j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * x_stride + 2 * i, sizeof pair);
+            __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], weights[j], inputs);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int j = 0; j < J; j++) _mm512_storeu_ps(acc + r * STRIP + 16 * j, sum[r][j]);
+}
+
+template <int J>
+static void dot_group(int rows, const char* w, const bf16* x, int64_t x_stride, int64_t pairs, float* acc,
+                      bool first, const char* ahead, int ahead_begin, int ahead_end) {
+#define CASE(R) \
+    case R: return dot_tile<R, J>(w, x, x_stride, pairs, acc, first, ahead, ahead_begin, ahead_end);
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+
+// acc[rows][STRIP]: the products of `rows` <= MAX_ROWS rows with J lines of a strip, from line `line` on.
+template <int J>
+static void dot_lines(const Strips& w, int64_t strip, int line, const bf16* x, int64_t x_stride, int rows,
+                      float* acc) {
+    const char* data = w.data + strip * w.bytes_of_strip() + 64 * line;
+    int64_t pairs = w.k / 2;
+    if (rows <= GROUP) return dot_group<J>(rows, data, x, x_stride, pairs, acc, true, data + AHEAD, 0, J);
+    int groups = (rows + GROUP - 1) / GROUP;
+    for (int64_t done = 0; done < pairs; done += CHUNK) {
+        int64_t now = std::min<int64_t>(CHUNK, pairs - done);
+        for (int g = 0; g < groups; g++) {  // the groups share the asking for the next chunk
+            int begin = rows * g / groups, end = rows * (g + 1) / groups, sharing = std::min(groups, J);
+            int ahead_begin = g < sharing ? J * g / sharing : J, ahead_end = g < sharing ? J * (g + 1) / sharing : J;
+            dot_group<J>(end - begin, data + done * 64 * LINES, x + begin * x_stride + 2 * done, x_stride, now,
+                         acc + begin * STRIP, done == 0, data + (done + now) * 64 * LINES, ahead_begin, ahead_end);
+        }
+    }
+}
+
+// Into how many parts a strip is cut, so that `threads` threads all have work.
+static inline int parts_of_strip(int64_t strips, int threads) {
+    int parts = 1;
+    while (parts < LINES && strips * parts < 4 * threads) parts *= 2;
+    return parts;
+}
+
+// Piece `piece` of strips * parts: sums for outputs [begin, begin + width) into acc[rows][STRIP].
+struct Outputs {
+    int64_t begin;
+    int width;
+};
+static inline Outputs dot_piece(const Strips& w, int64_t piece, int parts, const bf16* x, int64_t x_stride,
+                                int rows, float* acc) {
+    int64_t strip = piece / parts;
+    int lines = LINES / parts, line = int(piece % parts) * lines;
+    if (lines == 4) dot_lines<4>(w, strip, line, x, x_stride, rows, acc);
+    if (lines == 2) dot_lines<2>(w, strip, line, x, x_stride, rows, acc);
+    if (lines == 1) dot_lines<1>(w, strip, line, x, x_stride, rows, acc);
+    int64_t begin = strip * STRIP + 16 * line;
+    int width = int(std::max<int64_t>(0, std::min<int64_t>(16 * lines, w.n - begin)));
+    if (w.bias)
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < width; i++) acc[r * STRIP + i] += to_float(w.bias[begin + i]);
+    return {begin, width};
+}
+
+// Round a row of sums to bf16.
+static inline void put(const float* acc, int width, bf16* out) {
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) store(out + i, load(acc + i));
+    for (; i < width; i++) out[i] = from_float<bf16>(acc[i]);
+}
+
+// Row `id` of a packed weight, taken out again into out[k].
+static void take_row(const Strips& w, int64_t id, bf16* out) {
+    const char* at = w.data + id / STRIP * w.bytes_of_strip() + id % STRIP * 4;
+    for (int64_t pair = 0; pair < w.k / 2; pair++) std::memcpy(out + 2 * pair, at + pair * 64 * LINES, 4);
+}
+#endif
