@@ -119,7 +119,7 @@ def test_a_late_read_is_late_and_its_bytes_never_reach_the_caller(
     assert store.counters.reasons["late"] == 64  # one batch was asked, the rest wasn't
     assert store.status().circuit is Circuit.OPEN
     backend.gate.set()
-    _until(lambda: store._staging.num_taken == 0)
+    _until(lambda: store._staging.slots.num_taken == 0)
     assert mine == [bytearray(BLOCK_BYTES)] * 80
 
 
@@ -205,7 +205,7 @@ def test_no_space_is_tried_again_and_then_reported(backend: FaultyBackend, clock
     backend.full_for = 4
     assert store.put_many(chain("b", 2)) == [PutResult.NO_SPACE] * 2
     assert store.counters.reasons["no_space"] == 2
-    assert store._staging.num_taken == 0
+    assert store._staging.slots.num_taken == 0
 
 
 def test_absent_keys_are_not_asked_for_again_at_once(backend: FaultyBackend, clock: Clock) -> None:
@@ -258,7 +258,7 @@ def test_a_missing_answer_is_a_failed_call(backend: FaultyBackend, clock: Clock)
 
 def test_slots_held_by_stuck_calls_make_reads_late_not_stuck(backend: FaultyBackend, clock: Clock) -> None:
     store = store_over(backend, clock, staging=1)
-    assert store._staging.num_slots == 2
+    assert store._staging.slots.size == 2
     blocks = chain("a", 6)
     assert store.put_many(blocks) == [PutResult.STORED] * 6
     assert read(store, keys(blocks)) == [ReadResult.HIT] * 6
@@ -309,6 +309,30 @@ def test_a_late_read_into_registered_memory_is_waited_for(tmp_path: Path, clock:
     backend.gate.set()
     reader.join()
     assert results == [[ReadResult.LATE]]
+    _until(lambda: store._staging.headers.num_taken == 0)
+
+
+def test_batches_of_registered_memory_dont_depend_on_slots(tmp_path: Path, clock: Clock) -> None:
+    backend = FaultyBackend(open_backend({"path": str(tmp_path)}))
+    backend.zero_copy = True
+    store = store_over(backend, clock, staging=1)
+    assert store._staging.slots.size == 2
+    arena = memoryview(np.zeros(100 * BLOCK_BYTES, dtype=np.uint8))
+    store.register(arena)
+    places = [arena[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] for at in range(100)]
+    blocks = chain("a", 100)
+    for block, place in zip(blocks, places, strict=True):
+        place[:] = block.data
+    puts = [BlockPut(b.key, b.parent, place) for b, place in zip(blocks, places, strict=True)]
+    assert store.put_many(puts) == [PutResult.STORED] * 100
+    arena[:] = bytes(len(arena))
+    calls: list[int] = []
+    get_many = backend.inner.get_many
+    backend.inner.get_many = lambda names, into: (calls.append(len(names)), get_many(names, into))[1]  # type: ignore[method-assign]
+    assert store.get_many(keys(blocks), places) == [ReadResult.HIT] * 100
+    assert [bytes(place) for place in places] == [bytes_of(key) for key in keys(blocks)]
+    assert calls == [64, 36]
+    assert store._staging.headers.num_taken == 0
 
 
 def _until(condition: object) -> None:

@@ -11,7 +11,8 @@ first (docs/log.md). Callers that want more overlap call from several threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from stemma.memory.pool.envelope import damage
 from stemma.memory.pool.guard import Guard
 from stemma.memory.pool.keys import PoolKeys
 from stemma.memory.pool.registered import RegisteredMemory
-from stemma.memory.pool.staging import Slot, Staging
+from stemma.memory.pool.staging import Staging
 from stemma.memory.store import ReadResult
 from stemma.types import BlockKey
 
@@ -32,6 +33,10 @@ BATCH_BLOCKS = 64
 FAILED_FOR_S = 5.0
 ABSENT_FOR_S = 0.5
 """How long the negative cache keeps a key that couldn't be read, or wasn't there."""
+
+
+_PARALLEL_BYTES = 8 * 2**20
+"""From here on it pays to wake a second thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Reader:
         self._staging = staging
         self._registered = registered
         self._absent = absent
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-pool-check")
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
         """Read each key into its buffer; after a late batch the rest is late, unasked."""
@@ -83,16 +89,24 @@ class Reader:
         if not self._guard.admits():
             self._guard.count_reason("circuit_open", len(waiting))
             return [ReadResult.ERROR] * len(waiting)
-        slots = self._staging.take(min(BATCH_BLOCKS, len(waiting)), self._guard.deadline_s)
-        if not slots:  # all are held by calls that don't come back
+        batch = waiting[:BATCH_BLOCKS]
+        direct = all(self._registered.covers(wanted.into) for wanted in batch)
+        give: Callable[[], None]
+        parts: list[Parts]
+        if direct:
+            headers = self._staging.headers.take(len(batch), self._guard.deadline_s)
+            give = partial(self._staging.headers.give, headers)
+            values = [(header, wanted.into) for header, wanted in zip(headers, batch, strict=False)]
+            parts = list(values)
+        else:
+            slots = self._staging.slots.take(len(batch), self._guard.deadline_s)
+            give = partial(self._staging.slots.give, slots)
+            values = [(slot.header, slot.payload) for slot in slots]
+            parts = [(slot.whole,) for slot in slots]
+        if not values:  # all room is held by calls that don't come back
             self._guard.count_reason("no_slot", len(waiting))
             return [ReadResult.LATE] * len(waiting)
-        batch = waiting[: len(slots)]
-        direct = all(self._registered.covers(wanted.into) for wanted in batch)
-        parts: list[Parts] = [
-            (slot.header, wanted.into) if direct else (slot.whole,)
-            for wanted, slot in zip(batch, slots, strict=True)
-        ]
+        batch = batch[: len(values)]
         call = self._guard.start(self._guard.backend.get_many, [wanted.name for wanted in batch], parts)
         answer = self._guard.finish(call, len(batch), settle=direct)
         try:
@@ -100,26 +114,40 @@ class Reader:
                 return [ReadResult.LATE] * len(waiting)
             if answer.value is None:
                 return [ReadResult.ERROR] * len(batch)
-            return self._take(batch, slots, answer.value, direct=direct)
+            return self._take(batch, values, answer.value, direct=direct)
         finally:
-            call.when_over(partial(self._staging.give, slots))
+            call.when_over(give)
 
     def _take(
-        self, batch: list[_Wanted], slots: list[Slot], found: list[ReadResult], *, direct: bool
+        self,
+        batch: list[_Wanted],
+        values: list[tuple[memoryview, memoryview]],
+        found: list[ReadResult],
+        *,
+        direct: bool,
     ) -> list[ReadResult]:
-        """Check each block and copy it to its place; remove what is spoiled."""
-        results: list[ReadResult] = []
-        for wanted, slot, result in zip(batch, slots, found, strict=True):
-            payload = wanted.into if direct else slot.payload
-            checked = self._checked(wanted.name, slot.header, payload, result)
-            if checked is ReadResult.HIT and not direct:
-                # Not a slice assignment: numpy lets other threads run meanwhile.
-                np.copyto(np.frombuffer(wanted.into, np.uint8), np.frombuffer(payload, np.uint8))
-            elif checked in (ReadResult.MISS, ReadResult.CORRUPT):
+        """Check each value, (header, payload), and copy it to its place; remove what is spoiled."""
+
+        def check(part: slice) -> list[ReadResult]:
+            checked = []
+            for wanted, (header, payload), result in zip(batch[part], values[part], found[part], strict=True):
+                checked.append(self._checked(wanted.name, header, payload, result))
+                if checked[-1] is ReadResult.HIT and not direct:
+                    # Not a slice assignment: numpy lets other threads run meanwhile.
+                    np.copyto(np.frombuffer(wanted.into, np.uint8), np.frombuffer(payload, np.uint8))
+            return checked
+
+        # One core doesn't read as fast as memory gives, and no transfer is under way that would be slowed.
+        is_much = sum(payload.nbytes for _, payload in values) >= _PARALLEL_BYTES
+        half = len(batch) // 2 if is_much else 0
+        helped = self._helper.submit(check, slice(half)) if half else None
+        rest = check(slice(half, None))
+        results = [*(helped.result() if helped else ()), *rest]
+        for wanted, result in zip(batch, results, strict=True):
+            if result in (ReadResult.MISS, ReadResult.CORRUPT):
                 self._absent.add(wanted.key, ABSENT_FOR_S)
-            elif checked is ReadResult.ERROR:
+            elif result is ReadResult.ERROR:
                 self._absent.add(wanted.key, FAILED_FOR_S)
-            results.append(checked)
         spoiled = [
             wanted.name for wanted, result in zip(batch, results, strict=True) if result is ReadResult.CORRUPT
         ]

@@ -1,16 +1,24 @@
-"""Preallocated slots for values on their way: a header and, right behind it, one block."""
+"""Preallocated room for values on their way: slots for a header and one block, and for headers alone.
+
+A block in registered memory travels without a copy, so it needs only a header. There are always enough of
+those for whole batches; slots are few where blocks are large (31 of 2 MB in 64 MiB), and small batches lose.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from stemma.memory.pool.envelope import HEADER_BYTES
 
+T = TypeVar("T")
 _ALIGNMENT = 4096
+_NUM_HEADERS = 512
+"""Eight batches of 64: more than there are threads that call a backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +33,21 @@ class Slot:
     """Both, contiguous."""
 
 
-class Staging:
-    """A fixed number of slots; thread-safe. A slot belongs to whoever took it until it is given back."""
+class Room(Generic[T]):
+    """A fixed number of things to take and give back; thread-safe. What is taken belongs to the taker."""
 
-    def __init__(self, capacity_bytes: int, block_bytes: int) -> None:
-        stride = -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT) * _ALIGNMENT
-        self.num_slots = max(2, capacity_bytes // stride)
-        raw = np.empty(self.num_slots * stride + _ALIGNMENT, dtype=np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
-        self.memory = raw[start : start + self.num_slots * stride].data
-        """All slots, for `PoolBackend.register`."""
-        self._free = [self._slot(index * stride, block_bytes) for index in range(self.num_slots)]
+    def __init__(self, free: list[T]) -> None:
+        self.size = len(free)
+        self._free = free
         self._changed = threading.Condition()
 
     @property
     def num_taken(self) -> int:
-        """Slots in use now."""
-        return self.num_slots - len(self._free)
+        """Things in use now."""
+        return self.size - len(self._free)
 
-    def take(self, at_most: int, timeout_s: float) -> list[Slot]:
-        """Return 1 to `at_most` slots as soon as there is one, or none if that takes too long."""
+    def take(self, at_most: int, timeout_s: float) -> list[T]:
+        """Return 1 to `at_most` as soon as there is one, or none if that takes too long."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._free:
@@ -55,11 +58,27 @@ class Staging:
             del self._free[-at_most:]
             return taken
 
-    def give(self, slots: list[Slot]) -> None:
-        """Give slots back."""
+    def give(self, things: list[T]) -> None:
+        """Give things back."""
         with self._changed:
-            self._free.extend(slots)
+            self._free.extend(things)
             self._changed.notify_all()
+
+
+class Staging:
+    """All the memory that values are staged in."""
+
+    def __init__(self, capacity_bytes: int, block_bytes: int) -> None:
+        stride = -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT) * _ALIGNMENT
+        num_slots = max(2, capacity_bytes // stride)
+        num_bytes = num_slots * stride + _NUM_HEADERS * HEADER_BYTES
+        raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        self.memory = raw[start : start + num_bytes].data
+        """All slots and headers, for `PoolBackend.register`."""
+        self.slots = Room([self._slot(at * stride, block_bytes) for at in range(num_slots)])
+        ends = range(num_slots * stride + HEADER_BYTES, num_bytes + 1, HEADER_BYTES)
+        self.headers = Room([self.memory[end - HEADER_BYTES : end] for end in ends])
 
     def _slot(self, start: int, block_bytes: int) -> Slot:
         whole = self.memory[start : start + HEADER_BYTES + block_bytes]

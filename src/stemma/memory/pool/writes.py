@@ -7,7 +7,7 @@ was reused stores a value that fails its check, not a wrong block. Blocks in reg
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ from stemma.memory.pool.guard import Guard
 from stemma.memory.pool.keys import PoolKeys
 from stemma.memory.pool.reads import BATCH_BLOCKS
 from stemma.memory.pool.registered import RegisteredMemory
-from stemma.memory.pool.staging import Slot, Staging
+from stemma.memory.pool.staging import Staging
 from stemma.memory.store import BlockPut, PutResult
 from stemma.types import BlockKey
 
@@ -35,7 +35,6 @@ class _Write:
     key: BlockKey
     name: str
     parts: Parts
-    slot: Slot
 
 
 class Writer:
@@ -60,28 +59,35 @@ class Writer:
         results: list[PutResult] = []
         while len(results) < len(blocks):
             rest = blocks[len(results) :]
-            slots = self._staging.take(min(BATCH_BLOCKS, len(rest)), self._guard.deadline_s)
-            if not slots:
+            batch, give = self._sealed(rest[:BATCH_BLOCKS])
+            if not batch:
                 self._guard.count_reason("no_slot", len(rest))
                 return results + [PutResult.DROPPED] * len(rest)
-            batch = [self._sealed(block, slot) for block, slot in zip(rest, slots, strict=False)]
-            stored, late = self._store(batch)
+            stored, late = self._store(batch, give)
             results += stored
             if late:
                 return results + [PutResult.ERROR] * (len(blocks) - len(results))
         return results
 
-    def _sealed(self, block: BlockPut, slot: Slot) -> _Write:
-        name = self._names.own(block.key)
-        if self._registered.covers(block.data):
-            seal(name, block.data, slot.header)
-            return _Write(block.key, name, (slot.header, block.data), slot)
-        np.copyto(np.frombuffer(slot.payload, np.uint8), np.frombuffer(block.data, np.uint8))
-        seal(name, slot.payload, slot.header)
-        return _Write(block.key, name, (slot.whole,), slot)
+    def _sealed(self, blocks: Sequence[BlockPut]) -> tuple[list[_Write], Callable[[], None]]:
+        """Give the first few of `blocks`, or none, a header; also return what gives up the room they take."""
+        names = [self._names.own(block.key) for block in blocks]
+        batch: list[_Write] = []
+        if all(self._registered.covers(block.data) for block in blocks):
+            headers = self._staging.headers.take(len(blocks), self._guard.deadline_s)
+            for block, name, header in zip(blocks, names, headers, strict=False):
+                seal(name, block.data, header)
+                batch.append(_Write(block.key, name, (header, block.data)))
+            return batch, partial(self._staging.headers.give, headers)
+        slots = self._staging.slots.take(len(blocks), self._guard.deadline_s)
+        for block, name, slot in zip(blocks, names, slots, strict=False):
+            np.copyto(np.frombuffer(slot.payload, np.uint8), np.frombuffer(block.data, np.uint8))
+            seal(name, slot.payload, slot.header)
+            batch.append(_Write(block.key, name, (slot.whole,)))
+        return batch, partial(self._staging.slots.give, slots)
 
-    def _store(self, batch: list[_Write]) -> tuple[list[PutResult], bool]:
-        """Put one batch and give its slots back; return the results, and whether it was late.
+    def _store(self, batch: list[_Write], give: Callable[[], None]) -> tuple[list[PutResult], bool]:
+        """Put one batch and give its room back; return the results, and whether it was late.
 
         Blocks for which there was no space are tried again: Mooncake evicts in the background.
         """
@@ -99,7 +105,7 @@ class Writer:
             )
             answer = self._guard.finish(call, len(some))
             if answer.value is None:
-                call.when_over(partial(self._staging.give, [write.slot for write in batch]))
+                call.when_over(give)
                 return results, answer.late
             for at, result in zip(waiting, answer.value, strict=True):
                 results[at] = result
@@ -109,5 +115,5 @@ class Writer:
             if not waiting:
                 break
         self._guard.count_reason("no_space", results.count(PutResult.NO_SPACE))
-        self._staging.give([write.slot for write in batch])
+        give()
         return results, False
