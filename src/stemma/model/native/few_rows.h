@@ -94,9 +94,12 @@ class FewRows {
     void multiply(const Strips& w, const bf16* x, int64_t rows, bf16* out) {
         int parts = parts_of_strip(w.count(), a_.threads);
         team_.share(w.count() * parts, [&](int64_t piece) {
-            alignas(64) float acc[MAX_ROWS * STRIP];
-            Outputs o = dot_piece(w, piece, parts, x, w.k, int(rows), acc);
-            for (int64_t r = 0; r < rows; r++) put(acc + r * STRIP, o.width, out + r * w.n + o.begin);
+            alignas(64) float acc[BLOCK_ROWS * STRIP];
+            for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+                int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
+                Outputs o = dot_piece(w, piece, parts, x + first * w.k, w.k, count, acc);
+                for (int r = 0; r < count; r++) put(acc + r * STRIP, o.width, out + (first + r) * w.n + o.begin);
+            }
         });
     }
 
@@ -106,13 +109,17 @@ class FewRows {
         int parts = half % STRIP ? LINES : parts_of_strip(half / STRIP, a_.threads);
         int64_t pieces = half * parts / STRIP;
         team_.share(pieces, [&](int64_t piece) {
-            alignas(64) float gates[MAX_ROWS * STRIP], ups[MAX_ROWS * STRIP];
+            alignas(64) float gates[BLOCK_ROWS * STRIP], ups[BLOCK_ROWS * STRIP];
             alignas(64) bf16 pair[2 * STRIP];
-            Outputs o = dot_piece(w, piece, parts, room_.normed, w.k, int(rows), gates);
-            dot_piece(w, pieces + piece, parts, room_.normed, w.k, int(rows), ups);
-            for (int64_t r = 0; r < rows; r++) {
-                put(gates + r * STRIP, o.width, pair), put(ups + r * STRIP, o.width, pair + o.width);
-                silu_and_multiply_row(pair, room_.activated + r * half + o.begin, o.width);
+            for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+                int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
+                const bf16* x = room_.normed + first * w.k;
+                Outputs o = dot_piece(w, piece, parts, x, w.k, count, gates);
+                dot_piece(w, pieces + piece, parts, x, w.k, count, ups);
+                for (int r = 0; r < count; r++) {
+                    put(gates + r * STRIP, o.width, pair), put(ups + r * STRIP, o.width, pair + o.width);
+                    silu_and_multiply_row(pair, room_.activated + (first + r) * half + o.begin, o.width);
+                }
             }
         });
     }

@@ -21,8 +21,8 @@ from stemma.model.weights import LinearFunction, PackedProduct
 if TYPE_CHECKING:
     from stemma.model.native.fused import FusedLayer
 
-MAX_ROWS = 64
-"""`MAX_ROWS` of strips.h: with more tokens a product is bound by arithmetic, and oneDNN's is as good."""
+MAX_ROWS = 128
+"""With more tokens products are bound by arithmetic alone, and oneDNN's are as good."""
 
 
 class FewRows:

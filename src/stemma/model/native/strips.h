@@ -11,10 +11,12 @@
 
 constexpr int STRIP = 64;
 constexpr int LINES = 4;          // 64-byte lines that a pair of inputs takes in a strip
-constexpr int MAX_ROWS = 64;      // beyond, the product is bound by arithmetic and oneDNN is as good
+constexpr int BLOCK_ROWS = 64;    // rows whose sums for one strip are kept at a time (16 kB)
 constexpr int GROUP = 6;          // rows x LINES accumulators, the weights and an input fit in 32 registers
-constexpr int CHUNK = 64;         // pairs of inputs (16 kB of weights) that stay in L1 while all rows pass
-constexpr int AHEAD = 4096;       // bytes: how far ahead a single group asks for weights
+constexpr int AHEAD = 4096;       // bytes: how far ahead a stream of weights is asked for
+constexpr int STREAM_PAIRS = 32;  // with two groups: pairs that the second reads after the first, from L1
+constexpr int SOME_ROWS = 32;     // up to here memory is the limit, beyond it arithmetic
+constexpr int SOME_PAIRS = 64, MANY_PAIRS = 128;  // chunks that stay in L1 while more groups pass
 
 struct Strips {
     const char* data;
@@ -31,13 +33,17 @@ struct Strips {
 template <int R, int J>
 static inline void dot_tile(const char* w, const bf16* x, int64_t x_stride, int64_t pairs, float* acc, bool first,
                             const char* ahead, int ahead_begin, int ahead_end) {
-    __m512 sum[R][J];
-    for (int r = 0; r < R; r++)
+    __m512 sum[R][J];  // unrolled throughout, or the compiler keeps a copy in memory
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
         for (int j = 0; j < J; j++)
             sum[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * STRIP + 16 * j);
+    }
     for (int64_t i = 0; i < pairs; i++, w += 64 * LINES, ahead += 64 * LINES) {
         for (int line = ahead_begin; line < ahead_end; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
         __m512bh weights[J];
+#pragma GCC unroll 4
         for (int j = 0; j < J; j++) weights[j] = (__m512bh)_mm512_loadu_si512(w + 64 * j);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -48,8 +54,11 @@ static inline void dot_tile(const char* w, const bf16* x, int64_t x_stride, int6
             for (int j = 0; j < J; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], weights[j], inputs);
         }
     }
-    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
         for (int j = 0; j < J; j++) _mm512_storeu_ps(acc + r * STRIP + 16 * j, sum[r][j]);
+    }
 }
 
 template <int J>
@@ -61,21 +70,24 @@ static void dot_group(int rows, const char* w, const bf16* x, int64_t x_stride, 
 #undef CASE
 }
 
-// acc[rows][STRIP]: the products of `rows` <= MAX_ROWS rows with J lines of a strip, from line `line` on.
+// acc[rows][STRIP]: the products of `rows` <= BLOCK_ROWS rows with J lines of a strip, from line `line` on.
 template <int J>
 static void dot_lines(const Strips& w, int64_t strip, int line, const bf16* x, int64_t x_stride, int rows,
                       float* acc) {
     const char* data = w.data + strip * w.bytes_of_strip() + 64 * line;
     int64_t pairs = w.k / 2;
-    if (rows <= GROUP) return dot_group<J>(rows, data, x, x_stride, pairs, acc, true, data + AHEAD, 0, J);
     int groups = (rows + GROUP - 1) / GROUP;
-    for (int64_t done = 0; done < pairs; done += CHUNK) {
-        int64_t now = std::min<int64_t>(CHUNK, pairs - done);
-        for (int g = 0; g < groups; g++) {  // the groups share the asking for the next chunk
-            int begin = rows * g / groups, end = rows * (g + 1) / groups, sharing = std::min(groups, J);
-            int ahead_begin = g < sharing ? J * g / sharing : J, ahead_end = g < sharing ? J * (g + 1) / sharing : J;
-            dot_group<J>(end - begin, data + done * 64 * LINES, x + begin * x_stride + 2 * done, x_stride, now,
-                         acc + begin * STRIP, done == 0, data + (done + now) * 64 * LINES, ahead_begin, ahead_end);
+    bool streams = groups <= 2;  // the first group asks for what it will read itself, else all for the next chunk
+    int64_t chunk = groups == 1 ? pairs : streams ? STREAM_PAIRS : rows <= SOME_ROWS ? SOME_PAIRS : MANY_PAIRS;
+    int sharing = streams ? 1 : std::min(groups, J);
+    for (int64_t done = 0; done < pairs; done += chunk) {
+        int64_t now = std::min(chunk, pairs - done);
+        const char *here = data + done * 64 * LINES, *ahead = here + (streams ? AHEAD : now * 64 * LINES);
+        for (int g = 0; g < groups; g++) {
+            int begin = rows * g / groups, end = rows * (g + 1) / groups;
+            int from = g < sharing ? J * g / sharing : J, to = g < sharing ? J * (g + 1) / sharing : J;
+            dot_group<J>(end - begin, here, x + begin * x_stride + 2 * done, x_stride, now, acc + begin * STRIP,
+                         done == 0, ahead, from, to);
         }
     }
 }
