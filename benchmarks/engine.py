@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
+from stemma.config.sizes import parse_size
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import EngineParts, build_engine, make_index
 from stemma.engine.engine import Engine
@@ -32,6 +33,7 @@ from stemma.engine.runner import Runner
 from stemma.engine.sampling_params import SamplingParams
 from stemma.memory.cache import PrefixCache
 from stemma.memory.device import DeviceKV
+from stemma.memory.process import peak_bytes, resident_bytes
 from stemma.model.batch import ForwardBatch
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray
@@ -40,6 +42,7 @@ CONTEXT = 2048
 NUM_NEW = 32
 KV_CACHE_MEMORY = "600MB"
 MEMORY_PROBE_BUDGET = "256MB"
+MEMORY_FLAGS = ("memory-limit", "kv-cache-memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +249,20 @@ def _read_bandwidth_gb_s() -> float:
     return data.numel() * 8 / best / 1e6
 
 
-def memory_probe(path: Path) -> None:
-    """Serve 1,000 requests in this process and print, as JSON, what memory they took."""
-    before = _resident_bytes()
-    parts = build_engine(engine_settings(path, kv_cache_memory=MEMORY_PROBE_BUDGET))
+def memory_probe(path: Path, *, is_limit: bool) -> None:
+    """Serve 1,000 requests in this process and print, as JSON, what memory they took.
+
+    The budget is said as what the process may take beside libraries and weights (`memory_limit`), or as what
+    KV alone gets (`kv_cache_memory`).
+    """
+    libraries = resident_bytes()
+    budget = parse_size(MEMORY_PROBE_BUDGET)
+    weight_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    limit = libraries + weight_bytes + budget
+    sizes: dict[str, int] = {"memory_limit": limit} if is_limit else {"kv_cache_memory": budget}
+    parts = build_engine(engine_settings(path, **sizes))
+    loaded, loading_peak = resident_bytes(), peak_bytes()
     rng = np.random.default_rng(0)
-    loaded = _resident_bytes()
-    _reset_peak()
     for i in range(1000):
         tokens = rng.integers(3, VOCAB_SIZE - 64, int(rng.integers(4, 20))).astype(np.int32)
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -260,40 +270,23 @@ def memory_probe(path: Path) -> None:
     while parts.engine.has_work:
         parts.engine.step()
     parts.engine.check()
-    budget = parts.engine.cache.num_blocks * parts.model.layout(parts.engine.cache.block_size).block_bytes
+    kv_bytes = parts.engine.cache.num_blocks * parts.model.layout(parts.engine.cache.block_size).block_bytes
     figures = {
-        "before_bytes": before,
+        "libraries_bytes": libraries,
         "loaded_bytes": loaded,
-        "peak_bytes": _peak_bytes(),
-        "weight_bytes": parts.model.weight_bytes,
+        "loading_peak_bytes": loading_peak,
+        "peak_bytes": peak_bytes(),
+        "weight_bytes": weight_bytes,
         "budget_bytes": budget,
+        "kv_bytes": kv_bytes,
         "num_evicted_blocks": parts.engine.stats().num_evicted_blocks,
     }
     print(json.dumps(figures))
 
 
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def _resident_bytes() -> int:
-    return _status_bytes("VmRSS")
-
-
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> dict[str, int]:
+def peak_memory(flag: str) -> dict[str, int]:
     """Run the memory probe in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.engine", "--memory-probe"]
+    command = [sys.executable, "-m", "benchmarks.engine", "--memory-probe", flag]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -312,12 +305,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds instead of seven")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=[*PARTS, "memory"], help="one part of the table")
-    parser.add_argument("--memory-probe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-probe", choices=MEMORY_FLAGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     path = half_billion_checkpoint()
     if options.memory_probe:
-        memory_probe(path)
+        memory_probe(path, is_limit=options.memory_probe == "memory-limit")
         return
     rows: list[Row] = []
     figures: dict[str, Any] = {"threads": options.threads, "torch": torch.__version__}
@@ -333,8 +326,9 @@ def main() -> None:
         figures["rows"] = [asdict(row) | {"ratio": row.ratio} for row in rows]
         del bench
     if options.only in (None, "memory"):
-        figures["memory"] = peak_memory()
-        _print_memory(figures["memory"])
+        figures["memory"] = {flag: peak_memory(flag) for flag in MEMORY_FLAGS}
+        for flag, taken in figures["memory"].items():
+            _print_memory(flag, taken)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -347,13 +341,15 @@ def _print_row(row: Row) -> None:
     )
 
 
-def _print_memory(figures: dict[str, int]) -> None:
+def _print_memory(flag: str, figures: dict[str, int]) -> None:
+    mb = {name: f"{value / 1e6:.0f} MB" for name, value in figures.items()}
     allowed = figures["weight_bytes"] + figures["budget_bytes"]
-    taken = figures["peak_bytes"] - figures["before_bytes"]
+    taken = figures["peak_bytes"] - figures["libraries_bytes"]
     print(
-        f"peak memory of 1,000 requests: {taken / 1e6:.0f} MB over the bare process, weights "
-        f"{figures['weight_bytes'] / 1e6:.0f} MB + budget {figures['budget_bytes'] / 1e6:.0f} MB = "
-        f"{allowed / 1e6:.0f} MB, ratio {taken / allowed:.3f}; {figures['num_evicted_blocks']} blocks evicted"
+        f"peak memory of 1,000 requests, --{flag}: {taken / 1e6:.0f} MB over the libraries' "
+        f"{mb['libraries_bytes']}; weights {mb['weight_bytes']} + budget {mb['budget_bytes']}, of which KV "
+        f"{mb['kv_bytes']}; ratio {taken / allowed:.3f}; {mb['loaded_bytes']} when loaded, at most "
+        f"{mb['loading_peak_bytes']} while loading; {figures['num_evicted_blocks']} blocks evicted"
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stemma.config.sizes import ByteSize
 
@@ -75,6 +75,9 @@ class CacheSettings(SettingsModel):
     """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
+    memory_limit: ByteSize | None = Field(default=None, gt=0)
+    """On CPU, instead of both: what the whole process may take. KV gets what libraries, weights and steps
+    leave; a step of the largest size is run at the start to see what it needs."""
     index: Literal["radix", "hash"] = "radix"
     """How prefixes are found: a radix tree, or a table of chained hashes."""
     eviction: str = "hazard"
@@ -87,6 +90,12 @@ class CacheSettings(SettingsModel):
     """Append each finished request to this file, as salted hashes without text, for `stemma replay`."""
     pool: PoolSettings | None = None
     """None: no pool; one can be attached while the server runs."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.memory_limit is not None and self.kv_cache_memory is not None:
+            raise ValueError("give memory_limit or kv_cache_memory, not both: the limit decides what KV gets")
+        return self
 
 
 class TierSettings(SettingsModel):

@@ -16,10 +16,12 @@ from stemma.engine.pool import EnginePool
 from stemma.engine.request import Limits
 from stemma.engine.runner import Runner
 from stemma.engine.trace_log import TraceLog
+from stemma.engine.working_memory import MemoryPlan, plan_memory
 from stemma.errors import ConfigError
 from stemma.memory.cache import PrefixCache
-from stemma.memory.device import DeviceKV
+from stemma.memory.device import DeviceKV, num_blocks_for
 from stemma.memory.device_copy import DeviceCopy
+from stemma.memory.process import trim_heap
 from stemma.memory.sizing import num_device_blocks
 from stemma.memory.tiers import open_tiers
 from stemma.model.causal_lm import CausalLM
@@ -60,8 +62,15 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     check_role(settings)
     model = load_model(settings.model, progress)
     tokenizer = Tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
+    trim_heap()
     layout = model.layout(settings.cache.block_size)
-    kv = DeviceKV(layout, num_device_blocks(settings.cache, layout, model.device), model.device)
+    memory: MemoryPlan | None = None
+    if settings.cache.memory_limit is not None:
+        memory = plan_memory(settings.cache.memory_limit, model, settings)
+        num_blocks = num_blocks_for(layout, memory.kv_bytes)
+    else:
+        num_blocks = num_device_blocks(settings.cache, layout, model.device)
+    kv = DeviceKV(layout, num_blocks, model.device)
     key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function())
@@ -95,6 +104,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         drafter=make_drafter(settings.speculation, cache.continuation),
         trace_log=open_trace_log(settings.cache),
         queue=open_queue(settings, model.device),
+        memory=memory,
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)

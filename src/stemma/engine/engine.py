@@ -20,6 +20,7 @@ from stemma.engine.runner import Runner
 from stemma.engine.sampling import Sampled, Sampler, SamplingState
 from stemma.engine.scheduler import Drafter, Scheduler
 from stemma.engine.trace_log import TraceLog
+from stemma.engine.working_memory import MemoryPlan
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
 from stemma.memory.cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
@@ -47,8 +48,12 @@ class Engine:
         drafter: Drafter | None = None,
         trace_log: TraceLog | None = None,
         queue: WorkQueue | None = None,
+        memory: MemoryPlan | None = None,
     ) -> None:
-        """`queue`: where steps run beside the host, so that they overlap; None: each in its turn."""
+        """`queue`: where steps run beside the host, so that they overlap; None: each in its turn.
+
+        `memory`: how the process keeps to a limit; None: it has none.
+        """
         self.cache = cache
         self.limits = limits
         self.runner = runner
@@ -58,8 +63,16 @@ class Engine:
         self._drafter = drafter
         self._trace_log = trace_log
         self._sampler = Sampler()
-        self._scheduler = Scheduler(settings, cache, limits, drafter=drafter, on_start=self._on_start)
+        self._scheduler = Scheduler(
+            settings,
+            cache,
+            limits,
+            drafter=drafter,
+            max_draft_tokens=None if memory is None else memory.max_draft_tokens,
+            on_start=self._on_start,
+        )
         self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
+        self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
         self._num_prompt_tokens = 0
@@ -125,6 +138,8 @@ class Engine:
         Where steps overlap: launch one, and return what the step launched by the call before this did.
         """
         start_s = self._clock()
+        if self._heap_guard is not None:
+            self._heap_guard.check()
         ahead = self._ahead
         flight = ahead.flight if ahead is not None else None
         plan = self._scheduler.schedule(is_ahead=flight is not None)

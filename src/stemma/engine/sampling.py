@@ -28,7 +28,7 @@ from stemma.engine.sampling_params import SamplingParams
 
 _UNIFORMS_PER_CHUNK = 64
 _CPU_ELEMENTS = 1 << 20
-"""Logits drawn from in one go on CPU: intermediate results of a larger batch would leave the cache."""
+"""Logits drawn from in one go on CPU: copies of more would take memory and leave the processor's cache."""
 _MASK_64 = (1 << 64) - 1
 
 
@@ -168,9 +168,21 @@ class Sampler:
         assert len(rows) == logits.shape[0]
         if not rows:
             return Sampled([], [])
-        processed = _with_masks_and_penalties(logits, rows)
-        token_ids = _choose(processed, rows)
-        return Sampled(token_ids, _logprobs(logits, rows, token_ids))
+        result = Sampled([], [])
+        at_once = rows_at_once(logits)
+        for start in range(0, len(rows), at_once):
+            own, some = logits[start : start + at_once], rows[start : start + at_once]
+            token_ids = _choose(_with_masks_and_penalties(own, some), some)
+            result.token_ids.extend(token_ids)
+            result.logprobs.extend(_logprobs(own, some, token_ids))
+        return result
+
+
+def rows_at_once(logits: torch.Tensor) -> int:
+    """Return how many rows of logits [L, V] the sampler looks at, and copies, in one go."""
+    if logits.device.type != "cpu":
+        return max(1, logits.shape[0])
+    return max(1, _CPU_ELEMENTS // logits.shape[1])
 
 
 def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
@@ -233,9 +245,8 @@ def _choose(logits: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
     wide = [i for i in drawn if i not in few]
     if narrow:
         wide += _draw_narrow(logits, rows, narrow, tokens)
-    at_once = len(wide) if logits.device.type != "cpu" else max(1, _CPU_ELEMENTS // logits.shape[1])
-    for start in range(0, len(wide), max(at_once, 1)):
-        _draw_wide(logits, rows, wide[start : start + at_once], tokens)
+    if wide:
+        _draw_wide(logits, rows, wide, tokens)
     return tokens
 
 

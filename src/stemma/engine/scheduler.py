@@ -60,13 +60,18 @@ class Scheduler:
         limits: Limits,
         *,
         drafter: Drafter | None = None,
+        max_draft_tokens: int | None = None,
         on_start: Callable[[Sequence], None] = lambda _sequence: None,
     ) -> None:
-        """`on_start` is told of each admission, the first and those after preemptions."""
+        """`on_start` is told of each admission, the first and those after preemptions.
+
+        `max_draft_tokens`: drafted in a step, all sequences together; None: any number.
+        """
         self._settings = settings
         self._cache = cache
         self._limits = limits
         self._drafter = drafter
+        self._max_draft_tokens = settings.max_batch_tokens if max_draft_tokens is None else max_draft_tokens
         self._on_start = on_start
         self._waiting: dict[tuple[int, int], Sequence] = {}
         self._loading: list[Sequence] = []
@@ -148,14 +153,17 @@ class Scheduler:
             decoding = [s for s in decoding if not self._ends_in_flight(s)]
             if decoding and not self._can_decode_ahead(decoding):
                 return []
+        draft_room = self._max_draft_tokens
         for i, sequence in enumerate(decoding):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
             # A draft may not take the row of a sequence behind it.
-            item = self._schedule_decode(sequence, budget - (len(decoding) - i - 1))
+            most_drafted = min(budget - (len(decoding) - i), draft_room)
+            item = self._schedule_decode(sequence, most_drafted)
             if item is not None:
                 plan.append(item)
                 budget -= item.num_tokens
+                draft_room -= len(item.draft)
         for sequence in self._running:
             if sequence.num_unlaunched > 1 and budget:
                 plan.append(item := self._chunk(sequence, budget))
@@ -202,7 +210,7 @@ class Scheduler:
             return False
         return all(s.lease and self._cache.extend(s.lease, s.num_launched + 1) for s in decoding)
 
-    def _schedule_decode(self, sequence: Sequence, budget: int) -> Scheduled | None:
+    def _schedule_decode(self, sequence: Sequence, most_drafted: int) -> Scheduled | None:
         lease = sequence.lease
         assert lease is not None
         if sequence.in_flight is not None:
@@ -211,7 +219,7 @@ class Scheduler:
         draft: tuple[int, ...] = ()
         if self._drafter is not None:
             num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
-            if (most := min(budget, num_left) - 1) > 0:
+            if (most := min(most_drafted, num_left - 1)) > 0:
                 namespace = sequence.state.request.namespace
                 draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
             if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):

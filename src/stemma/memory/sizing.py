@@ -16,6 +16,8 @@ from stemma.memory.layout import KVLayout
 def num_device_blocks(settings: CacheSettings, layout: KVLayout, device: torch.device) -> int:
     """Return the number of blocks for `kv_cache_memory`, or for its fraction of the memory free now.
 
+    `memory_limit` needs a model to try, so `engine/working_memory.py` sees to it.
+
     Call it once the weights are loaded. Raises ConfigError if not even one block fits.
     """
     budget_bytes = settings.kv_cache_memory

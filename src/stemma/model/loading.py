@@ -7,9 +7,7 @@ other state than the KV it shows us.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import sys
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from transformers.utils import logging as hf_logging
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.memory.device import TORCH_DTYPES
+from stemma.memory.process import MappedFiles, large_blocks_apart, trim_heap
 from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
 from stemma.model.cuda import make_cuda_decoder
@@ -66,8 +65,15 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     weight_bytes = sum(p.numel() * p.element_size() for p in hf_model.parameters())
     dtype: torch.dtype = hf_model.dtype
     kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
-    decoder = _make_decoder(hf_model, calls, kernels, lambda share: report("packing weights", share))
-    _give_back_memory()
+    checkpoint = MappedFiles(path.glob("*.safetensors"))
+
+    def packing(share: float) -> None:
+        checkpoint.drop_pages()  # or memory would hold every weight twice, as read and as packed
+        report("packing weights", share)
+
+    with large_blocks_apart():
+        decoder = _make_decoder(hf_model, calls, kernels, packing)
+    trim_heap()
     if device.type == "cuda":
         decoder = make_cuda_decoder(
             hf_model, device, max_context=max_model_len, use_graphs=settings.cuda_graphs
@@ -84,13 +90,6 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     )
     report("ready", 1.0)
     return CausalLM(decoder, info, kv_shape, device, dtype)
-
-
-def _give_back_memory() -> None:
-    """Have malloc return what packing freed: on the 0.5B shape 120 MB, which it would keep for itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # glibc has it, musl doesn't
-        trim(0)
 
 
 def resolve_device(name: str) -> torch.device:

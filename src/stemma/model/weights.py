@@ -22,8 +22,11 @@ from torch import nn
 # oneDNN prepares a product anew for each number of rows, and it and torch each remember the last 1,024 of
 # them, at 0.4 MB apiece: a server that had seen 384 sizes of batches held 1.1 GB. Both read these at the
 # first product.
+_NUM_PREPARED = 64
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_variable, "128")
+    os.environ.setdefault(_variable, str(_NUM_PREPARED))
+PREPARED_BYTES = _NUM_PREPARED * 420_000
+"""What oneDNN's prepared products come to take once a server has seen many sizes of batches."""
 
 LinearFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in_features] -> [..., out_features]."""
