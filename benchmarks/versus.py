@@ -32,7 +32,7 @@ from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.peers import servers
 from benchmarks.workloads import PROBES, Probe, ProbeResult
 from stemma.cli.bench.driver import Target, negotiate
-from stemma.cli.client import RequestFailed, first_model, make_http
+from stemma.cli.client import RequestFailed, make_http
 from stemma.errors import StemmaError
 from stemma.model.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ def main(
         refuse_if_busy()
     count_tokens = _token_counter(checkpoint)
     with ExitStack() as stack:
-        urls = {}
+        up: dict[str, servers.Running] = {}
         for server in configured:
             log = stack.enter_context(
                 tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log", delete=False)
@@ -102,15 +102,15 @@ def main(
             started = stack.enter_context(servers.running(server, log))
             results[server.name].start_s.append(started.start_s)
             console.print(f"{server.name}: ready after {started.start_s:.1f} s, log in {log.name}")
-            urls[server.name] = started.base_url
+            up[server.name] = started
         for probe in chosen:
             if probe.needs_data and data is None:
                 continue
             for number in range(rounds):
-                for name, url in urls.items():
+                for name, started in up.items():
                     if not busy_ok:
                         wait_until_idle()
-                    _measure(url, probe, number, data, count_tokens, results[name], console)
+                    _measure(started, probe, number, data, count_tokens, results[name], console)
     console.print(_table(chosen, results))
     if json_file is not None:
         json_file.write_bytes(orjson.dumps(_as_json(results), option=orjson.OPT_INDENT_2))
@@ -129,7 +129,7 @@ def _token_counter(checkpoint: Path) -> Callable[[str], int]:
 
 
 def _measure(
-    base_url: str,
+    server: servers.Running,
     probe: Probe,
     number: int,
     data: Path | None,
@@ -141,7 +141,7 @@ def _measure(
         return
     began = time.perf_counter()
     try:
-        found = asyncio.run(_run_probe(base_url, probe, number, data, count_tokens))
+        found = asyncio.run(_run_probe(server, probe, number, data, count_tokens))
     except (RequestFailed, StemmaError, TimeoutError) as error:
         result.failures[probe.name] = str(error)
         console.print(f"  {probe.name}, {result.name}: [red]{error}[/]")
@@ -154,10 +154,14 @@ def _measure(
 
 
 async def _run_probe(
-    base_url: str, probe: Probe, number: int, data: Path | None, count_tokens: Callable[[str], int]
+    server: servers.Running,
+    probe: Probe,
+    number: int,
+    data: Path | None,
+    count_tokens: Callable[[str], int],
 ) -> ProbeResult:
-    async with make_http(base_url) as http:
-        target = await negotiate(http, await first_model(http), "completions", count_tokens)
+    async with make_http(server.base_url) as http:
+        target = await negotiate(http, server.model, "completions", count_tokens)
         # Servers without salts would find a later round in their cache; they are run with one round.
         salt = {"cache_salt": f"round-{number}"} if number else {}
         salted = Target(http, target.model, target.endpoint, {**target.extra, **salt}, count_tokens)

@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from stemma.cli.bench.driver import Target, ask
 from stemma.cli.bench.workloads import Session, TextMaker, WorkloadOptions, few_shot
-from stemma.cli.client import Answer
+from stemma.cli.client import Answer, RequestFailed
 
 Counter = Callable[[str], int]
 
@@ -56,6 +58,28 @@ def _maker(count: Counter, seed: int) -> TextMaker:
 
 async def _one(target: Target, prompt: str, max_tokens: int) -> Answer:
     return await ask(target, Session((prompt,)), [], max_tokens)
+
+
+async def _whole(target: Target, prompt: str, max_tokens: int, **fields: object) -> Answer:
+    """Ask for an answer that isn't streamed: vLLM streams no beam search."""
+    extra = {name: value for name, value in target.extra.items() if name != "stream_options"}
+    body = {"model": target.model, "prompt": prompt, "max_tokens": max_tokens, **extra, **fields}
+    answer = Answer(time.perf_counter())
+    try:
+        response = await target.http.post("/v1/completions", json=body)
+    except httpx.HTTPError as error:
+        raise RequestFailed(f"{type(error).__name__}: {error}") from error
+    if response.status_code != 200:
+        raise RequestFailed(f"HTTP {response.status_code}: {response.text[:300]}", response.status_code)
+    answer.finished_at = time.perf_counter()
+    content = response.json()
+    if len(content["choices"]) != fields.get("n", 1):
+        raise RequestFailed(f"{len(content['choices'])} answers instead of {fields.get('n', 1)}")
+    usage = content["usage"]
+    answer.num_prompt_tokens = usage["prompt_tokens"]
+    answer.num_generated_tokens = usage["completion_tokens"]
+    answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return answer
 
 
 async def _together(target: Target, prompts: Sequence[str], max_tokens: int, limit: int) -> list[Answer]:
@@ -169,10 +193,8 @@ async def _parallel_samples(target: Target, _: Path | None, count: Counter) -> P
 async def _beam(target: Target, _: Path | None, count: Counter) -> ProbeResult:
     """Beam search of width 4 over a 1,024-token prompt, three prompts in turn."""
     maker = _maker(count, 999)
-    extra = {**target.extra, "n": 4, "use_beam_search": True}
-    search = Target(target.http, target.model, target.endpoint, extra, target.count_tokens)
     began = time.perf_counter()
-    answers = [await _one(search, maker.text(1024), 24) for _ in range(3)]
+    answers = [await _whole(target, maker.text(1024), 24, n=4, use_beam_search=True) for _ in range(3)]
     return _result(time.perf_counter() - began, answers)
 
 

@@ -34,6 +34,8 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     ready_path: str = "/health"
     note: str = ""
+    model: str = MODEL_NAME
+    """What requests call the model."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Running:
 
     name: str
     base_url: str
+    model: str
     start_s: float
     """Seconds from launch until it answered `ready_path`."""
     pid: int
@@ -101,7 +104,8 @@ def transformers_serve(python: Path, checkpoint: Path) -> Server:
         *(str(python.parent / "transformers"), "serve", str(checkpoint)),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"),
     )
-    return Server("transformers", command, {"HF_HUB_OFFLINE": "1"})
+    # Pinned to a model it answers to that path alone, while its list of models is that of its cache folder.
+    return Server("transformers", command, {"HF_HUB_OFFLINE": "1"}, model=str(checkpoint))
 
 
 @contextmanager
@@ -120,7 +124,7 @@ def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterato
     )
     try:
         _wait_ready(process, base_url + server.ready_path, timeout_s)
-        yield Running(server.name, base_url, time.perf_counter() - began, process.pid)
+        yield Running(server.name, base_url, server.model, time.perf_counter() - began, process.pid)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
