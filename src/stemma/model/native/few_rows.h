@@ -53,7 +53,8 @@ struct Room {
 
 class FewRows {
   public:
-    FewRows(const StepArgs& args, Plan& plan, Team& team) : a_(args), plan_(plan), team_(team), room_(args) {}
+    FewRows(const StepArgs& args, Plan& plan, Team& team, int member)
+        : a_(args), plan_(plan), team_(team), member_(member), room_(args) {}
 
     void run() {
         int64_t rows = a_.rows;
@@ -84,16 +85,17 @@ class FewRows {
     const StepArgs& a_;
     Plan& plan_;
     Team& team_;
+    const int member_;
     const Room room_;
 
     void norm(bf16* residual, const bf16* delta, const bf16* weight, int64_t rows) {
         NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, 1, 1, a_.eps};
-        team_.share(rows, [&](int64_t i) { add_rms_norm_row<bf16>(args, i); });
+        team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<bf16>(args, i); });
     }
 
     void multiply(const Strips& w, const bf16* x, int64_t rows, bf16* out) {
         int parts = parts_of_strip(w.count(), a_.threads);
-        team_.share(w.count() * parts, [&](int64_t piece) {
+        team_.share(member_, w.count() * parts, [&](int64_t piece) {
             alignas(64) float acc[BLOCK_ROWS * STRIP];
             for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
                 int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
@@ -108,7 +110,7 @@ class FewRows {
         int64_t half = w.n / 2;
         int parts = half % STRIP ? LINES : parts_of_strip(half / STRIP, a_.threads);
         int64_t pieces = half * parts / STRIP;
-        team_.share(pieces, [&](int64_t piece) {
+        team_.share(member_, pieces, [&](int64_t piece) {
             alignas(64) float gates[BLOCK_ROWS * STRIP], ups[BLOCK_ROWS * STRIP];
             alignas(64) bf16 pair[2 * STRIP];
             for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
@@ -134,17 +136,17 @@ class FewRows {
         attend.query = room_.query, attend.output = room_.attended;
         attend.keys = rotate.keys, attend.values = rotate.values;
         attend.window = layer.window, attend.scale = layer.scale;
-        team_.share(a_.rows, [&](int64_t i) { rotate_and_write_token<bf16>(rotate, i); });
+        team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<bf16>(rotate, i); });
         static thread_local Scratch scratch;
-        team_.share(plan_.items.size(),
+        team_.share(member_, plan_.items.size(),
                     [&](int64_t i) { run_item_any<bf16>(attend, plan_, plan_.items[i], scratch); });
         if (!plan_.merged.empty())
-            team_.share(plan_.merged.size(), [&](int64_t i) { merge_token<bf16>(attend, plan_, int(i)); });
+            team_.share(member_, plan_.merged.size(), [&](int64_t i) { merge_token<bf16>(attend, plan_, int(i)); });
     }
 
     void keep_logits_rows(const bf16* hidden) {
         int64_t width = int64_t(a_.rotate.heads) * a_.rotate.dim;
-        team_.share(a_.num_logits, [&](int64_t i) {
+        team_.share(member_, a_.num_logits, [&](int64_t i) {
             int64_t row = a_.logits_rows[i];
             std::memcpy(room_.last + i * a_.hidden_dim, hidden + row * a_.hidden_dim, a_.hidden_dim * sizeof(bf16));
             std::memcpy(room_.query + i * width, room_.attended + row * width, width * sizeof(bf16));

@@ -96,7 +96,7 @@ void stemma_silu_and_multiply(const GateArgs* args) {
 int64_t stemma_few_rows_room(const StepArgs* args) { return Room(*args).bytes; }
 void stemma_few_rows(Plan* plan, const StepArgs* args) {
     plan->make_room(args->attend.value_dim);
-    with_team(args->threads, [&](Team& team) { FewRows(*args, *plan, team).run(); });
+    with_team(args->threads, [&](Team& team, int member) { FewRows(*args, *plan, team, member).run(); });
 }
 void stemma_take_rows(const Strips* weight, const int64_t* ids, int64_t count, bf16* out, int32_t threads) {
     for_rows(count, count * weight->k, threads, [&](int64_t i) { take_row(*weight, ids[i], out + i * weight->k); });

@@ -13,10 +13,8 @@ constexpr int STRIP = 64;
 constexpr int LINES = 4;          // 64-byte lines that a pair of inputs takes in a strip
 constexpr int BLOCK_ROWS = 64;    // rows whose sums for one strip are kept at a time (16 kB)
 constexpr int GROUP = 6;          // rows x LINES accumulators, the weights and an input fit in 32 registers
-constexpr int AHEAD = 4096;       // bytes: how far ahead a stream of weights is asked for
-constexpr int STREAM_PAIRS = 32;  // with two groups: pairs that the second reads after the first, from L1
-constexpr int SOME_ROWS = 32;     // up to here memory is the limit, beyond it arithmetic
-constexpr int SOME_PAIRS = 64, MANY_PAIRS = 128;  // chunks that stay in L1 while more groups pass
+constexpr int AHEAD = 4096;       // bytes: how far ahead a single group asks for weights
+constexpr int CHUNK = 64;         // pairs (16 kB) that stay in L1 while several groups pass
 
 struct Strips {
     const char* data;
@@ -28,11 +26,11 @@ struct Strips {
 };
 
 #if STEMMA_BF16_DOT
-// acc[r][16 j ..] (+)= x[r] . w for R rows, J lines of 16 outputs and `pairs` pairs of inputs; asks for lines
-// [ahead_begin, ahead_end) of each pair from `ahead` on.
-template <int R, int J>
+// acc[r][16 j ..] (+)= x[r] . w for R rows, J lines of 16 outputs and `pairs` pairs of inputs. Beside each pair it
+// asks for the next A lines from `ahead` on, J of every LINES.
+template <int R, int J, int A>
 static inline void dot_tile(const char* w, const bf16* x, int64_t x_stride, int64_t pairs, float* acc, bool first,
-                            const char* ahead, int ahead_begin, int ahead_end) {
+                            const char* ahead) {
     __m512 sum[R][J];  // unrolled throughout, or the compiler keeps a copy in memory
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -40,8 +38,10 @@ static inline void dot_tile(const char* w, const bf16* x, int64_t x_stride, int6
         for (int j = 0; j < J; j++)
             sum[r][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * STRIP + 16 * j);
     }
-    for (int64_t i = 0; i < pairs; i++, w += 64 * LINES, ahead += 64 * LINES) {
-        for (int line = ahead_begin; line < ahead_end; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
+    for (int64_t i = 0; i < pairs; i++, w += 64 * LINES) {
+#pragma GCC unroll 4
+        for (int64_t l = i * A; l < i * A + A; l++)
+            _mm_prefetch(ahead + l / J * (64 * LINES) + l % J * 64, _MM_HINT_T0);
         __m512bh weights[J];
 #pragma GCC unroll 4
         for (int j = 0; j < J; j++) weights[j] = (__m512bh)_mm512_loadu_si512(w + 64 * j);
@@ -61,33 +61,43 @@ static inline void dot_tile(const char* w, const bf16* x, int64_t x_stride, int6
     }
 }
 
-template <int J>
+template <int J, int A>
 static void dot_group(int rows, const char* w, const bf16* x, int64_t x_stride, int64_t pairs, float* acc,
-                      bool first, const char* ahead, int ahead_begin, int ahead_end) {
+                      bool first, const char* ahead) {
 #define CASE(R) \
-    case R: return dot_tile<R, J>(w, x, x_stride, pairs, acc, first, ahead, ahead_begin, ahead_end);
+    case R: return dot_tile<R, J, A>(w, x, x_stride, pairs, acc, first, ahead);
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
+// How many of the J lines of each pair group `group` asks for: together they ask for all.
+template <int J>
+static inline int lines_to_ask(int group, int groups) {
+    if (groups < J) return group == 0 ? J / groups + J % groups : J / groups;
+    return group < J;
+}
+
 // acc[rows][STRIP]: the products of `rows` <= BLOCK_ROWS rows with J lines of a strip, from line `line` on.
+// Weights are asked for in the order in which they lie, a chunk ahead, evenly while the groups compute.
 template <int J>
 static void dot_lines(const Strips& w, int64_t strip, int line, const bf16* x, int64_t x_stride, int rows,
                       float* acc) {
     const char* data = w.data + strip * w.bytes_of_strip() + 64 * line;
     int64_t pairs = w.k / 2;
+    if (rows <= GROUP) return dot_group<J, J>(rows, data, x, x_stride, pairs, acc, true, data + AHEAD);
     int groups = (rows + GROUP - 1) / GROUP;
-    bool streams = groups <= 2;  // the first group asks for what it will read itself, else all for the next chunk
-    int64_t chunk = groups == 1 ? pairs : streams ? STREAM_PAIRS : rows <= SOME_ROWS ? SOME_PAIRS : MANY_PAIRS;
-    int sharing = streams ? 1 : std::min(groups, J);
-    for (int64_t done = 0; done < pairs; done += chunk) {
-        int64_t now = std::min(chunk, pairs - done);
-        const char *here = data + done * 64 * LINES, *ahead = here + (streams ? AHEAD : now * 64 * LINES);
+    for (int64_t done = 0; done < pairs; done += CHUNK) {
+        int64_t now = std::min<int64_t>(CHUNK, pairs - done);
+        const char *here = data + done * 64 * LINES, *ahead = here + now * 64 * LINES;
         for (int g = 0; g < groups; g++) {
-            int begin = rows * g / groups, end = rows * (g + 1) / groups;
-            int from = g < sharing ? J * g / sharing : J, to = g < sharing ? J * (g + 1) / sharing : J;
-            dot_group<J>(end - begin, here, x + begin * x_stride + 2 * done, x_stride, now, acc + begin * STRIP,
-                         done == 0, ahead, from, to);
+            int begin = rows * g / groups, end = rows * (g + 1) / groups, asks = lines_to_ask<J>(g, groups);
+            const bf16* inputs = x + begin * x_stride + 2 * done;
+            auto run = asks == 4   ? dot_group<J, 4>
+                       : asks == 2 ? dot_group<J, 2>
+                       : asks == 1 ? dot_group<J, 1>
+                                   : dot_group<J, 0>;
+            run(end - begin, here, inputs, x_stride, now, acc + begin * STRIP, done == 0, ahead);
+            ahead += now * asks * (64 * LINES / J);
         }
     }
 }
