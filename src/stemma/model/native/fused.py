@@ -2,8 +2,9 @@
 
 Run through its modules, a layer of transformers takes some fifty torch calls, which at batch 1 cost as much
 as a fifth of a 0.5B model's weights. Here the same computation is four matrix products (query, key and value
-in one, gate and up in one) and five kernel calls. Which classes follow the pattern is a list of names;
-tests hold each against plain transformers. A mixture of experts keeps its module.
+in one, gate and up in one) and five kernel calls, or, in bf16 where the processor multiplies it, one call for
+the whole step (decoder_step.py). Which classes follow the pattern is a list of names; tests hold each against
+plain transformers. A mixture of experts keeps its module, and goes call by call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from stemma.memory.device import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
-from stemma.model.native.few_rows import MAX_ROWS, PackedEmbedding, make_few_rows
+from stemma.model.native.decoder_step import PackedEmbedding, make_decoder_step
 from stemma.model.native.library import AttendArgs, GateArgs, Kernels, NormArgs, RotateArgs
 from stemma.model.weights import LinearFunction, PackedProduct, leave_file, linear_function
 
@@ -109,7 +110,7 @@ class FusedDecoder:
         self._vocab_size: int = hf_model.lm_head.weight.shape[0]
         self._embed, self._head = _join_ends(hf_model, kernels, pack)
         self._final_norm: torch.Tensor = base.norm.weight
-        self._few_rows = make_few_rows(kernels, self._layers, self._final_norm, self._head, self._eps)
+        self._step = make_decoder_step(kernels, self._layers, self._final_norm, self._head, self._eps)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
@@ -124,8 +125,8 @@ class FusedDecoder:
         rotate = self._rotate_args(batch, kv, cos, sin)
         attend = self._attend_args(kv, hidden.dtype)
         plan = step.plan(ALL_QUERIES, self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
-        if self._few_rows is not None and 0 < len(hidden) <= MAX_ROWS:
-            return self._few_rows.forward(batch, kv, hidden, rotate, attend, plan)
+        if self._step is not None and 0 < len(hidden) <= self._step.max_rows:
+            return self._step.forward(batch, kv, hidden, rotate, attend, plan)
         normed = torch.empty_like(hidden)
         query = hidden.new_empty(hidden.shape[0], self._num_heads * self._head_dim)
         attended = torch.empty_like(query)

@@ -1,11 +1,11 @@
 // Kernels of a decoder on CPU, called from Python through ctypes (native/library.py): what lies between the
 // matrix products of a layer (norm, rotary embedding, KV write, paged attention, gated activation), and whole
-// steps of few tokens.
+// steps.
 #include <omp.h>
 
 #include "attention.h"
 #include "copy.h"
-#include "few_rows.h"
+#include "decoder_step.h"
 #include "layers.h"
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // less work than this isn't worth waking threads
@@ -65,6 +65,7 @@ extern "C" {
 int32_t stemma_abi() { return 2; }
 void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
 
+int32_t stemma_has_amx() { return STEMMA_AMX; }
 int32_t stemma_has_bf16_dot() { return STEMMA_BF16_DOT; }
 
 Plan* stemma_plan_new(const Batch* batch, int32_t num_kv_heads, int32_t group_size, int32_t num_threads) {
@@ -93,10 +94,10 @@ void stemma_silu_and_multiply(const GateArgs* args) {
     args->is_bf16 ? silu_and_multiply<bf16>(*args) : silu_and_multiply<float>(*args);
 }
 #if STEMMA_BF16_DOT
-int64_t stemma_few_rows_room(const StepArgs* args) { return Room(*args).bytes; }
-void stemma_few_rows(Plan* plan, const StepArgs* args) {
+int64_t stemma_decoder_step_room(const StepArgs* args) { return Room(*args).bytes; }
+void stemma_decoder_step(Plan* plan, const StepArgs* args) {
     plan->make_room(args->attend.value_dim);
-    with_team(args->threads, [&](Team& team, int member) { FewRows(*args, *plan, team, member).run(); });
+    with_team(args->threads, [&](Team& team, int member) { DecoderStep(*args, *plan, team, member).run(); });
 }
 void stemma_take_rows(const Strips* weight, const int64_t* ids, int64_t count, bf16* out, int32_t threads) {
     for_rows(count, count * weight->k, threads, [&](int64_t i) { take_row(*weight, ids[i], out + i * weight->k); });

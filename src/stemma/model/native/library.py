@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 ABI = 2
 _SOURCES = (
     *("vec.h", "amx.h", "plan.h", "attention.h", "copy.h"),
-    *("layers.h", "strips.h", "team.h", "few_rows.h", "kernels.cpp"),
+    *("layers.h", "strips.h", "team.h", "decoder_step.h", "kernels.cpp"),
 )
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"),
@@ -105,7 +105,7 @@ class Strips(ctypes.Structure):
 
 
 class LayerWeights(ctypes.Structure):
-    """`LayerWeights` of few_rows.h."""
+    """`LayerWeights` of decoder_step.h."""
 
     _fields_ = (
         *((name, Strips) for name in ("qkv", "output", "gate_up", "down")),
@@ -116,7 +116,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """`StepArgs` of few_rows.h."""
+    """`StepArgs` of decoder_step.h."""
 
     _fields_ = (
         ("layers", ctypes.c_void_p),
@@ -154,14 +154,15 @@ class Kernels:
         self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.copy.restype = None
         self.has_bf16_dot = bool(library.stemma_has_bf16_dot())
-        """Whether the functions for few rows are there: they need AVX512_BF16."""
+        """Whether whole steps in one call are there: they need AVX512_BF16."""
+        self.has_amx = bool(library.stemma_has_amx())
         if self.has_bf16_dot:
-            self.few_rows = library.stemma_few_rows
-            self.few_rows.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-            self.few_rows.restype = None
-            self.few_rows_room = library.stemma_few_rows_room
-            self.few_rows_room.argtypes = [ctypes.c_void_p]
-            self.few_rows_room.restype = ctypes.c_int64
+            self.decoder_step = library.stemma_decoder_step
+            self.decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+            self.decoder_step.restype = None
+            self.decoder_step_room = library.stemma_decoder_step_room
+            self.decoder_step_room.argtypes = [ctypes.c_void_p]
+            self.decoder_step_room.restype = ctypes.c_int64
             self.take_rows = library.stemma_take_rows
             self.take_rows.argtypes = [
                 *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)

@@ -1,4 +1,5 @@
-// Products of few rows with weights in oneDNN's packed order, read at the speed of memory.
+// Products with weights in oneDNN's packed order: with few rows at the speed of memory, with many at that of
+// arithmetic.
 //
 // The order (BA16a64b2a in oneDNN's words; weights.py checks that it is this one): strips of 64 outputs, padded
 // with zeros; within a strip, pairs of inputs follow each other, each with the pair's two weights of all 64
@@ -14,7 +15,8 @@ constexpr int LINES = 4;          // 64-byte lines that a pair of inputs takes i
 constexpr int BLOCK_ROWS = 64;    // rows whose sums for one strip are kept at a time (16 kB)
 constexpr int GROUP = 6;          // rows x LINES accumulators, the weights and an input fit in 32 registers
 constexpr int AHEAD = 4096;       // bytes: how far ahead a single group asks for weights
-constexpr int CHUNK = 64;         // pairs (16 kB) that stay in L1 while several groups pass
+constexpr int SOME_ROWS = 32;     // up to here memory is the limit, beyond it arithmetic
+constexpr int SOME_PAIRS = 64, MANY_PAIRS = 128;  // 16 and 32 kB that stay in L1 while several groups pass
 
 struct Strips {
     const char* data;
@@ -86,8 +88,9 @@ static void dot_lines(const Strips& w, int64_t strip, int line, const bf16* x, i
     int64_t pairs = w.k / 2;
     if (rows <= GROUP) return dot_group<J, J>(rows, data, x, x_stride, pairs, acc, true, data + AHEAD);
     int groups = (rows + GROUP - 1) / GROUP;
-    for (int64_t done = 0; done < pairs; done += CHUNK) {
-        int64_t now = std::min<int64_t>(CHUNK, pairs - done);
+    int64_t chunk = rows <= SOME_ROWS ? SOME_PAIRS : MANY_PAIRS;
+    for (int64_t done = 0; done < pairs; done += chunk) {
+        int64_t now = std::min(chunk, pairs - done);
         const char *here = data + done * 64 * LINES, *ahead = here + now * 64 * LINES;
         for (int g = 0; g < groups; g++) {
             int begin = rows * g / groups, end = rows * (g + 1) / groups, asks = lines_to_ask<J>(g, groups);

@@ -1,4 +1,4 @@
-// A whole step of few tokens through a decoder of the Llama pattern, in one parallel region (see team.h).
+// A whole step through a decoder of the Llama pattern, in one parallel region (see team.h).
 #pragma once
 
 #include "attention.h"
@@ -30,6 +30,8 @@ struct StepArgs {
     float eps;
 };
 
+constexpr int64_t PASS_ROWS = 256;  // rows that go through a product at a time: their inputs stay in the caches
+
 #if STEMMA_BF16_DOT
 // What a step works in, cut out of StepArgs::room.
 struct Room {
@@ -40,20 +42,22 @@ struct Room {
         int64_t heads = int64_t(a.rotate.heads) * a.rotate.dim;
         const LayerWeights& layer = a.layers[0];
         char* at = a.room;
-        auto cut = [&](int64_t width) {
+        auto cut = [&](int64_t width, int64_t rows) {
             bf16* begin = (bf16*)at;
-            at += (a.rows * width * int64_t(sizeof(bf16)) + 63) / 64 * 64;
+            at += (rows * width * int64_t(sizeof(bf16)) + 63) / 64 * 64;
             return begin;
         };
-        normed = cut(a.hidden_dim), qkv = cut(layer.qkv.n), query = cut(heads), attended = cut(heads);
-        activated = cut(layer.down.k), delta = cut(a.hidden_dim), last = cut(a.hidden_dim);
+        normed = cut(a.hidden_dim, a.rows), qkv = cut(layer.qkv.n, a.rows);
+        query = cut(heads, a.rows), attended = cut(heads, a.rows);
+        activated = cut(layer.down.k, std::min(PASS_ROWS, a.rows));
+        delta = cut(a.hidden_dim, a.rows), last = cut(a.hidden_dim, a.num_logits);
         bytes = at - a.room;
     }
 };
 
-class FewRows {
+class DecoderStep {
   public:
-    FewRows(const StepArgs& args, Plan& plan, Team& team, int member)
+    DecoderStep(const StepArgs& args, Plan& plan, Team& team, int member)
         : a_(args), plan_(plan), team_(team), member_(member), room_(args) {}
 
     void run() {
@@ -73,8 +77,11 @@ class FewRows {
             }
             multiply(layer.output, attended, rows, room_.delta);
             norm(hidden, room_.delta, layer.post_norm, rows);
-            gate(layer.gate_up, rows);
-            multiply(layer.down, room_.activated, rows, room_.delta);
+            for (int64_t first = 0; first < rows; first += PASS_ROWS) {
+                int64_t count = std::min(PASS_ROWS, rows - first);
+                gate(layer.gate_up, first, count);
+                multiply(layer.down, room_.activated, count, room_.delta + first * a_.hidden_dim);
+            }
             delta = room_.delta;
         }
         norm(hidden, delta, a_.final_norm, rows);
@@ -94,6 +101,12 @@ class FewRows {
     }
 
     void multiply(const Strips& w, const bf16* x, int64_t rows, bf16* out) {
+        for (; rows > PASS_ROWS; rows -= PASS_ROWS, x += PASS_ROWS * w.k, out += PASS_ROWS * w.n)
+            multiply_pass(w, x, PASS_ROWS, out);
+        multiply_pass(w, x, rows, out);
+    }
+
+    void multiply_pass(const Strips& w, const bf16* x, int64_t rows, bf16* out) {
         int parts = parts_of_strip(w.count(), a_.threads);
         team_.share(member_, w.count() * parts, [&](int64_t piece) {
             alignas(64) float acc[BLOCK_ROWS * STRIP];
@@ -106,7 +119,7 @@ class FewRows {
     }
 
     // Gate and up lie below each other in one weight, so that piece i and piece i + pieces belong together.
-    void gate(const Strips& w, int64_t rows) {
+    void gate(const Strips& w, int64_t begin, int64_t rows) {
         int64_t half = w.n / 2;
         int parts = half % STRIP ? LINES : parts_of_strip(half / STRIP, a_.threads);
         int64_t pieces = half * parts / STRIP;
@@ -115,7 +128,7 @@ class FewRows {
             alignas(64) bf16 pair[2 * STRIP];
             for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
                 int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
-                const bf16* x = room_.normed + first * w.k;
+                const bf16* x = room_.normed + (begin + first) * w.k;
                 Outputs o = dot_piece(w, piece, parts, x, w.k, count, gates);
                 dot_piece(w, pieces + piece, parts, x, w.k, count, ups);
                 for (int r = 0; r < count; r++) {

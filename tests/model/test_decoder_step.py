@@ -1,4 +1,4 @@
-"""Steps of few tokens in one native call: products, threads, whole models against plain ones."""
+"""Steps in one native call: products, threads, whole models against plain ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from stemma.config.settings import ModelSettings
 from stemma.model.loading import load_model
-from stemma.model.native import few_rows, fused
-from stemma.model.native.few_rows import MAX_ROWS, PackedEmbedding
+from stemma.model.native import decoder_step, fused
+from stemma.model.native.decoder_step import PackedEmbedding
 from stemma.model.native.fused import FusedDecoder
 from stemma.model.native.library import load_kernels
 from stemma.model.weights import PackedProduct, can_pack
@@ -21,6 +21,8 @@ from tests.model.conftest import LoadFamily
 from tests.model.paging import PagedSequences, plain_logits
 
 BF16_TOLERANCE = 2e-2
+PASS_ROWS = 256
+"""As in decoder_step.h: tokens that go through a product at a time."""
 KERNELS = load_kernels()
 THREADS = (1, 2, 5)
 """Five threads on two cores: they must let each other run, and strips are cut into parts for them."""
@@ -50,43 +52,52 @@ def test_steps_equal_transformers(family: str, load_family: LoadFamily) -> None:
     """Chunks of all sizes up to the limit and beside each other; bias, head norms and windows included."""
     path, model = load_family(family, "bfloat16")
     assert isinstance(model.decoder, FusedDecoder)
-    assert model.decoder._few_rows is not None
-    prompts = random_prompts(150 + MAX_ROWS, 90, 41)
+    assert model.decoder._step is not None
+    prompts = random_prompts(150 + PASS_ROWS, 90, 41)
     run = PagedSequences(model, prompts)
     for first in (1, 2, 5, 6, 7, 13, 24, 40):
         run.step([(0, first), (1, 1), (2, 3)])
-    run.step([(0, MAX_ROWS)])
+    run.step([(0, PASS_ROWS + 20)])
     run.finish(chunk=20)
     for prompt, logits in zip(prompts, run.logits, strict=True):
         expected = plain_logits(path, prompt, torch.bfloat16)
         assert (logits - expected).norm() / expected.norm() < BF16_TOLERANCE
 
 
-def test_only_small_steps_take_this_way(load_family: LoadFamily, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = load_family("qwen2", "bfloat16")
+def test_beyond_a_limit_steps_go_call_by_call(
+    load_family: LoadFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with many tokens on a processor with AMX."""
+    path, model = load_family("qwen2", "bfloat16")
+    assert isinstance(model.decoder, FusedDecoder)
+    assert model.decoder._step is not None
+    monkeypatch.setattr(model.decoder._step, "max_rows", 20)
     sizes: list[int] = []
-    forward = few_rows.FewRows.forward
+    forward = decoder_step.DecoderStep.forward
 
-    def spy(self: few_rows.FewRows, batch, kv, hidden, *rest):  # type: ignore[no-untyped-def]
+    def spy(self: decoder_step.DecoderStep, batch, kv, hidden, *rest):  # type: ignore[no-untyped-def]
         sizes.append(len(hidden))
         return forward(self, batch, kv, hidden, *rest)
 
-    monkeypatch.setattr(few_rows.FewRows, "forward", spy)
-    run = PagedSequences(model, random_prompts(2 * MAX_ROWS + 40))
-    for size in (MAX_ROWS + 1, MAX_ROWS, 1, 30):
+    monkeypatch.setattr(decoder_step.DecoderStep, "forward", spy)
+    (prompt,) = random_prompts(60)
+    run = PagedSequences(model, [prompt])
+    for size in (21, 20, 1, 18):
         run.step([(0, size)])
-    assert sizes == [MAX_ROWS, 1, 30]
+    assert sizes == [20, 1, 18]
+    expected = plain_logits(path, prompt, torch.bfloat16)
+    assert (run.logits[0] - expected).norm() / expected.norm() < BF16_TOLERANCE
 
 
 @pytest.mark.parametrize("_threads", THREADS, indirect=True)
 @pytest.mark.usefixtures("_threads")
 def test_a_row_doesnt_depend_on_its_neighbours(load_family: LoadFamily) -> None:
-    """The products of a token are the same to the bit in any small batch."""
+    """The products of a token are the same to the bit in any batch."""
     _, model = load_family("qwen3", "bfloat16")
     (prompt,) = random_prompts(1)
     alone = PagedSequences(model, [prompt])
     alone.step([(0, 1)])
-    for others in (1, 5, 6, 12, 30, 70):
+    for others in (1, 5, 6, 12, 30, 70, 300):
         many = PagedSequences(model, [prompt, *random_prompts(*[1] * others, seed=1)])
         many.step([(seq, 1) for seq in range(others + 1)])
         assert torch.equal(many.logits[0], alone.logits[0])
@@ -98,9 +109,9 @@ def test_a_tied_head_is_packed_once(tmp_path: Path) -> None:
     model = load_model(ModelSettings(path=path, device="cpu", dtype="bfloat16"))
     assert isinstance(model.decoder, FusedDecoder)
     assert isinstance(model.decoder._embed, PackedEmbedding)
-    prompts = random_prompts(MAX_ROWS + 50, 20)
+    prompts = random_prompts(150, 20)
     run = PagedSequences(model, prompts)
-    run.step([(0, MAX_ROWS + 1), (1, 7)])
+    run.step([(0, 100), (1, 7)])
     run.finish(chunk=9)
     for prompt, logits in zip(prompts, run.logits, strict=True):
         expected = plain_logits(path, prompt, torch.bfloat16)
@@ -134,7 +145,7 @@ def test_without_strips_models_still_run(tmp_path: Path, monkeypatch: pytest.Mon
     path = checkpoints.build("qwen2", tmp_path, tie_word_embeddings=True)
     model = load_model(ModelSettings(path=path, device="cpu", dtype="bfloat16"))
     assert isinstance(model.decoder, fused.FusedDecoder)
-    assert model.decoder._few_rows is None
+    assert model.decoder._step is None
     prompts = random_prompts(30)
     run = PagedSequences(model, prompts)
     run.finish(chunk=11)

@@ -1,14 +1,15 @@
-"""Steps of few tokens through a fused decoder as one native call: decode, and the ends of cached prompts.
+"""A step through a fused decoder as one native call.
 
-Such a step is bound by reading the weights, each once. Called product by product it reads them at two thirds
-of what memory gives: some two hundred times a step, threads are sent off and waited for. Here the threads
-stay together from the first layer to the logits (few_rows.h), and weights are read in the order in which
-oneDNN packed them (strips.h), so they are not kept twice.
+Decode is bound by reading the weights, each once a step. Called product by product, oneDNN reads them at two
+thirds of what memory gives: some two hundred times a step, threads are sent off and waited for. Here the
+threads stay together from the first layer to the logits (decoder_step.h), and weights are read in the order
+in which oneDNN packed them (strips.h), so they are not kept twice. Prompts gain as well: nobody waits.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -21,12 +22,12 @@ from stemma.model.weights import LinearFunction, PackedProduct
 if TYPE_CHECKING:
     from stemma.model.native.fused import FusedLayer
 
-MAX_ROWS = 128
-"""With more tokens products are bound by arithmetic alone, and oneDNN's are as good."""
+AMX_ROWS = 32
+"""With more tokens products are bound by arithmetic, and on processors with tiles oneDNN's are faster."""
 
 
-class FewRows:
-    """Runs steps of up to `MAX_ROWS` tokens. Holds addresses only: `layers` must stay."""
+class DecoderStep:
+    """Runs steps of up to `max_rows` tokens. Holds addresses only: `layers` must stay."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class FewRows:
         self._head = head
         self._eps = eps
         self._room = torch.empty(0, dtype=torch.uint8)
+        self.max_rows: float = AMX_ROWS if kernels.has_amx else math.inf
 
     def forward(
         self,
@@ -75,22 +77,22 @@ class FewRows:
             eps=self._eps,
         )
         at = ctypes.addressof(args)
-        num_bytes = self._kernels.few_rows_room(at)
+        num_bytes = self._kernels.decoder_step_room(at)
         if num_bytes > self._room.numel():
             self._room = torch.empty(num_bytes, dtype=torch.uint8)
         args.room = self._room.data_ptr()
-        self._kernels.few_rows(plan, at)
+        self._kernels.decoder_step(plan, at)
         return logits
 
 
-def make_few_rows(
+def make_decoder_step(
     kernels: Kernels,
     layers: list[FusedLayer],
     final_norm: torch.Tensor,
     head: LinearFunction,
     eps: float,
-) -> FewRows | None:
-    """Return the way for few tokens if processor, weights and shapes allow it."""
+) -> DecoderStep | None:
+    """Return the one call if processor, weights and shapes allow it."""
     if not kernels.has_bf16_dot or not _in_strips(head):
         return None
     for layer in layers:
@@ -98,7 +100,7 @@ def make_few_rows(
             return None
         if not _in_strips(layer.down) or layer.down.in_features % 16:  # gates and ups pair up by 16
             return None
-    return FewRows(kernels, layers, final_norm, head, eps)
+    return DecoderStep(kernels, layers, final_norm, head, eps)
 
 
 class PackedEmbedding:
