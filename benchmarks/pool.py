@@ -8,6 +8,8 @@ beside a bare loop over the same objects in the same run, taken in turns:
 * redis: `mget` / a pipeline of `set`;
 * directory: `os.read` / `os.write` of the same files (page cache warm).
 
+"load to device" is what a server does: `TierTransfer.load`, with the copy into the (CPU) device's blocks.
+
 Limit: mooncake, get, ours into registered memory >= 0.8 x bare.
 """
 
@@ -30,6 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from stemma.config.settings import PoolSettings
+from stemma.memory.device import DeviceKV
+from stemma.memory.device_copy import DeviceCopy
+from stemma.memory.layout import KVLayout
 from stemma.memory.pool.backend import PoolBackend
 from stemma.memory.pool.envelope import HEADER_BYTES
 from stemma.memory.pool.keys import PoolKeys
@@ -37,10 +42,15 @@ from stemma.memory.pool.reads import BATCH_BLOCKS
 from stemma.memory.pool.registry import open_pool_backend
 from stemma.memory.pool.store import PoolStore
 from stemma.memory.store import BlockPut, PutResult, ReadResult
+from stemma.memory.transfer import TierTransfer, TransferPolicy
+from stemma.model.native.copying import copy_function
 from stemma.types import BlockKey
 
 BLOCK_BYTES = 2 * 2**20
 NUM_BLOCKS = 64
+LAYOUT = KVLayout(32, 2, 64, 2, 128, "bfloat16")
+"""A block of it is BLOCK_BYTES."""
+STAGING_BYTES = 128 * 2**20
 NAMES = PoolKeys("bench")
 LIMIT = 0.8
 
@@ -94,35 +104,75 @@ def our_put(store: PoolStore, keys: list[BlockKey], blocks: list[memoryview]) ->
     assert set(store.put_many(puts)) == {PutResult.STORED}
 
 
+@contextmanager
+def loads_of(store: PoolStore) -> Iterator[Callable[[list[BlockKey]], None]]:
+    """Return what brings blocks of the pool to device blocks (here plain memory) as a server does."""
+    kv = DeviceKV(LAYOUT, NUM_BLOCKS)
+    policy = TransferPolicy({}, load_timeout_s=600.0)
+    transfer = TierTransfer(
+        DeviceCopy(kv, copy_function()),
+        (),
+        policy,
+        time.monotonic,
+        block_size=LAYOUT.block_size,
+        staging_bytes=STAGING_BYTES,
+    )
+    transfer.introduce(store)
+    transfer.attach(store)
+
+    def load(keys: list[BlockKey]) -> None:
+        assert transfer.load(keys, range(NUM_BLOCKS)).result() == NUM_BLOCKS
+
+    try:
+        yield load
+    finally:
+        transfer.close()
+
+
 def measure(name: str, backend: PoolBackend, num_rounds: int) -> list[tuple[str, float, float]]:
     """Return (what, ours, bare) in GB/s; medians over rounds in which all take turns."""
     registered, other = Arena(), Arena()
     settings = PoolSettings(name=name, deadline_s=30.0)
     store = PoolStore(backend, NAMES, BLOCK_BYTES, settings)
     store.register(registered.memory)
-    labels = ["get, registered memory", "get", "put, registered memory", "put"]
+    labels = ["load to device", "get, registered memory", "get", "put, registered memory", "put"]
     if not backend.zero_copy:
-        labels = ["get", "put"]
+        labels = ["load to device", "get", "put"]
     samples: dict[str, list[tuple[float, float]]] = {label: [] for label in labels}
-    for _ in range(num_rounds):
-        bare_keys = new_keys()
-        bare_names = [NAMES.own(key) for key in bare_keys]
-        put = gb_per_s(lambda names=bare_names: bare_put(backend, names, registered))  # type: ignore[misc]
-        for label in (label for label in labels if label.startswith("put")):
-            arena = registered if "registered" in label or not backend.zero_copy else other
-            keys = new_keys()
-            ours = gb_per_s(lambda k=keys, a=arena: our_put(store, k, a.blocks))  # type: ignore[misc]
-            samples[label].append((ours, put))
-            get = gb_per_s(lambda names=bare_names: bare_get(backend, names, registered))  # type: ignore[misc]
-            ours = gb_per_s(lambda k=keys, a=arena: our_get(store, k, a.blocks))  # type: ignore[misc]
-            samples[label.replace("put", "get")].append((ours, get))
-            store.remove(keys)
-        backend.remove(bare_names)
-    store.close()
+    with loads_of(store) as load:
+        for _ in range(num_rounds):
+            measure_round(backend, store, samples, registered, other, load)
     return [
         (label, statistics.median(ours for ours, _ in pairs), statistics.median(bare for _, bare in pairs))
         for label, pairs in samples.items()
     ]
+
+
+def measure_round(
+    backend: PoolBackend,
+    store: PoolStore,
+    samples: dict[str, list[tuple[float, float]]],
+    registered: Arena,
+    other: Arena,
+    load: Callable[[list[BlockKey]], None],
+) -> None:
+    """Add (ours, bare) of one round to each label."""
+    bare_keys = new_keys()
+    bare_names = [NAMES.own(key) for key in bare_keys]
+    put = gb_per_s(lambda names=bare_names: bare_put(backend, names, registered))  # type: ignore[misc]
+    for label in [label for label in samples if label.startswith("put")]:
+        arena = registered if "registered" in label or not backend.zero_copy else other
+        keys = new_keys()
+        ours = gb_per_s(lambda k=keys, a=arena: our_put(store, k, a.blocks))  # type: ignore[misc]
+        samples[label].append((ours, put))
+        get = gb_per_s(lambda names=bare_names: bare_get(backend, names, registered))  # type: ignore[misc]
+        ours = gb_per_s(lambda k=keys, a=arena: our_get(store, k, a.blocks))  # type: ignore[misc]
+        samples[label.replace("put", "get")].append((ours, get))
+        if arena is registered:
+            get = gb_per_s(lambda names=bare_names: bare_get(backend, names, registered))  # type: ignore[misc]
+            samples["load to device"].append((gb_per_s(lambda k=keys: load(k)), get))  # type: ignore[misc]
+        store.remove(keys)
+    backend.remove(bare_names)
 
 
 HOLDER = """

@@ -102,6 +102,21 @@ class BlockStoreContract(ABC):
         ]
         assert store.counters.reads == {hit: 4, ReadResult.MISS: 1}
 
+    def test_a_loan_is_a_read(self, store: BlockStore) -> None:
+        """Whoever lends, lends bytes that are proven; at least one key is answered at a time."""
+        blocks = chain("a", 5)
+        store.put_many(blocks)
+        wanted = [*keys(blocks), key_of("absent")]
+        results: list[ReadResult] = []
+        while len(results) < len(wanted) and (loan := store.lend_many(wanted[len(results) :])) is not None:
+            assert loan.results
+            for place, result, key in zip(loan.places, loan.results, wanted[len(results) :], strict=False):
+                assert result is not ReadResult.HIT or bytes(place) == bytes_of(key)
+            results += loan.results
+            loan.give_back()
+        assert results in ([], [ReadResult.HIT] * 5 + [ReadResult.MISS])
+        assert store.counters.reads.total() == len(results)
+
     def test_empty_batches(self, store: BlockStore) -> None:
         assert store.exists_many([]) == []
         assert store.get_many([], []) == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stemma.errors import StorageError
-from stemma.memory import loads
+from stemma.memory import chunks
 from stemma.memory.device import DeviceKV
 from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.disk.store import DiskStore
@@ -248,7 +248,7 @@ def test_nothing_after_a_damaged_block_is_delivered(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, bad: int, to_host: bool
 ) -> None:
     """Chunks of two: the next one is read already when the damage is found."""
-    monkeypatch.setattr(loads, "_CHUNK_BLOCKS", 2)
+    monkeypatch.setattr(chunks, "CHUNK_BLOCKS", 2)
     disk, host = rig.disk(), rig.host(16)
     transfer = rig.open(*([host] if to_host else []), disk)
     blocks = rig.fill("a", 11)

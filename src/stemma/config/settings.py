@@ -58,7 +58,7 @@ class PoolSettings(SettingsModel):
     """Write in the background. Off: a step ends only once its blocks are in the pool, or have failed."""
     write: WritePolicy = "write_through"
     """When a block is copied to the pool: committed on the device, used often, or evicted."""
-    staging: ByteSize = Field(default=64 * 2**20, gt=0)
+    staging: ByteSize = Field(default=192 * 2**20, gt=0)
     """Memory for blocks on their way to and from the backend."""
     deadline_s: float = Field(default=1.0, gt=0)
     """Longest wait for one backend call (up to 64 blocks); then its blocks are misses."""

@@ -52,7 +52,10 @@ class EnginePool:
         async with self._changing:
             if self.store is not None:
                 raise ConfigError("there is a pool already; detach it first")
-            store = await asyncio.to_thread(open_pool, settings, self._key_space, self._layout)
+            pins = self._transfer.pins_memory
+            store = await asyncio.to_thread(
+                open_pool, settings, self._key_space, self._layout, pin_memory=pins
+            )
             try:
                 await asyncio.to_thread(self._transfer.introduce, store)
                 await between_steps(lambda: self._transfer.attach(store, settings.write))

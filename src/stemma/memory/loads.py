@@ -3,8 +3,9 @@
 This is the one place where a read that misses, fails, is corrupt or comes late turns into a smaller number
 of loaded blocks. It is counted with its tier and reason, and the scheduler computes the tokens instead.
 
-Blocks of a slow store are read into a buffer of the worker first. So a read that hangs never writes into
-device blocks that were given to somebody else meanwhile. A host block goes straight into its device block.
+Blocks of a slow store are read into a buffer of the worker first, or into one that the store lends. So a read
+that hangs never writes into device blocks that were given to somebody else meanwhile. A host block goes
+straight into its device block.
 """
 
 from __future__ import annotations
@@ -19,22 +20,21 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wa
 from dataclasses import replace
 from queue import PriorityQueue
 
+import torch
+
 from stemma.errors import StorageError
+from stemma.memory.chunks import Chunk, ChunkReader
 from stemma.memory.device_copy import DeviceCopy
 from stemma.memory.estimate import LoadEstimator
 from stemma.memory.host import HostStore
 from stemma.memory.lower import LoadCounters
 from stemma.memory.recent_keys import Whereabouts
-from stemma.memory.staging import StagingArena
 from stemma.memory.store import BlockPut, BlockStore, ReadResult
 from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
 RUN_BLOCKS = 1024
 """Blocks looked up at once; between two such runs reading and copying on don't overlap."""
-_CHUNK_BLOCKS = 16
-_BUFFER_BYTES = 64 * 2**20
-"""Of one worker, for two chunks: one is read while the other is copied on."""
 _LOAD, _PREFETCH, _STOP = 0, 1, 2
 
 
@@ -219,13 +219,10 @@ class LoadQueue:
     # -- worker threads ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        buffers: StagingArena | None = None
+        reader = ChunkReader(self._device.block_bytes, pin_memory=self._device.is_cuda)
         while (task := self._tasks.get()[2]) is not None:
-            if buffers is None:  # a server without lower tiers never pays for them
-                num_slots = max(2, min(2 * _CHUNK_BLOCKS, _BUFFER_BYTES // self._device.block_bytes))
-                buffers = StagingArena(num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda)
             try:
-                self._work(task, buffers)
+                self._work(task, reader)
             except StorageError as error:
                 logger.warning("a load ended early: %s", error)
             finally:
@@ -233,7 +230,7 @@ class LoadQueue:
                 with self._lock:
                     self._num_queued -= len(task.keys)
 
-    def _work(self, task: Load, buffers: StagingArena) -> None:
+    def _work(self, task: Load, reader: ChunkReader) -> None:
         with task.lock:
             if task.future.done() or not task.future.set_running_or_notify_cancel():
                 return
@@ -249,7 +246,7 @@ class LoadQueue:
             if store is None:
                 return
             before = task.num_done
-            results = self._move(task, store, keys, buffers)
+            results = self._move(task, store, keys, reader)
             if not results:
                 return
             passed_over = passed_over if task.num_done == before else set()
@@ -305,50 +302,51 @@ class LoadQueue:
             task.num_done += 1
 
     def _move(
-        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], buffers: StagingArena
+        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], reader: ChunkReader
     ) -> list[ReadResult]:
         """Move one run; return the results up to and including the first that isn't a hit."""
         start = self._clock()
         if isinstance(store, HostStore):
             results = self._from_host(task, store, keys)
         else:
-            results = self._from_slow(task, store, keys, buffers)
+            results = self._from_slow(task, store, keys, reader)
         self._estimator.observe_load(store.tier, len(results), self._clock() - start)
         return results
 
     def _from_slow(
-        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], buffers: StagingArena
+        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], reader: ChunkReader
     ) -> list[ReadResult]:
-        """Read chunk by chunk into one half of the buffers, while the other half is proven and copied on."""
-        half = buffers.num_slots // 2
+        """Read chunk by chunk, while the chunk before is proven and copied on."""
         before = task.num_done
         results: list[ReadResult] = []
 
-        def take(start: int, slots: range, prove: Callable[[], list[ReadResult]]) -> None:
-            got = prove()
-            for key, result in zip(keys[start : start + half], got, strict=True):
-                if result is not ReadResult.HIT:
-                    self._whereabouts.note_lost(key)
-            if task.num_done == before + start:  # else there is a gap, or the load was given up
-                got = _until_first_failure(got)
-                self._deliver(task, slots[: got.count(ReadResult.HIT)], buffers, store.tier)
-                results.extend(got)
+        def take(start: int, chunk: Chunk) -> None:
+            try:
+                got = chunk.prove()
+                for key, result in zip(keys[start : start + chunk.num_keys], got, strict=True):
+                    if result is not ReadResult.HIT:
+                        self._whereabouts.note_lost(key)
+                if task.num_done == before + start:  # else there is a gap, or the load was given up
+                    got = _until_first_failure(got)
+                    self._deliver(task, chunk.places[: got.count(ReadResult.HIT)], store.tier)
+                    results.extend(got)
+            finally:
+                chunk.give_back()
 
         taking: Future[None] | None = None
+        last = start = 0
         try:
-            for number, start in enumerate(range(0, len(keys), half)):
-                if task.future.done() or task.num_done < before + start - half:
-                    break
-                first = number % 2 * half
-                slots = range(first, first + len(keys[start : start + half]))
-                prove = store.fetch_many(keys[start : start + half], [buffers.view(slot) for slot in slots])
+            while start < len(keys) and not task.future.done() and task.num_done >= before + last:
+                chunk = reader.read(store, keys[start:])
                 if taking is not None:
                     wait([taking])
                 try:
-                    taking = self._helpers.submit(take, start, slots, prove)
+                    taking = self._helpers.submit(take, start, chunk)
                 except RuntimeError:  # this queue was closed meanwhile
-                    prove()
+                    chunk.prove()
+                    chunk.give_back()
                     break
+                last, start = start, start + chunk.num_keys
         finally:
             # The buffers are for the next load when this returns, whatever went wrong.
             if taking is not None:
@@ -378,39 +376,37 @@ class LoadQueue:
             store.remove(keys[:count])
         return results
 
-    def _deliver(self, task: Load, slots: range, buffers: StagingArena, tier: Tier) -> None:
-        """Copy the next blocks, which lie in these slots of the buffers, to where the task wants them."""
-        count = len(slots)
+    def _deliver(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
+        """Copy the next blocks, which lie in these places, to where the task wants them."""
+        count = len(places)
         if count == 0:
             return
         if task.block_ids is None:
-            self._deliver_to_host(task, slots, buffers, tier)
+            self._deliver_to_host(task, places, tier)
             return
         with task.lock:
             if task.future.done():
                 return
-            first, count = task.num_done, len(slots)
+            first = task.num_done
             block_ids = task.block_ids[first : first + count]
-            self._device.into(block_ids, [buffers.tensor(slot) for slot in slots], beside_reads=True)
+            sources = [torch.frombuffer(place, dtype=torch.uint8) for place in places]
+            self._device.into(block_ids, sources, beside_reads=True)
             task.num_done += count
         self._whereabouts.forget_origin(task.keys[first : first + count])
         with self._lock:
             self.counters.loaded_blocks[tier] += count
 
-    def _deliver_to_host(self, task: Load, slots: range, buffers: StagingArena, tier: Tier) -> None:
+    def _deliver_to_host(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
         host = self._host()
         assert host is not None, "a prefetch needs a host tier"
-        first, count = task.num_done, len(slots)
+        first, count = task.num_done, len(places)
         parents = [task.parent, *task.keys][first : first + count]
         keys = task.keys[first : first + count]
         if not task.future.done():
             # Before the put: as soon as a block is there the step loop may find it and ask where it is from.
             self._whereabouts.note_origin(tier, keys)
         host.put_many(
-            [
-                BlockPut(key, parent, buffers.view(slot))
-                for slot, key, parent in zip(slots, keys, parents, strict=True)
-            ]
+            [BlockPut(key, parent, place) for place, key, parent in zip(places, keys, parents, strict=True)]
         )
         task.num_done += count
         with self._lock:

@@ -90,6 +90,17 @@ class Storable(Protocol):
         """Retention hint."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Blocks read into memory of their store, which nobody else uses until `give_back` is called (once)."""
+
+    results: list[ReadResult]
+    """Of the first keys asked for: at least one."""
+    places: Sequence[memoryview]
+    """Where they lie; one per result if any is a hit. Only those of hits may be read."""
+    give_back: Callable[[], None] = lambda: None
+
+
 @dataclass(slots=True)
 class StoreCounters:
     """What a store did since it was opened. The store adds under its own lock; readers take `snapshot`."""
@@ -150,6 +161,13 @@ class BlockStore(ABC):
         """
         results = self.get_many(keys, into)
         return lambda: results
+
+    def lend_many(self, keys: Sequence[BlockKey]) -> Loan | None:
+        """Do as `get_many` for the first few keys, into memory of the store's own; None: it has none to lend.
+
+        Spares a copy where a read must go through such memory anyway.
+        """
+        return None
 
     @abstractmethod
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:

@@ -61,7 +61,7 @@ def open_tiers(
     )
     if pool is not None:
         try:
-            store = open_pool(pool, key_space, kv.layout)
+            store = open_pool(pool, key_space, kv.layout, pin_memory=transfer.pins_memory)
         except StemmaError:
             transfer.close()
             raise

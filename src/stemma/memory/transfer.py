@@ -110,6 +110,11 @@ class TierTransfer:
         """All stores, nearest first."""
         return self._stores
 
+    @property
+    def pins_memory(self) -> bool:
+        """Whether memory that blocks come up from should be pinned."""
+        return self._device.is_cuda
+
     def introduce(self, store: BlockStore) -> None:
         """Announce our memory to a store that is about to be attached. May be slow; for any thread."""
         if not isinstance(store, HostStore):

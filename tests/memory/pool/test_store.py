@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -333,6 +334,97 @@ def test_batches_of_registered_memory_dont_depend_on_slots(tmp_path: Path, clock
     assert [bytes(place) for place in places] == [bytes_of(key) for key in keys(blocks)]
     assert calls == [64, 36]
     assert store._staging.headers.num_taken == 0
+
+
+def test_a_loan_keeps_its_slots_until_it_is_given_back(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock, staging=1)
+    assert store._staging.slots.size == 2
+    blocks = chain("a", 5)
+    store.put_many(blocks)
+    first = store.lend_many(keys(blocks))
+    assert first.results == [ReadResult.HIT] * 2
+    assert store.lend_many(keys(blocks[2:])).results == [ReadResult.LATE] * 3  # no slot within the deadline
+    assert read(store, keys(blocks[2:])) == [ReadResult.LATE] * 3
+    assert [bytes(place) for place in first.places] == [block.data for block in blocks[:2]]
+    first.give_back()
+    second = store.lend_many(keys(blocks[2:]))
+    assert [bytes(place) for place in second.places] == [block.data for block in blocks[2:4]]
+    second.give_back()
+
+
+def test_slots_of_a_late_loan_are_free_only_when_the_backend_is_done(
+    backend: FaultyBackend, clock: Clock
+) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 3)
+    store.put_many(blocks)
+    backend.gate.clear()
+    late = store.lend_many(keys(blocks))
+    assert (late.results, late.places) == ([ReadResult.LATE] * 3, ())
+    late.give_back()  # gives nothing: the backend has them
+    assert store._staging.slots.num_taken == 3
+    assert store.status().circuit is Circuit.OPEN
+    assert set(store.lend_many(keys(blocks)).results) == {ReadResult.ERROR}
+    store.close()
+    assert store._staging.slots.num_taken == 3
+    backend.gate.set()
+    _until(lambda: store._staging.slots.num_taken == 0)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_loan_ends_before_a_key_known_to_be_absent(backend: FaultyBackend, clock: Clock, at: int) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 4)
+    store.put_many(blocks)
+    store.remove([blocks[at].key])
+    assert not store.exists_many([blocks[at].key])[0]
+    loan = store.lend_many(keys(blocks))
+    assert loan.results == ([ReadResult.HIT] * at or [ReadResult.MISS])
+    loan.give_back()
+    assert store._staging.slots.num_taken == 0
+
+
+def test_loans_grow_while_the_backend_is_fast_and_shrink_before_they_are_late(
+    backend: FaultyBackend, clock: Clock
+) -> None:
+    store = store_over(backend, clock, deadline_s=2.0)
+    wanted = keys(chain("a", 64))
+    store.put_many(chain("a", 64))
+
+    def lent() -> int:
+        loan = store.lend_many(wanted)
+        loan.give_back()
+        return loan.results.count(ReadResult.HIT)
+
+    assert [lent() for _ in range(4)] == [16, 32, 64, 64]
+    backend.spoil = lambda parts: time.sleep(1.1 / 64)
+    assert [lent(), lent()] == [64, 32]
+    assert store.status().circuit is Circuit.CLOSED
+
+
+def test_a_spoiled_block_is_lent_to_nobody(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    blocks = chain("a", 1)
+    store.put_many(blocks)
+
+    def flip(parts: Parts) -> None:
+        parts[0][-1] ^= 1
+
+    backend.spoil = flip
+    loan = store.lend_many(keys(blocks))
+    assert loan.results == [ReadResult.CORRUPT]
+    assert store.counters.reasons["checksum"] == 1
+    loan.give_back()
+
+
+def test_a_call_that_finds_its_store_just_closed_is_a_storage_error(
+    backend: FaultyBackend, clock: Clock
+) -> None:
+    """A load may be on its way when its pool is detached; its thread must live on."""
+    store = store_over(backend, clock)
+    store._guard.close()
+    with pytest.raises(StorageError, match="closed"):
+        store.lend_many(keys(chain("a", 1)))
 
 
 def _until(condition: object) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from typing import Any, Generic, TypeVar
 
+from stemma.errors import StorageError
+
 T = TypeVar("T")
 
 
@@ -69,7 +71,7 @@ class Calls:
         self._threads = ThreadPool(num_threads)
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
-        """Queue ``function(*arguments)``."""
+        """Queue ``function(*arguments)``. Raises StorageError after `close`."""
         call: Call[T] = Call()
 
         def run() -> None:
@@ -80,7 +82,10 @@ class Calls:
             call.error = error
             call._end()
 
-        self._threads.apply_async(run, callback=lambda _: call._end(), error_callback=failed)
+        try:
+            self._threads.apply_async(run, callback=lambda _: call._end(), error_callback=failed)
+        except ValueError as error:  # closed by another thread, just now
+            raise StorageError("the pool is closed") from error
         return call
 
     def close(self) -> None:

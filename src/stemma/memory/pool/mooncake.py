@@ -117,6 +117,8 @@ class MooncakePool(PoolBackend):
         if config.global_segment_size:
             # Our own segment first: no network, and never a dead machine's memory. Full: any other.
             self._replicate.preferred_segment = self._client.get_hostname()
+        self._registered: list[memoryview] = []
+        """Held until the client is closed, which ends their registration."""
         self._closed = False
 
     def register(self, memory: memoryview) -> None:
@@ -125,6 +127,7 @@ class MooncakePool(PoolBackend):
         code = self._client.register_buffer(address_of(memory), memory.nbytes)
         if code != _OK:
             raise StorageError(f"pool mooncake: can't register {memory.nbytes} bytes, code {code}")
+        self._registered.append(memory)
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """One call. A key that is found can't be evicted for the next 10 s (Mooncake's lease)."""
@@ -184,7 +187,8 @@ class MooncakePool(PoolBackend):
             self._client.close()
         else:
             _log.warning("mooncake master %s is away: its client is closed when it is back", self._master)
-            threading.Thread(target=_close_later, args=(self._client, self._master), daemon=True).start()
+            rest = (self._client, self._master, self._registered)
+            threading.Thread(target=_close_later, args=rest, daemon=True).start()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -226,10 +230,12 @@ def _answers(master: str) -> bool:
         return False
 
 
-def _close_later(client: Any, master: str) -> None:
+def _close_later(client: Any, master: str, registered: list[memoryview]) -> None:
+    """Close the client once its master answers; what it may write into lives so long."""
     while not _answers(master):
         time.sleep(_CLOSE_RETRY_S)
     client.close()
+    registered.clear()
 
 
 def _scattered(values: Sequence[Parts]) -> tuple[list[list[int]], list[list[int]]]:

@@ -1,7 +1,7 @@
 """Preallocated room for values on their way: slots for a header and one block, and for headers alone.
 
 A block in registered memory travels without a copy, so it needs only a header. There are always enough of
-those for whole batches; slots are few where blocks are large (31 of 2 MB in 64 MiB), and small batches lose.
+those for whole batches; slots are few where blocks are large (95 of 2 MB in 192 MiB), and small batches lose.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import time
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
-
+from stemma.memory.pinned import host_rows
 from stemma.memory.pool.envelope import HEADER_BYTES
 
 T = TypeVar("T")
 _ALIGNMENT = 4096
-_NUM_HEADERS = 512
-"""Eight batches of 64: more than there are threads that call a backend."""
+_MOST = 512
+"""Headers, and slots at most: eight batches of 64: more than there are threads that call a backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,12 @@ class Room(Generic[T]):
 class Staging:
     """All the memory that values are staged in."""
 
-    def __init__(self, capacity_bytes: int, block_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, block_bytes: int, *, pin_memory: bool = False) -> None:
+        """`pin_memory`: a CUDA device copies out of the slots."""
         stride = -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT) * _ALIGNMENT
-        num_slots = max(2, capacity_bytes // stride)
-        num_bytes = num_slots * stride + _NUM_HEADERS * HEADER_BYTES
-        raw = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        num_slots = min(max(2, capacity_bytes // stride), _MOST)
+        num_bytes = num_slots * stride + _MOST * HEADER_BYTES
+        raw = host_rows(1, num_bytes + _ALIGNMENT, pin_memory=pin_memory).numpy()[0]
         start = -raw.ctypes.data % _ALIGNMENT
         self.memory = raw[start : start + num_bytes].data
         """All slots and headers, for `PoolBackend.register`."""

@@ -23,7 +23,15 @@ from stemma.memory.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
 from stemma.memory.pool.registered import RegisteredMemory
 from stemma.memory.pool.staging import Staging
 from stemma.memory.pool.writes import Writer
-from stemma.memory.store import BlockPut, BlockStore, PutResult, ReadResult, StoreCounters, check_buffers
+from stemma.memory.store import (
+    BlockPut,
+    BlockStore,
+    Loan,
+    PutResult,
+    ReadResult,
+    StoreCounters,
+    check_buffers,
+)
 from stemma.types import BlockKey, Tier
 
 _NUM_THREADS = 4
@@ -55,7 +63,9 @@ class PoolStore(BlockStore):
         settings: PoolSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
+        pin_memory: bool = False,
     ) -> None:
+        """`pin_memory`: a CUDA device copies blocks out of what `lend_many` lends."""
         self.block_bytes = block_bytes
         self.settings = settings
         self._names = names
@@ -68,7 +78,7 @@ class PoolStore(BlockStore):
         self.counters = self._guard.counters
         self._absent = AbsentKeys(clock)
         self._registered = RegisteredMemory()
-        self._staging = Staging(settings.staging, block_bytes)
+        self._staging = Staging(settings.staging, block_bytes, pin_memory=pin_memory)
         if backend.zero_copy:
             backend.register(self._staging.memory)
         self._reader = Reader(self._guard, names, self._staging, self._registered, self._absent)
@@ -107,6 +117,13 @@ class PoolStore(BlockStore):
         results = self._reader.read(keys, into)
         self._guard.count_reads(results, self.block_bytes)
         return results
+
+    def lend_many(self, keys: Sequence[BlockKey]) -> Loan:
+        """Read this rank's part of the first few blocks into staging slots."""
+        self._require_open()
+        loan = self._reader.lend(keys)
+        self._guard.count_reads(loan.results, self.block_bytes)
+        return loan
 
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
         """Write this rank's part of each block."""
