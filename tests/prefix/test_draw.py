@@ -1,7 +1,8 @@
 import numpy as np
 
 from stemma.prefix.draw import draw_tree
-from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.prefix.hashed import HashIndex
+from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
 from stemma.types import TokenArray
 
@@ -41,3 +42,12 @@ def test_tree() -> None:
         "namespace salt 'me', adapter 'sql'",
         '└── "yyyyy…yyy" 300 tokens, 75 blocks',
     ]
+
+
+def test_a_hash_index_is_drawn_as_a_tree() -> None:
+    tree, hashed = RadixIndex(4), HashIndex(KeySpace("model", "layout", 4))
+    for index in (tree, hashed):
+        for text, ids in (("abcdefgh", [0, 1]), ("abcdwxyz", [0, 2]), ("no", [3])):
+            index.insert(DEFAULT_NAMESPACE, encode(text), np.array(ids, dtype=np.int32), 0.0)
+    assert sorted(draw_tree(hashed, decode).splitlines()) == sorted(draw_tree(tree, decode).splitlines())
+    assert "4 tokens, 1 block" in draw_tree(hashed, decode)

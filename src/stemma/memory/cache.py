@@ -3,6 +3,9 @@
 It joins the prefix index (which tokens are computed), the block allocator (who holds which block), the
 device buffer (where the bytes are) and, where there are any, the tiers below. References: the index holds
 one on each of its blocks, each lease one on every block of its table. A block is free when nobody holds it.
+
+Here is the life of leases. What enters and leaves the index is in `cached_blocks.py`, what a prompt gets from
+below the device in `prompt_loads.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stemma.errors import IntegrityError, StorageError
+from stemma.errors import IntegrityError
 from stemma.memory.blocks import BlockAllocator
-from stemma.memory.lease import Lease, PendingLoad
-from stemma.memory.lower import DeviceBlock, LowerTiers, Prefetch, TransferStats
-from stemma.memory.records import BlockRecords
+from stemma.memory.cached_blocks import CachedBlocks
+from stemma.memory.lease import Lease
+from stemma.memory.lower import LowerTiers, Prefetch, TransferStats
+from stemma.memory.prompt_loads import PromptLoads
 from stemma.prefix.draw import Decode, draw_tree
-from stemma.prefix.explain import DISABLED_MISS, Miss, MissReason
+from stemma.prefix.explain import DISABLED_MISS, Miss
 from stemma.prefix.index import Match, PrefixIndex
-from stemma.prefix.keys import KeySpace, Namespace, chain_keys, partial_key
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
-from stemma.types import BlockIds, BlockKey, Tier, TokenArray
+from stemma.types import BlockIds, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -86,27 +90,30 @@ class PrefixCache:
         self.block_size = key_space.block_size
         self.num_blocks = buffer.num_blocks
         self._buffer = buffer
-        self._index = index
         self._key_space = key_space
         self._lower = lower
-        self._takes_tails = takes_tails
-        self._block_costs = block_costs
-        self._clock = clock
+        self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
         self._allocator = BlockAllocator(buffer.num_blocks)
-        self._records = BlockRecords(buffer.num_blocks, self.block_size, policy_name)
+        self._cached = None
+        if index is not None:
+            self._cached = CachedBlocks(
+                index, self._allocator, lower, policy_name=policy_name, block_costs=block_costs, clock=clock
+            )
         self._leases: set[Lease] = set()
         self._draining: list[Lease] = []
         self._fences: deque[_Fence] = deque()
-        self._num_evicted = 0
         self._num_deduplicated = 0
         self._num_copied_heads = 0
-        self.version = 0
+
+    @property
+    def version(self) -> int:
         """Changes whenever a match may have changed."""
+        return self._cached.version if self._cached is not None else 0
 
     @property
     def enabled(self) -> bool:
         """Whether finished blocks are kept and reused."""
-        return self._index is not None
+        return self._cached is not None
 
     @property
     def capacity_tokens(self) -> int:
@@ -116,7 +123,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Blocks that are free or could be made free by eviction."""
-        return self._allocator.num_free + (self._index.num_evictable if self._index else 0)
+        return self._allocator.num_free + (self._cached.index.num_evictable if self._cached else 0)
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
         """Return how many leading tokens of a prompt lie on the device; never the last one. Read-only."""
@@ -150,13 +157,8 @@ class PrefixCache:
         )
         num_full = found.num_full_blocks(self.block_size)
         shared = found.block_ids[:num_full]
-        if self._index is not None and num_full:
-            self._index.pin(shared)
-            self._allocator.acquire(shared)
-            lease.append_blocks(shared)
-            lease.adopt_keys(self._records.keys(shared))
-            lease.num_committed = num_full
-        tiers, keys = self._lower_match(lease, found)
+        self._share(lease, shared)
+        tiers, keys = self._loads.match(lease, found) if self._loads is not None else ((), [])
         num_tail = found.num_tokens % self.block_size if not tiers else 0
         num_needed = -(-(len(tokens) + num_new) // self.block_size) - num_full
         num_lost = 0
@@ -171,13 +173,10 @@ class PrefixCache:
         lease.append_blocks(fresh)
         num_cached = num_full * self.block_size + num_tail
         lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
-        if self._index is not None:
-            self._index.touch(shared, self._clock())
-            if self._lower is not None and num_full:
-                self._lower.on_hit([self._records.describe(i) for i in shared.tolist()])
-        if tiers and self._lower is not None:
-            future = self._lower.load(keys[: len(tiers)], fresh[: len(tiers)].tolist())
-            lease.pending = PendingLoad(num_full, tiers, future)
+        if self._cached is not None:
+            self._cached.use(shared)
+        if self._loads is not None and tiers:
+            self._loads.start(lease, num_full, tiers, keys)
         else:
             lease.miss = self._explain(lease, found, num_lost)
         self._leases.add(lease)
@@ -193,19 +192,13 @@ class PrefixCache:
 
         Nothing is allocated, copied or loaded. `free(lease, lease.num_tokens)` gives it up.
         """
-        num_full = 0
-        if self._index is not None and len(tokens):
-            found = self._index.match(namespace, tokens)
-            num_full = found.num_full_blocks(self.block_size)
+        found = _NO_MATCH
+        if self._cached is not None and len(tokens):
+            found = self._cached.index.match(namespace, tokens)
+        num_full = found.num_full_blocks(self.block_size)
         held = tokens[: num_full * self.block_size]
         lease = Lease(namespace, self._key_space.root(namespace), held, self.block_size)
-        if self._index is not None and num_full:
-            shared = found.block_ids[:num_full]
-            self._index.pin(shared)
-            self._allocator.acquire(shared)
-            lease.append_blocks(shared)
-            lease.adopt_keys(self._records.keys(shared))
-            lease.num_committed = num_full
+        self._share(lease, found.block_ids[:num_full])
         self._leases.add(lease)
         return lease
 
@@ -227,15 +220,9 @@ class PrefixCache:
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray) -> Prefetch | None:
         """A prompt was queued: let the lower tiers look for what the device lacks of it."""
-        if self._lower is None:
+        if self._loads is None:
             return None
-        found = self._match(namespace, tokens)
-        num_full = found.num_full_blocks(self.block_size)
-        wanted = tokens[: (len(tokens) - 1) // self.block_size * self.block_size]
-        root = self._key_space.root(namespace)
-        keys = chain_keys(root, wanted, self.block_size)
-        keys += self._tail_key([root, *keys][-1], tokens, found)
-        return self._lower.prefetch([root, *keys][num_full], keys[num_full:])
+        return self._loads.prefetch(namespace, tokens, self._match(namespace, tokens))
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """A step took so long for this many prompt tokens."""
@@ -244,24 +231,10 @@ class PrefixCache:
 
     def finish_load(self, lease: Lease) -> None:
         """Take over what a finished load brought, and commit it. What didn't arrive is to be computed."""
-        pending, lease.pending = lease.pending, None
-        assert pending is not None
-        assert pending.num_loaded.done()
-        num_loaded = 0
-        if not pending.num_loaded.cancelled():
-            error = pending.num_loaded.exception()
-            if error is None:
-                num_loaded = pending.num_loaded.result()
-            elif isinstance(error, StorageError):
-                lease.load_error = str(error)
-            else:
-                raise error
-        for number, tier in enumerate(pending.tiers[:num_loaded], pending.first):
-            # The last token is always computed, even where its block was loaded.
-            num_tokens = min(self.block_size, lease.num_tokens - 1 - number * self.block_size)
-            lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + num_tokens
+        assert self._loads is not None
+        num_held = self._loads.finish(lease)
         self.commit(lease, lease.num_cached_tokens)
-        found = Match(lease.num_cached_tokens, lease.block_table[: pending.first + num_loaded])
+        found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
         lease.miss = self._explain(lease, found, 0)
 
     def abandoned_loads(self) -> list[Future[int]]:
@@ -277,40 +250,22 @@ class PrefixCache:
         """
         num_full = num_computed // self.block_size
         num_tail = num_computed % self.block_size if tail else 0
-        if self._index is None or not (num_full > lease.num_committed or num_tail):
+        if self._cached is None or not (num_full > lease.num_committed or num_tail):
             return
-        size, first = self.block_size, lease.num_committed
-        tail_key = None
-        if num_tail:
-            tail_tokens = lease.tokens[num_full * size : num_computed]
-            tail_key = partial_key(lease.key(num_full - 1), tail_tokens)
-        num_offered = num_full + (1 if num_tail else 0)
-        offered = lease.block_table[:num_offered]
-        inserted = self._index.insert(
-            lease.namespace,
-            lease.tokens[: num_full * size + num_tail],
-            offered,
-            self._clock(),
-            lease.traits(num_full, tail=tail_key, costs=self._block_costs),
-        )
-        self._allocator.acquire(inserted.added)
-        for block_id in inserted.dropped.tolist():
-            self._records.remove(block_id)
-        self._allocator.release(inserted.dropped)
-        self._record(lease, inserted.canonical, num_full, tail_key, num_tail)
-        canonical = inserted.canonical[first:num_full]
-        duplicates = canonical != offered[first:num_full]
+        canonical = self._cached.enter(lease, num_full, num_tail)
+        own = lease.block_table[lease.num_committed : num_full]
+        duplicates = canonical != own
         if duplicates.any():
             self._allocator.acquire(canonical[duplicates])
+            given_up = own[duplicates]
             if self._fences:
-                self._fences[-1].duplicates.append(offered[first:num_full][duplicates].copy())
+                self._fences[-1].duplicates.append(given_up)
             else:
-                self._allocator.release(offered[first:num_full][duplicates])
-            lease.block_table[first:num_full] = canonical
-            self._num_deduplicated += int(duplicates.sum())
-        self._index.pin(canonical)
+                self._allocator.release(given_up)
+            own[:] = canonical
+            self._num_deduplicated += len(given_up)
+        self._cached.index.pin(canonical)
         lease.num_committed = num_full
-        self.version += 1
 
     def fork(self, lease: Lease, num_computed: int) -> Lease | None:
         """Return a second lease on the same tokens: full blocks shared, the partial one copied.
@@ -331,14 +286,8 @@ class PrefixCache:
             priority=lease.priority,
             ttl_s=lease.ttl_s,
         )
-        shared = lease.block_table[:num_full]
-        self._allocator.acquire(shared)
-        twin.append_blocks(shared)
+        self._share(twin, lease.block_table[:num_full])
         twin.append_blocks(fresh)
-        if self._index is not None:
-            self._index.pin(shared)
-            twin.adopt_keys(lease.keys(num_full))
-            twin.num_committed = num_full
         if num_tail:
             self._copy_head(int(lease.block_table[num_full]), int(fresh[0]), num_tail)
         twin.cached_by_tier = dict(lease.cached_by_tier)
@@ -390,45 +339,34 @@ class PrefixCache:
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
         self._reap()
-        if self._index is None:
-            return 0
-        dropped = self._index.evict(self._index.num_evictable, self._clock())
-        self._bury(dropped, MissReason.FLUSHED)
-        self._allocator.release(dropped)
-        self.version += 1
-        return len(dropped)
+        return self._cached.flush() if self._cached is not None else 0
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` in the cache; empty if none did. Read-only.
 
         Only the radix index can tell.
         """
-        if not isinstance(self._index, RadixIndex):
+        if self._cached is None or not isinstance(self._cached.index, RadixIndex):
             return np.empty(0, dtype=np.int32)
-        return self._index.continuation(namespace, tokens, max_tokens)
+        return self._cached.index.continuation(namespace, tokens, max_tokens)
 
     def draw(self, decode: Decode, max_chars: int) -> str:
         """Return the index as a tree of text, at most `max_chars` of each edge."""
-        if self._index is None:
+        if self._cached is None:
             return "(the prefix cache is disabled)"
-        if isinstance(self._index, RadixIndex):
-            return draw_tree(self._index, decode, max_chars)
-        tree = RadixIndex(self.block_size)
-        for namespace, tokens, block_ids in self._index.walk():
-            tree.insert(namespace, tokens, block_ids, now=0.0)
-        return draw_tree(tree, decode, max_chars)
+        return draw_tree(self._cached.index, decode, max_chars)
 
     def stats(self) -> CacheStats:
         """Return gauges and counters."""
         return CacheStats(
             num_blocks=self.num_blocks,
             num_free_blocks=self._allocator.num_free,
-            num_cached_blocks=self._index.num_blocks if self._index else 0,
-            num_evictable_blocks=self._index.num_evictable if self._index else 0,
-            num_evicted_blocks=self._num_evicted,
+            num_cached_blocks=self._cached.index.num_blocks if self._cached else 0,
+            num_evictable_blocks=self._cached.index.num_evictable if self._cached else 0,
+            num_evicted_blocks=self._cached.num_evicted if self._cached else 0,
             num_deduplicated_blocks=self._num_deduplicated,
             num_copied_heads=self._num_copied_heads,
-            num_ghosts=self._records.num_ghosts,
+            num_ghosts=self._cached.num_ghosts if self._cached else 0,
         )
 
     def transfer_stats(self) -> TransferStats | None:
@@ -438,11 +376,10 @@ class PrefixCache:
     def check(self) -> None:
         """Prove that index, records, leases and allocator agree on who holds what (slow)."""
         self._allocator.check()
-        present = self._records.present()
-        if self._index is not None:
-            self._index.check()
-            if self._index.num_blocks != int(present.sum()):
-                raise IntegrityError(f"{self._index.num_blocks} in the index, {present.sum()} recorded")
+        present = np.zeros(self.num_blocks, dtype=np.bool_)
+        if self._cached is not None:
+            self._cached.check()
+            present = self._cached.present()
         expected = present.astype(np.int32)
         for block_ids in [ids for fence in self._fences for ids in fence.duplicates]:
             expected[block_ids] += 1
@@ -456,28 +393,18 @@ class PrefixCache:
             raise IntegrityError(f"reference counts of blocks {wrong} don't match their holders")
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
-        if self._index is None or len(tokens) < 2:
+        if self._cached is None or len(tokens) < 2:
             return _NO_MATCH
-        return self._index.match(namespace, tokens[:-1])
+        return self._cached.index.match(namespace, tokens[:-1])
 
-    def _lower_match(self, lease: Lease, found: Match) -> tuple[tuple[Tier, ...], list[BlockKey]]:
-        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys asked."""
-        if self._lower is None:
-            return (), []
-        last = (lease.num_tokens - 1) // self.block_size
-        keys = [lease.key(i) for i in range(found.num_full_blocks(self.block_size), last)]
-        keys += self._tail_key(lease.key(last - 1), lease.tokens, found)
-        return tuple(self._lower.match(keys)), keys
-
-    def _tail_key(self, parent: BlockKey, tokens: TokenArray, found: Match) -> list[BlockKey]:
-        """Return the key of the block that the prompt's last token lies in, as a prefill server publishes it.
-
-        Nothing if we don't ask for such blocks, or the device has all of it but the last token.
-        """
-        tail = tokens[(len(tokens) - 1) // self.block_size * self.block_size :]
-        if not self._takes_tails or len(tail) < 2 or found.num_tokens >= len(tokens) - 1:
-            return []
-        return [partial_key(parent, tail)]
+    def _share(self, lease: Lease, block_ids: BlockIds) -> None:
+        """Let an empty lease begin with these full blocks; with reuse on, the index holds them."""
+        self._allocator.acquire(block_ids)
+        lease.append_blocks(block_ids)
+        if self._cached is not None and len(block_ids):
+            self._cached.index.pin(block_ids)
+            lease.adopt_keys(self._cached.keys(block_ids))
+            lease.num_committed = len(block_ids)
 
     def _allocate(self, num_blocks: int) -> BlockIds | None:
         """Return fresh blocks, evicting what is needed; None if that isn't enough."""
@@ -485,13 +412,8 @@ class PrefixCache:
             return None
         while (num_missing := num_blocks - self._allocator.num_free) > 0:
             # Evicted blocks that a lease still holds give no room yet, so one round may not be enough.
-            evicted = self._index.evict(num_missing, self._clock()) if self._index else _NO_BLOCKS
-            if not len(evicted):
+            if self._cached is None or not self._cached.evict(num_missing):
                 return None
-            self._bury(evicted, MissReason.EVICTED)
-            self._num_evicted += len(evicted)
-            self._allocator.release(evicted)
-            self.version += 1
         return self._allocator.allocate(num_blocks)
 
     def _allocate_with_head(self, num_blocks: int, found: Match, num_head: int) -> BlockIds | None:
@@ -503,8 +425,8 @@ class PrefixCache:
         fresh = self._allocate(num_blocks)
         if fresh is not None:
             self._copy_head(int(source[0]), int(fresh[0]), num_head)
-            if self._index is not None and self._records.num_tokens(int(source[0])):
-                self._index.touch(source, self._clock())
+            if self._cached is not None:
+                self._cached.use_head(int(source[0]))
         self._allocator.release(source)
         return fresh
 
@@ -512,42 +434,15 @@ class PrefixCache:
         self._buffer.copy_block_head(source, target, num_tokens)
         self._num_copied_heads += 1
 
-    def _record(
-        self, lease: Lease, canonical: BlockIds, num_full: int, tail_key: BlockKey | None, num_tail: int
-    ) -> None:
-        """Note the blocks that the index took from this lease; one may have grown since it was noted."""
-        table, taken = lease.block_table, []
-        for i in range(lease.num_committed, len(canonical)):
-            block_id = int(table[i])
-            num_tokens = self.block_size if i < num_full else num_tail
-            if canonical[i] != block_id or self._records.num_tokens(block_id) == num_tokens:
-                continue
-            key = lease.key(i) if i < num_full or tail_key is None else tail_key
-            self._records.remove(block_id)
-            self._records.add(
-                DeviceBlock(block_id, key, lease.key(i - 1), num_tokens, lease.priority, lease.ttl_s),
-                int(canonical[i - 1]) if i else None,
-            )
-            taken.append(block_id)
-        if self._lower is not None and taken:
-            self._lower.on_commit([self._records.describe(i) for i in taken])
-
-    def _bury(self, block_ids: BlockIds, reason: MissReason) -> None:
-        """Tell the lower tiers, and remember the ghosts, of blocks that left the index."""
-        blocks = [self._records.describe(i) for i in block_ids.tolist()]
-        if self._lower is not None and reason is MissReason.EVICTED:
-            self._lower.on_evict(blocks)
-        self._records.bury(blocks, reason, self._clock())
-
     def _explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
-        if self._index is None:
+        if self._cached is None:
             return DISABLED_MISS
-        return self._records.explain(lease, found, num_lost, self._clock())
+        return self._cached.explain(lease, found, num_lost)
 
     def _let_go(self, lease: Lease) -> None:
         """Unpin and release the blocks of a lease that is no longer registered."""
-        if self._index is not None:
-            self._index.unpin(lease.block_table[: lease.num_committed])
+        if self._cached is not None:
+            self._cached.index.unpin(lease.block_table[: lease.num_committed])
         self._allocator.release(lease.block_table)
         lease.num_blocks = lease.num_committed = 0
 

@@ -1,4 +1,4 @@
-"""Draw the radix tree as text: what `stemma demo` and the cache endpoint show.
+"""Draw an index as a tree of text: what `stemma demo` and the cache endpoint show.
 
 default namespace
 ├── "You are a helpful assistant. " 29 tokens, 1 block
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
+from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import Namespace
 from stemma.prefix.radix import NodeView, RadixIndex
 from stemma.types import TokenArray
@@ -23,15 +24,24 @@ _MAX_CHARS = 48
 _EDGE_TOKENS = 64
 
 
-def draw_tree(index: RadixIndex, decode: Decode, max_chars: int = _MAX_CHARS) -> str:
+def draw_tree(index: PrefixIndex, decode: Decode, max_chars: int = _MAX_CHARS) -> str:
     """Return a drawing of the whole index, one line a node; at most `max_chars` of each node's text."""
+    tree = index if isinstance(index, RadixIndex) else _as_radix(index)
     lines: list[str] = []
-    for namespace in index.namespaces():
+    for namespace in tree.namespaces():
         lines.append(_title(namespace))
-        views = list(index.nodes(namespace))
+        views = list(tree.nodes(namespace))
         for view, branches in zip(views, _branches(views), strict=True):
             lines.append(branches + _label(view, decode, max_chars))
     return "\n".join(lines) if lines else "(empty)"
+
+
+def _as_radix(index: PrefixIndex) -> RadixIndex:
+    """Return a radix tree of the same sequences."""
+    tree = RadixIndex(index.block_size)
+    for namespace, tokens, block_ids in index.walk():
+        tree.insert(namespace, tokens, block_ids, now=0.0)
+    return tree
 
 
 def _title(namespace: Namespace) -> str:
