@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 
 from stemma.memory.device import DeviceKV
 from stemma.model.batch import ForwardBatch
+from stemma.model.native.fused_layer import FusedLayer
 from stemma.model.native.library import AttendArgs, Kernels, LayerWeights, RotateArgs, StepArgs, Strips
 from stemma.model.weights import LinearFunction, PackedProduct
-
-if TYPE_CHECKING:
-    from stemma.model.native.fused import FusedLayer
 
 AMX_ROWS = 32
 """With more tokens products are bound by arithmetic, and on processors with tiles oneDNN's are faster."""

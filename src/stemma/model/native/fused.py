@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
 from stemma.model.native.decoder_step import PackedEmbedding, make_decoder_step
+from stemma.model.native.fused_layer import FusedLayer, fuse
 from stemma.model.native.library import AttendArgs, GateArgs, Kernels, NormArgs, RotateArgs
 from stemma.model.weights import LinearFunction, PackedProduct, leave_file, linear_function
 
@@ -40,25 +40,6 @@ MAX_HEAD_DIM = 1024
 MLP_ROWS = 256
 """Tokens that go through the gated layers at a time: their activations stay in the processor's cache, and
 malloc hands out the same pages again instead of mapping (and zeroing) fresh ones for every layer."""
-
-
-@dataclass(slots=True)
-class FusedLayer:
-    """One layer's weights, ready to be called."""
-
-    qkv: LinearFunction
-    output: LinearFunction
-    gate_up: LinearFunction | None
-    """None: `mlp` is called instead."""
-    down: LinearFunction | None
-    mlp: Callable[[torch.Tensor], Any] | None
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    sliding_window: int
-    """0: none."""
-    scaling: float
 
 
 def follows_pattern(hf_model: Any) -> bool:
@@ -104,7 +85,7 @@ class FusedDecoder:
         self._layers: list[FusedLayer] = []
         for index in range(len(base.layers)):
             report(index / len(base.layers))
-            self._layers.append(_fuse(base.layers[index], calls[index], pack))
+            self._layers.append(fuse(base.layers[index], calls[index], pack))
             base.layers[index] = torch.nn.Identity()  # lets the plain weights go
         leave_file(hf_model)
         self._vocab_size: int = hf_model.lm_head.weight.shape[0]
@@ -270,30 +251,3 @@ def _join_ends(hf_model: Any, kernels: Kernels, pack: bool) -> tuple[LinearFunct
             return PackedEmbedding(kernels, packed), packed
     lookup = partial(F.embedding, weight=embedding.weight.detach())
     return lookup, linear_function(weight, bias, pack=pack and not tied)
-
-
-def _join(linears: list[Any], pack: bool) -> LinearFunction:
-    """Return one product that computes those of several layers, side by side."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-    return linear_function(weight, bias, pack=pack)
-
-
-def _fuse(layer: Any, call: AttentionCall, pack: bool) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    dense = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    return FusedLayer(
-        qkv=_join([attention.q_proj, attention.k_proj, attention.v_proj], pack),
-        output=_join([attention.o_proj], pack),
-        gate_up=_join([mlp.gate_proj, mlp.up_proj], pack) if dense else None,
-        down=_join([mlp.down_proj], pack) if dense else None,
-        mlp=None if dense else mlp,
-        input_norm=layer.input_layernorm.weight.detach().clone(),
-        post_norm=layer.post_attention_layernorm.weight.detach().clone(),
-        q_norm=None if q_norm is None else q_norm.weight.detach().clone(),
-        k_norm=None if k_norm is None else k_norm.weight.detach().clone(),
-        sliding_window=call.sliding_window or 0,
-        scaling=call.scaling,
-    )

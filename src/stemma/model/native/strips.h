@@ -95,11 +95,11 @@ static void dot_lines(const Strips& w, int64_t strip, int line, const bf16* x, i
         for (int g = 0; g < groups; g++) {
             int begin = rows * g / groups, end = rows * (g + 1) / groups, asks = lines_to_ask<J>(g, groups);
             const bf16* inputs = x + begin * x_stride + 2 * done;
-            auto run = asks == 4   ? dot_group<J, 4>
+            auto pass = asks == 4   ? dot_group<J, 4>
                        : asks == 2 ? dot_group<J, 2>
                        : asks == 1 ? dot_group<J, 1>
                                    : dot_group<J, 0>;
-            run(end - begin, here, inputs, x_stride, now, acc + begin * STRIP, done == 0, ahead);
+            pass(end - begin, here, inputs, x_stride, now, acc + begin * STRIP, done == 0, ahead);
             ahead += now * asks * (64 * LINES / J);
         }
     }
