@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, TokenLogprob
+from stemma.engine.api import EngineStats, GenerationRequest, TokenLogprob
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.output import SequenceNews
 from stemma.engine.overlap import Flight, StepsAhead, WorkQueue, can_fly
@@ -19,12 +18,13 @@ from stemma.engine.request import Limits, RequestState, Scheduled, Sequence, Sta
 from stemma.engine.runner import Runner
 from stemma.engine.sampling import Sampled, Sampler, SamplingState
 from stemma.engine.scheduler import Drafter, Scheduler
+from stemma.engine.tally import Tally
 from stemma.engine.trace_log import TraceLog
 from stemma.engine.working_memory import MemoryPlan
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
 from stemma.memory.cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
-from stemma.types import FinishReason, Tier
+from stemma.types import FinishReason
 
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
@@ -61,7 +61,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._clock = clock
         self._drafter = drafter
-        self._trace_log = trace_log
+        self._tally = Tally(clock, trace_log)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
             settings,
@@ -69,16 +69,12 @@ class Engine:
             limits,
             drafter=drafter,
             max_draft_tokens=None if memory is None else memory.max_draft_tokens,
-            on_start=self._on_start,
+            on_start=self._tally.start,
         )
         self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._cached_by_tier: Counter[Tier] = Counter()
-        self._misses: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
@@ -210,8 +206,7 @@ class Engine:
         if self._ahead is not None:
             self._ahead.close()
         self.cache.close()
-        if self._trace_log is not None:
-            self._trace_log.close()
+        self._tally.close()
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""
@@ -231,15 +226,15 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            cached_tokens_by_tier=dict(self._cached_by_tier),
+            num_prompt_tokens=self._tally.num_prompt_tokens,
+            num_generated_tokens=self._tally.num_generated_tokens,
+            cached_tokens_by_tier=dict(self._tally.cached_by_tier),
             num_blocks=cache.num_blocks,
             num_free_blocks=cache.num_free_blocks,
             num_cached_blocks=cache.num_cached_blocks,
             num_evicted_blocks=cache.num_evicted_blocks,
             transfer=self.cache.transfer_stats(),
-            misses_by_reason=dict(self._misses),
+            misses_by_reason=dict(self._tally.misses_by_reason),
             num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
             num_accepted_draft_tokens=self._drafter.num_accepted_tokens if self._drafter else 0,
         )
@@ -277,27 +272,6 @@ class Engine:
         sequence = Sequence(state, index, sampling)
         state.sequences.append(sequence)
         return sequence
-
-    def _on_start(self, sequence: Sequence) -> None:
-        """Report what the cache gave; only for the first start, never for a resumption or a sibling."""
-        state, lease = sequence.state, sequence.lease
-        assert lease is not None
-        if state.cache is not None:
-            return
-        miss = lease.miss
-        state.cache = CacheReport(
-            num_prompt_tokens=len(state.request.prompt_token_ids),
-            cached_by_tier=dict(lease.cached_by_tier),
-            miss_reason=miss.reason.value if miss else None,
-            miss_detail=miss.detail if miss else None,
-        )
-        state.queue_wait_s = self._clock() - state.arrival
-        if state.request.is_continuation:
-            return
-        self._num_prompt_tokens += state.cache.num_prompt_tokens
-        self._cached_by_tier.update(lease.cached_by_tier)
-        if miss is not None:
-            self._misses[miss.reason.value] += 1
 
     def _draw(self, plan: Seq[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
         """Fork siblings of finished prompts, then draw the next tokens of all in one call."""
@@ -354,7 +328,7 @@ class Engine:
             if reason is not None:
                 break
         sequence.num_computed += min(num_held, num_taken)
-        self._num_generated_tokens += num_taken
+        self._tally.num_generated_tokens += num_taken
         if reason is not None:
             self._finish(sequence)
         elif sequence is one.item.sequence:
@@ -394,7 +368,7 @@ class Engine:
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
             del self._requests[state.request.request_id]
-            self._record(state)
+            self._tally.finish(state)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> list[SequenceNews]:
         """Finish every sequence of a request that isn't over, those that don't exist yet included."""
@@ -409,21 +383,8 @@ class Engine:
                     continue
                 self._remove(sequence)
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
-        self._record(state)
+        self._tally.finish(state)
         return news
-
-    def _record(self, state: RequestState) -> None:
-        """Note a request that is over in the trace; of several answers the first."""
-        if self._trace_log is not None and state.cache is not None:
-            request, tokens = state.request, state.sequences[0].tokens
-            num_prompt = len(request.prompt_token_ids)
-            self._trace_log.record(
-                state.arrival,
-                request.namespace,
-                request.prompt_token_ids,
-                tokens[num_prompt:],
-                state.cache.num_cached_tokens,
-            )
 
 
 class _Drawn:
