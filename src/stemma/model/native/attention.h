@@ -391,6 +391,13 @@ static int locate(const AttendArgs& args, const Plan& plan, const Segment& segme
     return n;
 }
 
+// Ask for rows that are read soon: heads lie between each other, which the processor's own asking doesn't follow.
+template <class T>
+static void ask_for(Rows<T> rows, int num_rows, int dim) {
+    for (int t = 0; t < num_rows; t++)
+        for (int at = 0; at < dim; at += 64 / int(sizeof(T))) __builtin_prefetch(rows[t] + at);
+}
+
 template <class T, int NB>
 static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scratch& s) {
     constexpr int W = NB * LANES;
@@ -421,6 +428,15 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
         Rows<T> keys, values;
         n = locate<T>(args, plan, segment, item.kv_head, key, n, s, keys, values);
         bool masked = key + n > first_high || key < last_low;
+        if (NB == 1 && plan.block_size >= LANES) {  // few rows: memory is the limit
+            ask_for(values, n, dim);
+            if (key + n < end) {
+                Rows<T> next_keys, next_values;
+                int more = std::min(tile, end - key - n);
+                more = locate<T>(args, plan, segment, item.kv_head, key + n, more, s, next_keys, next_values);
+                ask_for(next_keys, more, args.key_dim);
+            }
+        }
 #if STEMMA_BF16_DOT
         if constexpr (sizeof(T) == 2)
             if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, tiles, s.scores.data());

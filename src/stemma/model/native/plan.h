@@ -173,7 +173,8 @@ class Planner {
             if (pieces[token].size() < 2) item.partial = -1;
         }
         if (plan_.merged.empty()) plan_.num_slots = 0;
-        std::sort(plan_.items.begin(), plan_.items.end(),
-                  [](const Item& a, const Item& b) { return a.cost > b.cost; });
+        // Stable: the KV heads of one piece follow each other, and the second finds its lines fetched by the first.
+        std::stable_sort(plan_.items.begin(), plan_.items.end(),
+                         [](const Item& a, const Item& b) { return a.cost > b.cost; });
     }
 };
