@@ -8,7 +8,8 @@ beside a bare loop over the same objects in the same run, taken in turns:
 * redis: `mget` / a pipeline of `set`;
 * directory: `os.read` / `os.write` of the same files (page cache warm).
 
-"load to device" is what a server does: `TierTransfer.load`, with the copy into the (CPU) device's blocks.
+"load to device" is what a server does: `TierTransfer.load`, with the copy into the (CPU) device's blocks;
+"read of a load" is the pool's part of it, into slots that it lends.
 
 Limit: mooncake, get, ours into registered memory >= 0.8 x bare.
 """
@@ -99,6 +100,16 @@ def our_get(store: PoolStore, keys: list[BlockKey], into: list[memoryview]) -> N
     assert set(store.get_many(keys, into)) == {ReadResult.HIT}
 
 
+def our_lend(store: PoolStore, keys: list[BlockKey]) -> None:
+    """Read as a load does, without the copy to the device."""
+    start = 0
+    while start < len(keys):
+        loan = store.lend_many(keys[start:])
+        assert set(loan.results) == {ReadResult.HIT}
+        start += len(loan.results)
+        loan.give_back()
+
+
 def our_put(store: PoolStore, keys: list[BlockKey], blocks: list[memoryview]) -> None:
     puts = [BlockPut(key, BlockKey(bytes(32)), block) for key, block in zip(keys, blocks, strict=True)]
     assert set(store.put_many(puts)) == {PutResult.STORED}
@@ -135,9 +146,16 @@ def measure(name: str, backend: PoolBackend, num_rounds: int) -> list[tuple[str,
     settings = PoolSettings(name=name, deadline_s=30.0)
     store = PoolStore(backend, NAMES, BLOCK_BYTES, settings)
     store.register(registered.memory)
-    labels = ["load to device", "get, registered memory", "get", "put, registered memory", "put"]
+    labels = [
+        "load to device",
+        "read of a load",
+        "get, registered memory",
+        "get",
+        "put, registered memory",
+        "put",
+    ]
     if not backend.zero_copy:
-        labels = ["load to device", "get", "put"]
+        labels = ["load to device", "read of a load", "get", "put"]
     samples: dict[str, list[tuple[float, float]]] = {label: [] for label in labels}
     with loads_of(store) as load:
         for _ in range(num_rounds):
@@ -171,6 +189,8 @@ def measure_round(
         if arena is registered:
             get = gb_per_s(lambda names=bare_names: bare_get(backend, names, registered))  # type: ignore[misc]
             samples["load to device"].append((gb_per_s(lambda k=keys: load(k)), get))  # type: ignore[misc]
+            ours = gb_per_s(lambda k=keys: our_lend(store, k))  # type: ignore[misc]
+            samples["read of a load"].append((ours, get))
         store.remove(keys)
     backend.remove(bare_names)
 

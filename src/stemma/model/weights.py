@@ -1,10 +1,11 @@
 """Linear layers with weights prepacked by oneDNN: the lever of decode on CPU.
 
 Decode reads every weight once a token, so it runs at the speed of reading memory, if the kernel lets it.
-`F.linear` in bf16 reaches about two thirds of that speed; oneDNN with a weight in its own blocked order
-reaches all of it, for any number of rows. torch has that inside (its compiler uses it) as private operators,
-which are called nowhere but here. `can_pack` tries them out and compares with `F.linear`; where they are
-missing or differ, layers stay as they are. The packed weight replaces the plain one: memory doesn't double.
+`F.linear` in bf16 is far from that; oneDNN with a weight in its own blocked order is nearer, for any number
+of rows, and native/strips.h, which reads the same packed weights, is there. torch has the packing inside (its
+compiler uses it) as private operators, which are called nowhere but here. `can_pack` tries them out and
+compares with `F.linear`; where they are missing or differ, layers stay as they are. The packed weight
+replaces the plain one: memory doesn't double.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _address_of_strips(weight: torch.Tensor, packed: torch.Tensor) -> int | None
     oneDNN doesn't say which order it chose, so its size and a thousand elements from all parts are compared.
     """
     rows, columns = weight.shape
-    size = -(-rows // 64) * 64 * -(-columns // 32) * 32
+    num_strips = -(-rows // 64)
+    size = num_strips * 64 * -(-columns // 32) * 32
     try:
         address = int(torch.ops.mkldnn.data_ptr(packed))
         found_bytes = int(torch.ops.mkldnn._nbytes(packed))
@@ -103,8 +105,8 @@ def _address_of_strips(weight: torch.Tensor, packed: torch.Tensor) -> int | None
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(rows, (1000,), generator=generator)
     column = torch.randint(columns, (1000,), generator=generator)
-    strip = elements.view(-1, size // (-(-rows // 64) * 64), 64)  # [strips, padded columns, 64 outputs]
-    found = strip.view(strip.shape[0], -1, 64, 2)[row // 64, column // 2, row % 64, column % 2]
+    strips = elements.view(num_strips, -1, 64, 2)  # a strip's pairs of inputs, each for 64 outputs
+    found = strips[row // 64, column // 2, row % 64, column % 2]
     return address if torch.equal(found.view(torch.int16), weight[row, column].view(torch.int16)) else None
 
 
