@@ -23,15 +23,15 @@ from rich.table import Table
 
 from benchmarks.checkpoint import half_billion_checkpoint
 from stemma.config.settings import ModelSettings
-from stemma.memory.device import DeviceKV
-from stemma.memory.layout import KVLayout
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
+from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.cpu.weights import linear_function
 from stemma.model.loading import load_model
-from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
-from stemma.model.native.library import load_kernels
 from stemma.model.paged import AttentionStep
-from stemma.model.weights import linear_function
+from stemma.native.library import load_kernels
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 64
 LINEARS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))

@@ -27,14 +27,14 @@ from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
 from stemma.config.sizes import parse_size
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import EngineParts, build_engine, make_index
-from stemma.engine.engine import Engine
+from stemma.engine.core.engine import Engine
+from stemma.engine.core.runner import Runner
 from stemma.engine.llm import engine_settings
-from stemma.engine.runner import Runner
-from stemma.engine.sampling_params import SamplingParams
-from stemma.memory.cache import PrefixCache
-from stemma.memory.device import DeviceKV
-from stemma.memory.process import peak_bytes, resident_bytes
+from stemma.engine.sampling.params import SamplingParams
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
+from stemma.native.process_memory import peak_bytes, resident_bytes
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray
 

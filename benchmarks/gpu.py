@@ -33,18 +33,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from stemma.config.settings import CacheSettings, SchedulerSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import make_index
-from stemma.engine.engine import Engine
-from stemma.engine.request import Limits
-from stemma.engine.runner import Runner
-from stemma.engine.sampling_params import SamplingParams
-from stemma.memory.cache import PrefixCache
-from stemma.memory.device import DeviceKV
-from stemma.memory.device_copy import DeviceCopy
-from stemma.memory.pinned import host_rows
+from stemma.engine.core.engine import Engine
+from stemma.engine.core.request import Limits
+from stemma.engine.core.runner import Runner
+from stemma.engine.sampling.params import SamplingParams
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.pinned import host_rows
 from stemma.model.attention import ATTENTION
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM, ModelInfo, ModuleDecoder
-from stemma.model.cuda import make_cuda_decoder
+from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.loading import probe
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray

@@ -33,18 +33,18 @@ from rich.console import Console
 from rich.table import Table
 
 from stemma.config.settings import PoolSettings
-from stemma.memory.device import DeviceKV
-from stemma.memory.device_copy import DeviceCopy
-from stemma.memory.layout import KVLayout
-from stemma.memory.pool.backend import PoolBackend
-from stemma.memory.pool.envelope import HEADER_BYTES
-from stemma.memory.pool.keys import PoolKeys
-from stemma.memory.pool.reads import BATCH_BLOCKS
-from stemma.memory.pool.registry import open_pool_backend
-from stemma.memory.pool.store import PoolStore
-from stemma.memory.store import BlockPut, PutResult, ReadResult
-from stemma.memory.transfer import TierTransfer, TransferPolicy
-from stemma.model.native.copying import copy_function
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers.pool.backend import PoolBackend
+from stemma.memory.tiers.pool.envelope import HEADER_BYTES
+from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.reads import BATCH_BLOCKS
+from stemma.memory.tiers.pool.registry import open_pool_backend
+from stemma.memory.tiers.pool.store import PoolStore
+from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
+from stemma.native.copying import copy_function
 from stemma.types import BlockKey
 
 BLOCK_BYTES = 2 * 2**20
@@ -197,7 +197,7 @@ def measure_round(
 
 HOLDER = """
 import json, sys, time
-from stemma.memory.pool.registry import open_pool_backend
+from stemma.memory.tiers.pool.registry import open_pool_backend
 pool = open_pool_backend("mooncake", json.loads(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.read()

@@ -25,11 +25,11 @@ import psutil
 
 from stemma.engine.api import GenerationRequest
 from stemma.engine.llm import LLM
-from stemma.engine.sampling_params import SamplingParams
-from stemma.memory import transfer
-from stemma.memory.disk.files import FileLayer
-from stemma.memory.disk.store import DiskStore
-from stemma.memory.transfer import TierTransfer
+from stemma.engine.sampling.params import SamplingParams
+from stemma.memory.tiers import transfer
+from stemma.memory.tiers.disk.files import FileLayer
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.tiny import write_tiny_model
 from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.types import TokenArray

@@ -35,15 +35,15 @@ from benchmarks.checkpoint import half_billion_checkpoint
 from stemma.config.settings import EngineSettings, SpeculationSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import make_index
+from stemma.engine.core.engine import Engine
+from stemma.engine.core.request import Limits, Scheduled
+from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.engine import Engine
 from stemma.engine.llm import engine_settings
-from stemma.engine.request import Limits, Scheduled
-from stemma.engine.runner import Runner
-from stemma.engine.sampling_params import SamplingParams
-from stemma.memory.cache import PrefixCache
-from stemma.memory.device import DeviceKV
+from stemma.engine.sampling.params import SamplingParams
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer

@@ -24,18 +24,18 @@ import torch
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
 from stemma.engine.api import GenerationRequest
 from stemma.engine.llm import LLM
-from stemma.engine.sampling_params import SamplingParams
-from stemma.memory.device import DeviceKV
-from stemma.memory.device_copy import DeviceCopy
-from stemma.memory.disk.directory import new_manifest
-from stemma.memory.disk.record import Record
-from stemma.memory.disk.store import DiskStore, size_for_blocks
-from stemma.memory.host import HostStore
-from stemma.memory.layout import KVLayout
-from stemma.memory.lower import DeviceBlock
-from stemma.memory.store import BlockStore
-from stemma.memory.transfer import TierTransfer, TransferPolicy
-from stemma.model.native.copying import copy_function
+from stemma.engine.sampling.params import SamplingParams
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers.disk.directory import new_manifest
+from stemma.memory.tiers.disk.record import Record
+from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
+from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.lower import DeviceBlock
+from stemma.memory.tiers.store import BlockStore
+from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
+from stemma.native.copying import copy_function
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, chain_keys
 from stemma.types import BlockKey, Tier

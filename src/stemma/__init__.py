@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stemma.engine.llm import LLM
-    from stemma.engine.sampling_params import SamplingParams
+    from stemma.engine.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from stemma.engine.sampling_params import SamplingParams
+        from stemma.engine.sampling.params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'stemma' has no attribute {name!r}")

@@ -11,16 +11,16 @@ import torch
 
 from stemma.config.settings import TierSettings
 from stemma.engine.build import make_index
+from stemma.engine.core.engine import Engine
+from stemma.engine.core.overlap import ThreadQueue
+from stemma.engine.core.request import Limits
+from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import make_drafter
-from stemma.engine.engine import Engine
 from stemma.engine.llm import engine_settings
-from stemma.engine.output import OutputProcessor
-from stemma.engine.overlap import ThreadQueue
-from stemma.engine.request import Limits
-from stemma.engine.runner import Runner
-from stemma.memory.cache import PrefixCache
-from stemma.memory.device import DeviceKV
-from stemma.memory.tiers import open_tiers
+from stemma.engine.output.output import OutputProcessor
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.tiers.opening import open_tiers
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ from itertools import count
 import numpy as np
 
 from stemma.engine.api import CacheReport, GenerationRequest
-from stemma.engine.engine import Engine
-from stemma.engine.output import OutputProcessor
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.core.engine import Engine
+from stemma.engine.output.output import OutputProcessor
+from stemma.engine.sampling.params import SamplingParams
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, as_tokens
 

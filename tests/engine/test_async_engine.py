@@ -11,7 +11,7 @@ import pytest
 from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt

@@ -16,7 +16,7 @@ from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.beam_search import BeamSearch, run_beam_search
 from stemma.engine.llm import engine_settings
-from stemma.engine.sampling_params import BeamParams, SamplingParams
+from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown
 from stemma.types import FinishReason
 from tests.checkpoints import build

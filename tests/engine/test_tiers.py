@@ -13,8 +13,8 @@ import pytest
 
 from stemma.config.settings import TierSettings
 from stemma.errors import StorageError, StorageLocked
-from stemma.memory.disk.store import DiskStore
-from stemma.memory.transfer import TierTransfer
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import FinishReason, Tier
 from tests.engine.harness import Answer, Harness, greedy, prompt
 from tests.memory.faulty_files import FaultyFiles

@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from stemma.memory.disk.store import DiskStore
-from stemma.memory.store import PutResult
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.store import PutResult
 from stemma.prefix.eviction.lru import LRUPolicy
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain
-from tests.memory.test_disk import SPACE, size_for
+from tests.memory.tiers.test_disk import SPACE, size_for
 
 CAPACITY = 32
 

@@ -16,7 +16,7 @@ import time
 from itertools import count
 
 from stemma.engine.llm import LLM
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
 from stemma.types import Tier
 
 PROMPTS = [f"Number {n}. " + "The quick brown fox jumps over the lazy dog. " * 4 for n in range(6)]

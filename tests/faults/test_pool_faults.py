@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from stemma.config.settings import PoolSettings
-from stemma.memory.pool.breaker import Circuit
-from stemma.memory.pool.keys import PoolKeys
-from stemma.memory.pool.registry import open_pool_backend
-from stemma.memory.pool.store import PoolStore
-from stemma.memory.store import PutResult, ReadResult
+from stemma.memory.tiers.pool.breaker import Circuit
+from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.registry import open_pool_backend
+from stemma.memory.tiers.pool.store import PoolStore
+from stemma.memory.tiers.store import PutResult, ReadResult
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain, keys, read
-from tests.memory.pool.servers import MooncakeMaster, RedisServer
+from tests.memory.tiers.pool.servers import MooncakeMaster, RedisServer
 
 NAMES = PoolKeys("tiny")
 
 HOLDER = """
 import json, sys, time
 from stemma.config.settings import PoolSettings
-from stemma.memory.pool.registry import open_pool_backend
-from stemma.memory.pool.store import PoolStore
+from stemma.memory.tiers.pool.registry import open_pool_backend
+from stemma.memory.tiers.pool.store import PoolStore
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain
-from stemma.memory.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.keys import PoolKeys
 backend = open_pool_backend("mooncake", json.loads(sys.argv[1]))
 settings = PoolSettings(name="mooncake", deadline_s=5)
 store = PoolStore(backend, PoolKeys("tiny"), BLOCK_BYTES, settings)

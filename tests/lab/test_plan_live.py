@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stemma.engine.llm import LLM
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
 from stemma.lab.plan import TierBytes, Workload, predict
 from stemma.lab.savings import PrefillModel, Prices
 from stemma.lab.traces.columns import Trace, collect

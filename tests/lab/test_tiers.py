@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stemma.lab.admission import AdaptiveAdmission, make_admission
 from stemma.lab.replay import replay
 from stemma.lab.tiers import SHARINGS, TieredCache, TierPlan, block_of, key_of, replay_tiers
-from stemma.prefix.eviction.admission import AdaptiveAdmission, make_admission
 from tests.lab.agentic import agentic_trace
 from tests.lab.traces import trace_of
 

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from stemma.memory.lease import Lease
+from stemma.memory.cache.lease import Lease
 from stemma.prefix.keys import Namespace
 
 

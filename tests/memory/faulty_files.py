@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stemma.memory.disk.files import FileLayer
+from stemma.memory.tiers.disk.files import FileLayer
 
 
 class FaultyFiles(FileLayer):

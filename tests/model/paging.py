@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from stemma.memory.device import DeviceKV
+from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
 

@@ -15,7 +15,7 @@ from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.server.app import create_app
 from tests.checkpoints import build
-from tests.memory.pool.servers import RedisServer, free_port
+from tests.memory.tiers.pool.servers import RedisServer, free_port
 
 
 @pytest.fixture(scope="module")

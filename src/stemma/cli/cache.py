@@ -14,7 +14,7 @@ from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, StorageError, StorageLocked
 
 if TYPE_CHECKING:
-    from stemma.memory.disk.store import DiskStore
+    from stemma.memory.tiers.disk.store import DiskStore
     from stemma.types import TokenArray
 
 app = typer.Typer(no_args_is_help=True, help="Look into disk caches, clean them, export and import prefixes.")
@@ -31,8 +31,8 @@ Salt = Annotated[str, typer.Option(help="Namespace, as `cache_salt` in requests.
 @app.command("ls")
 def ls_command(directory: Directory) -> None:
     """List the models whose blocks lie in a directory."""
-    from stemma.memory.disk.directory import list_spaces
-    from stemma.memory.disk.existing import count_blocks
+    from stemma.memory.tiers.disk.directory import list_spaces
+    from stemma.memory.tiers.disk.existing import count_blocks
 
     for space in list_spaces(directory):
         manifest, count = space.manifest, count_blocks(space)
@@ -72,8 +72,8 @@ def gc_command(
     ] = None,
 ) -> None:
     """Remove damaged sub-directories, blocks out of use, and whole models that are. Spares what is in use."""
-    from stemma.memory.disk.directory import list_spaces, remove_space
-    from stemma.memory.disk.existing import open_existing, parse_age
+    from stemma.memory.tiers.disk.directory import list_spaces, remove_space
+    from stemma.memory.tiers.disk.existing import open_existing, parse_age
 
     age_s = None if unused_for is None else parse_age(unused_for)
     limit = None if max_size is None else parse_size(max_size)
@@ -96,7 +96,7 @@ def gc_command(
 @app.command("clear")
 def clear_command(directory: Directory, space: Space = None) -> None:
     """Delete all blocks, of one model or of all. Spares what is in use."""
-    from stemma.memory.disk.directory import list_spaces, remove_space
+    from stemma.memory.tiers.disk.directory import list_spaces, remove_space
 
     for found in list_spaces(directory):
         if not found.path.name.startswith(space or ""):
@@ -160,8 +160,8 @@ def import_command(
 
 
 def _stores(directory: Path, space: str | None) -> Iterator[DiskStore]:
-    from stemma.memory.disk.directory import list_spaces
-    from stemma.memory.disk.existing import open_existing
+    from stemma.memory.tiers.disk.directory import list_spaces
+    from stemma.memory.tiers.disk.existing import open_existing
 
     for found in list_spaces(directory):
         if found.path.name.startswith(space or "") and found.manifest is not None:
@@ -200,9 +200,9 @@ def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
 def _export_from_directory(
     draft: Path, directory: Path, space: str | None, tokens: TokenArray, salt: str
 ) -> int:
-    from stemma.memory.bundle import write_bundle
-    from stemma.memory.disk.existing import find_space, open_existing, space_of
-    from stemma.memory.store import ReadResult
+    from stemma.memory.tiers.bundle import write_bundle
+    from stemma.memory.tiers.disk.existing import find_space, open_existing, space_of
+    from stemma.memory.tiers.store import ReadResult
     from stemma.prefix.keys import Namespace, chain_keys
 
     found = find_space(directory, space)
@@ -227,11 +227,11 @@ def _export_from_directory(
 
 
 def _import_to_directory(path: Path, directory: Path, size_bytes: int | None) -> int:
-    from stemma.memory.bundle import read_blocks, read_header
-    from stemma.memory.disk.directory import list_spaces, new_manifest
-    from stemma.memory.disk.existing import count_blocks
-    from stemma.memory.disk.store import DiskStore, size_for_blocks
-    from stemma.memory.store import BlockPut, PutResult
+    from stemma.memory.tiers.bundle import read_blocks, read_header
+    from stemma.memory.tiers.disk.directory import list_spaces, new_manifest
+    from stemma.memory.tiers.disk.existing import count_blocks
+    from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
+    from stemma.memory.tiers.store import BlockPut, PutResult
     from stemma.prefix.eviction.registry import make_policy
 
     with _open(path) as file:

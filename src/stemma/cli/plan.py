@@ -15,11 +15,11 @@ from stemma.cli.pool import layout_of
 from stemma.cli.replay import load_trace
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, StorageError
+from stemma.lab.admission import ADMISSIONS
 from stemma.lab.plan import NextGigabyte, Prediction, TierBytes, Workload, curve, next_gigabyte, predict
 from stemma.lab.savings import PrefillModel, Prices
 from stemma.lab.tiers import Sharing
-from stemma.memory.layout import KVLayout
-from stemma.prefix.eviction.admission import ADMISSIONS
+from stemma.memory.device.layout import KVLayout
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _SCALE_BYTES = 2

@@ -14,7 +14,7 @@ from rich.table import Table
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, ModelError
 from stemma.lab.pool_plan import MAX_LINKS, PoolPlan, PoolTokens, plan_pool, plan_tokens
-from stemma.memory.layout import DTYPE_BYTES, KVLayout
+from stemma.memory.device.layout import DTYPE_BYTES, KVLayout
 
 app = typer.Typer(no_args_is_help=True, help="Blocks shared by machines.")
 
@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Blocks shared by machines.")
 @app.command("list")
 def list_command() -> None:
     """Print the names that --pool takes, those of installed packages included."""
-    from stemma.memory.pool.registry import known_pools
+    from stemma.memory.tiers.pool.registry import known_pools
 
     for name in known_pools():
         typer.echo(name)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stemma.errors import ConfigError
+from stemma.lab.admission import ADMISSIONS
 from stemma.lab.replay import MIN_POLICY, ReplayResult, known_policies, replay
 from stemma.lab.report import (
     Row,
@@ -29,7 +30,6 @@ from stemma.lab.tiers import SHARINGS, TierPlan, replay_tiers
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer
 from stemma.lab.traces.reader import open_trace
-from stemma.prefix.eviction.admission import ADMISSIONS
 
 DEFAULT_CAPACITIES = "1000,3000,5000,10000,20000,30000,50000,100000"
 _WIDEST_TABLE = 1000

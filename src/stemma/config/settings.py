@@ -51,7 +51,7 @@ class PoolSettings(SettingsModel):
     flag_prefix: ClassVar[str] = "pool_"
 
     name: str
-    """Backend by name (`memory/pool/registry.py`)."""
+    """Backend by name (`memory/tiers/pool/registry.py`)."""
     config: Path | None = None
     """The backend's own file, JSON or TOML, e.g. ``mooncake.json``."""
     async_write: bool = True

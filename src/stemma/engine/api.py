@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from stemma.config.settings import PoolSettings
-from stemma.engine.cache_control import CacheControl
-from stemma.engine.pool import EnginePool
-from stemma.engine.sampling_params import BeamParams, SamplingParams
-from stemma.memory.lower import TransferStats
+from stemma.engine.operator.cache_control import CacheControl
+from stemma.engine.operator.pool import EnginePool
+from stemma.engine.sampling.params import BeamParams, SamplingParams
+from stemma.memory.tiers.lower import TransferStats
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, Tier, TokenArray

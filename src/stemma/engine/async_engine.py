@@ -24,9 +24,9 @@ from typing import TypeVar
 from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
-from stemma.engine.cache_control import CacheControl
-from stemma.engine.engine import Engine, describe_error
-from stemma.engine.output import OutputProcessor, SequenceNews
+from stemma.engine.core.engine import Engine, describe_error
+from stemma.engine.operator.cache_control import CacheControl
+from stemma.engine.output.output import OutputProcessor, SequenceNews
 from stemma.errors import ConfigError, InvalidRequest, Overloaded, ShuttingDown, StemmaError
 from stemma.model.loading import Progress
 

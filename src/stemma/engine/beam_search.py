@@ -26,7 +26,7 @@ from stemma.engine.api import (
     SequenceDelta,
     TokenLogprob,
 )
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import GenerationFailed
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason, as_tokens

@@ -9,25 +9,25 @@ import numpy.typing as npt
 import torch
 
 from stemma.config.settings import CacheSettings, EngineSettings
+from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
+from stemma.engine.core.engine import Engine
+from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
+from stemma.engine.core.request import Limits
+from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import make_drafter
-from stemma.engine.engine import Engine
-from stemma.engine.overlap import StreamQueue, ThreadQueue, WorkQueue
-from stemma.engine.pool import EnginePool
-from stemma.engine.request import Limits
-from stemma.engine.runner import Runner
+from stemma.engine.operator.pool import EnginePool
 from stemma.engine.trace_log import TraceLog
-from stemma.engine.working_memory import MemoryPlan, plan_memory
 from stemma.errors import ConfigError
-from stemma.memory.cache import PrefixCache
-from stemma.memory.device import DeviceKV, num_blocks_for
-from stemma.memory.device_copy import DeviceCopy
-from stemma.memory.process import trim_heap
-from stemma.memory.sizing import num_device_blocks
-from stemma.memory.tiers import open_tiers
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV, num_blocks_for
+from stemma.memory.device.sizing import num_device_blocks
+from stemma.memory.tiers.opening import open_tiers
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import Progress, load_model
-from stemma.model.native.copying import copy_function
 from stemma.model.tokenizer import Tokenizer
+from stemma.native.copying import copy_function
+from stemma.native.process_memory import trim_heap
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex

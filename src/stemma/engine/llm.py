@@ -15,8 +15,8 @@ from stemma.config.settings import EngineSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, TokenLogprob
 from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
-from stemma.engine.output import OutputProcessor
-from stemma.engine.sampling_params import BeamParams, SamplingParams
+from stemma.engine.output.output import OutputProcessor
+from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import ConfigError, Overloaded, StemmaError
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, TokenArray, as_tokens

@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from stemma.engine.ordering import MAX_MATCHED, order_longest_prefix
+from stemma.engine.core.ordering import MAX_MATCHED, order_longest_prefix
 from stemma.errors import ConfigError
 from stemma.lab.replay import Progress, TraceCache, replay
 from stemma.lab.savings import PrefillModel

@@ -17,10 +17,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stemma.lab.admission import Admission, make_admission
 from stemma.lab.replay import Progress
 from stemma.lab.traces.columns import Trace
-from stemma.memory.tier_index import TierIndex
-from stemma.prefix.eviction.admission import Admission, make_admission
+from stemma.memory.tiers.index import TierIndex
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import DEFAULT_NAMESPACE

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-from stemma.memory.device import DeviceKV
-from stemma.memory.layout import KVLayout
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
 from stemma.model.attention import STEP_KEYWORD, StepContext
 from stemma.model.batch import ForwardBatch
-from stemma.model.native.attention import ALL_QUERIES, NativeAttentionStep
-from stemma.model.native.library import Kernels
+from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
 from stemma.model.paged import AttentionStep
+from stemma.native.library import Kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,17 +21,17 @@ from transformers.utils import logging as hf_logging
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
-from stemma.memory.device import TORCH_DTYPES
-from stemma.memory.process import MappedFiles, large_blocks_apart, trim_heap
+from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
-from stemma.model.cuda import make_cuda_decoder
-from stemma.model.experts import pack_experts
+from stemma.model.cpu.experts import pack_experts
+from stemma.model.cpu.fused import FusedDecoder, follows_pattern
+from stemma.model.cpu.weights import can_pack, pack_linears, plain_layers
+from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.latent import cache_latents
-from stemma.model.native.fused import FusedDecoder, follows_pattern
-from stemma.model.native.library import Kernels, load_kernels
-from stemma.model.weights import can_pack, pack_linears, plain_layers
+from stemma.native.library import Kernels, load_kernels
+from stemma.native.process_memory import MappedFiles, large_blocks_apart, trim_heap
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called with what is going on and the share of it that is done, 0..1."""

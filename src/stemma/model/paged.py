@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from stemma.memory.device import DeviceKV
+from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 

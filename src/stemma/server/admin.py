@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from stemma.engine.api import GenerationRequest
-from stemma.engine.cache_control import CacheLookup, Pin
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.operator.cache_control import CacheLookup, Pin
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ClientDisconnected, GenerationFailed, InvalidRequest, StorageError
 from stemma.prefix.keys import Namespace
 from stemma.server.body import read_object, validate

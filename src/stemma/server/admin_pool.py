@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.config.settings import PoolSettings
-from stemma.engine.pool import EnginePool
+from stemma.engine.operator.pool import EnginePool
 from stemma.errors import ConfigError, InvalidRequest, StorageError
-from stemma.memory.pool.store import PoolStatus
+from stemma.memory.tiers.pool.store import PoolStatus
 from stemma.server.body import read_object, validate
 from stemma.server.context import context_of
 from stemma.server.errors import OpenAIRoute, json_response

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stemma.engine.sampling_params import BeamParams
+from stemma.engine.sampling.params import BeamParams
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.openai import OpenAIRequest
 from stemma.server.schemas.tgi import VLLMGenerateRequest

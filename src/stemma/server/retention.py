@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stemma.engine.api import GenerationRequest
-from stemma.engine.sampling_params import BeamParams, SamplingParams
+from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.prefix.keys import Namespace
 from stemma.server.schemas.openai import OpenAIRequest
 from stemma.types import TokenArray

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from tests.engine.test_sampling import chi_square_fits
+from tests.engine.sampling.test_sampler import chi_square_fits
 
 from stemma.config.settings import SpeculationSettings
 from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.sampling import Sampler, SamplingState
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.sampler import Sampler, SamplingState
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.prefix.radix import RadixIndex
 from stemma.types import as_tokens

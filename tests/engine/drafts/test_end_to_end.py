@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.harness import Harness, greedy, prompt
-from tests.engine.test_sampling import chi_square_fits
+from tests.engine.sampling.test_sampler import chi_square_fits
 
 from stemma.engine.llm import LLM
-from stemma.engine.sampling_params import SamplingParams
+from stemma.engine.sampling.params import SamplingParams
 from stemma.prefix.keys import Namespace
 from stemma.types import FinishReason, TokenArray
 

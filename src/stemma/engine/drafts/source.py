@@ -40,8 +40,8 @@ def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
     included), and a draft token x holds if it is the one drawn; the first that isn't is replaced by the
     drawn token. For a draft without probabilities of its own this *is* speculative sampling (Leviathan et
     al., arXiv 2211.17192): x is accepted with probability p(x), and given a rejection the drawn token has the
-    distribution p without x, renormalised. As the random number of a position is fixed (see
-    `engine/sampling.py`), not only the distribution but the very tokens are those drawn without drafts.
+    distribution p without x, renormalised. As the random number of a position is fixed (`sampler.py`),
+    not only the distribution but the very tokens are those drawn without drafts.
     """
     for position, token_id in enumerate(draft):
         if drawn[position] != token_id:

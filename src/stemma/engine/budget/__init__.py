@@ -1,0 +1,1 @@
+"""What the process may take of memory, and what each part reserves."""

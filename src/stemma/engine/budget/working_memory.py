@@ -1,0 +1,134 @@
+"""What KV may take where the whole process has a limit: what libraries, weights and steps leave.
+
+What a step needs beside KV (activations, logits, scratch of the libraries) depends on the architecture and on
+how the libraries compute it, so it isn't reckoned: a step of the largest size is run and the peak is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stemma.config.settings import EngineSettings
+from stemma.config.sizes import format_size
+from stemma.engine.sampling.sampler import rows_at_once
+from stemma.errors import ConfigError
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.batch import ForwardBatch
+from stemma.model.causal_lm import CausalLM
+from stemma.model.cpu.weights import PREPARED_BYTES
+from stemma.native.process_memory import large_blocks_apart, peak_bytes, reset_peak, resident_bytes, trim_heap
+
+_STEPS_RESERVED = 2.0
+"""Times what the step took that was tried: steps of many sizes leave holes in the heap."""
+_MAX_DRAFT_TOKENS = 32
+"""Drafted in a step: each takes a row of logits, beside the one of each seat."""
+
+
+class HeapGuard:
+    """Has malloc give back freed memory where the process comes near its limit."""
+
+    def __init__(self, high_bytes: int, patience_bytes: int) -> None:
+        """Act above `high_bytes`; again only once the process grew by `patience_bytes`."""
+        self._threshold = self._high = high_bytes
+        self._patience = patience_bytes
+
+    def check(self) -> None:
+        """Look, after a step; takes tens of us."""
+        if resident_bytes() > self._threshold:
+            trim_heap()
+            self._threshold = max(self._high, resident_bytes() + self._patience)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a process keeps to its limit."""
+
+    kv_bytes: int
+    max_draft_tokens: int
+    guard: HeapGuard
+
+
+def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> MemoryPlan:
+    """Measure what a step takes and share out what the process may take.
+
+    Call it once all libraries are imported and the weights are loaded. Raises ConfigError where it can't be
+    measured, and if nothing is left for KV.
+    """
+    if model.device.type != "cpu":
+        raise ConfigError("memory_limit is for CPU; on CUDA give kv_cache_memory or kv_cache_fraction")
+    num_tokens = settings.scheduler.max_batch_tokens
+    num_logits = min(settings.scheduler.max_num_seqs + _MAX_DRAFT_TOKENS, num_tokens)
+    try:
+        held = resident_bytes()
+        step = step_bytes(model, num_tokens, num_logits)
+    except OSError as error:
+        raise ConfigError(f"memory_limit needs Linux's /proc: {error}; give kv_cache_memory") from error
+    working = int(_STEPS_RESERVED * step) + PREPARED_BYTES
+    lower = lower_tier_bytes(settings)
+    if (kv_bytes := limit_bytes - held - working - lower) <= 0:
+        raise ConfigError(
+            f"memory_limit is {format_size(limit_bytes)}, but libraries and weights take "
+            f"{format_size(held)}, steps {format_size(working)}, lower tiers {format_size(lower)}: "
+            "nothing is left for KV"
+        )
+    return MemoryPlan(kv_bytes, _MAX_DRAFT_TOKENS, HeapGuard(limit_bytes - step // 2, step // 2))
+
+
+def lower_tier_bytes(settings: EngineSettings) -> int:
+    """Return the memory of the tiers below the device, buffers included."""
+    tiers, pool = settings.tiers, settings.cache.pool
+    num_bytes = tiers.host_cache or 0
+    if tiers.disk_cache is not None:
+        num_bytes += tiers.transfer_buffer
+    return num_bytes + (pool.staging if pool is not None else 0)
+
+
+def step_bytes(model: CausalLM, num_tokens: int, num_logits: int) -> int:
+    """Run a step of that size; return what the process held at its peak beyond now, KV apart."""
+    lengths = _lengths(num_tokens, num_logits, model.max_model_len)
+    with large_blocks_apart():
+        # Blocks of one token: no more KV than tokens, which for a large model is much.
+        kv = DeviceKV(model.layout(1), sum(lengths))
+    kv.data.zero_()
+    batch = _batch(lengths)
+    before = resident_bytes()
+    reset_peak()
+    logits = model.forward(batch, kv)
+    # Penalties copy the logits, and so do log-probabilities.
+    some = logits[: rows_at_once(logits)].clone()
+    torch.log_softmax(some, dim=-1)
+    working = peak_bytes() - before
+    del kv, logits, some
+    trim_heap()
+    return working
+
+
+def _lengths(num_tokens: int, num_rows: int, max_len: int) -> list[int]:
+    """Cut up to `num_tokens` into `num_rows` sequences: the first long, the last of one token."""
+    lengths = []
+    left = num_tokens
+    for rows_behind in range(num_rows - 1, -1, -1):
+        lengths.append(min(left - rows_behind, max_len))
+        left -= lengths[-1]
+    return lengths
+
+
+def _batch(lengths: list[int]) -> ForwardBatch:
+    """Return whole prompts of these lengths, over blocks of one token."""
+    ends = np.cumsum(lengths)
+    slots = torch.arange(int(ends[-1]))
+    tables = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
+    for row, (length, end) in enumerate(zip(lengths, ends.tolist(), strict=True)):
+        tables[row, :length] = slots[end - length : end]
+    return ForwardBatch(
+        token_ids=torch.zeros_like(slots),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        slots=slots,
+        query_starts=[0, *ends.tolist()],
+        context_lens=lengths,
+        block_tables=tables,
+        logits_rows=torch.from_numpy(ends - 1),
+    )

@@ -1,0 +1,1 @@
+"""The step loop: requests, scheduler, runner."""

@@ -1,0 +1,410 @@
+"""The step loop's core: add requests, run steps, collect what became of them. Synchronous."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from stemma.config.settings import SchedulerSettings
+from stemma.engine.api import EngineStats, GenerationRequest, TokenLogprob
+from stemma.engine.budget.working_memory import MemoryPlan
+from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
+from stemma.engine.core.request import Limits, RequestState, Scheduled, Sequence, Status
+from stemma.engine.core.runner import Runner
+from stemma.engine.core.scheduler import Drafter, Scheduler
+from stemma.engine.core.tally import Tally
+from stemma.engine.drafts.source import num_accepted
+from stemma.engine.output.output import SequenceNews
+from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
+from stemma.engine.trace_log import TraceLog
+from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.model.tokenizer import Tokenizer
+from stemma.types import FinishReason
+
+logger = logging.getLogger(__name__)
+_LOAD_WAIT_S = 0.05
+_CHARS_PER_TOKEN = 4
+_MIN_PREFILL_TOKENS = 64
+"""A step with fewer says little about the speed of prefill."""
+
+
+class Engine:
+    """Requests in, tokens out. Not thread-safe: one owner, the step loop."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache,
+        limits: Limits,
+        settings: SchedulerSettings,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
+        trace_log: TraceLog | None = None,
+        queue: WorkQueue | None = None,
+        memory: MemoryPlan | None = None,
+    ) -> None:
+        """`queue`: where steps run beside the host, so that they overlap; None: each in its turn.
+
+        `memory`: how the process keeps to a limit; None: it has none.
+        """
+        self.cache = cache
+        self.limits = limits
+        self.runner = runner
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._drafter = drafter
+        self._tally = Tally(clock, trace_log)
+        self._sampler = Sampler()
+        self._scheduler = Scheduler(
+            settings,
+            cache,
+            limits,
+            drafter=drafter,
+            max_draft_tokens=None if memory is None else memory.max_draft_tokens,
+            on_start=self._tally.start,
+        )
+        self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
+        self._heap_guard = None if memory is None else memory.guard
+        self._requests: dict[str, RequestState] = {}
+        self._num_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything, now or once a load ends."""
+        return self._scheduler.has_work or (self._ahead is not None and self._ahead.flight is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return self._scheduler.num_waiting
+
+    def validate(self, request: GenerationRequest) -> None:
+        """Raise InvalidRequest or PromptTooLong if the request can never be served. Any thread."""
+        if request.beam is not None:
+            raise InvalidRequest("an engine doesn't search; use run_beam_search", param="use_beam_search")
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if num_tokens >= self.limits.max_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens; at most {self.limits.max_tokens - 1} fit, one token of "
+                "output included in the limit of model and KV cache",
+                param="prompt",
+            )
+        lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
+        if lowest < 0 or highest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token ids must be in [0, {self._vocab_size}), got {lowest if lowest < 0 else highest}",
+                param="prompt",
+            )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises InvalidRequest, PromptTooLong or Overloaded."""
+        self.validate(request)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        if self._scheduler.num_waiting >= self._settings.max_waiting and not request.is_continuation:
+            raise Overloaded(f"{self._scheduler.num_waiting} requests are waiting already")
+        state = RequestState(request, self._clock(), self._num_arrived)
+        self._num_arrived += 1
+        self._requests[request.request_id] = state
+        self._scheduler.add(self._new_sequence(state))
+
+    def abort(self, request_id: str) -> list[SequenceNews]:
+        """End a request wherever it is and free its blocks; unknown ids are ignored."""
+        return self._end(request_id, FinishReason.ABORT, None)
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence whose text met a stop string; ignored if it is over already."""
+        state = self._requests.get(request_id)
+        if state is not None and state.sequences[index].status is not Status.FINISHED:
+            self._finish(state.sequences[index])
+
+    def step(self) -> list[SequenceNews]:
+        """Run one step and return what it did. An error in it ends its requests, never the loop.
+
+        Where steps overlap: launch one, and return what the step launched by the call before this did.
+        """
+        start_s = self._clock()
+        if self._heap_guard is not None:
+            self._heap_guard.check()
+        ahead = self._ahead
+        flight = ahead.flight if ahead is not None else None
+        plan = self._scheduler.schedule(is_ahead=flight is not None)
+        news = self._end_failed_loads()
+        if news:
+            plan = [item for item in plan if item.sequence.status is Status.RUNNING]
+        if ahead is not None and plan and can_fly(plan, has_drafter=self._drafter is not None):
+            news += self._launch(ahead, plan)
+        elif plan and flight is None:
+            news += self._take_turn(plan, start_s)
+        elif flight is None and not news:
+            self._scheduler.wait_for_load(_LOAD_WAIT_S)
+        return news if ahead is None or flight is None else news + self._collect(ahead, flight)
+
+    def _take_turn(self, plan: Seq[Scheduled], start_s: float) -> list[SequenceNews]:
+        """Run a step from beginning to end."""
+        started = self._clock()
+        try:
+            logits = self.runner.forward(plan)
+            drawn = self._draw(plan, logits)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(plan))
+            return self._fail(plan, error)
+        self._observe_prefill(plan, self._clock() - started)
+        accepted = [self._accept(one) for one in drawn]
+        self._time_decodes(plan, accepted, start_s)
+        return accepted
+
+    def _launch(self, ahead: StepsAhead, plan: Seq[Scheduled]) -> list[SequenceNews]:
+        """Launch a step; it is in flight afterwards. Return what became of its requests if that failed."""
+        try:
+            ahead.launch(self.runner, plan)
+        except Exception as error:
+            logger.exception("a step of %d sequences could not be launched", len(plan))
+            return self._fail(plan, error)
+        return []
+
+    def _collect(self, ahead: StepsAhead, flight: Flight) -> list[SequenceNews]:
+        """Wait for a step in flight and return what it did. Another one may be in flight behind it."""
+        try:
+            sampled, seconds = ahead.land(flight)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(flight.plan))
+            return self._fail(flight.plan, error)
+        self._observe_prefill(flight.plan, seconds)
+        drawn: list[_Drawn] = []
+        for item in flight.plan:
+            sequence = item.sequence
+            if item.is_void:
+                continue
+            if sequence.in_flight is item:
+                sequence.in_flight = None
+            sequence.num_computed = item.end
+            if item.num_logits:
+                drawn.append(one := _Drawn(item, sequence))
+                one.take(sampled, item.row)
+            else:
+                self._scheduler.commit(item)
+        return [self._accept(one) for one in drawn]
+
+    def _fail(self, plan: Seq[Scheduled], error: Exception) -> list[SequenceNews]:
+        """End the requests of a step that failed."""
+        failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
+        return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
+
+    def close(self) -> None:
+        """Write what lower tiers still owe the disk, and let go of them."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self.cache.close()
+        self._tally.close()
+
+    def flush_cache(self) -> int:
+        """Drop every block that no request uses; return how many."""
+        return self.cache.flush()
+
+    def draw_tree(self, tokenizer: Tokenizer, max_tokens: int = 24) -> str:
+        """Return the prefix index as an indented drawing, with about `max_tokens` tokens of text an edge."""
+        return self.cache.draw(
+            lambda tokens: tokenizer.decode(tokens.tolist(), skip_special_tokens=False),
+            max_tokens * _CHARS_PER_TOKEN,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges."""
+        cache = self.cache.stats()
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prompt_tokens=self._tally.num_prompt_tokens,
+            num_generated_tokens=self._tally.num_generated_tokens,
+            cached_tokens_by_tier=dict(self._tally.cached_by_tier),
+            num_blocks=cache.num_blocks,
+            num_free_blocks=cache.num_free_blocks,
+            num_cached_blocks=cache.num_cached_blocks,
+            num_evicted_blocks=cache.num_evicted_blocks,
+            transfer=self.cache.transfer_stats(),
+            misses_by_reason=dict(self._tally.misses_by_reason),
+            num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
+            num_accepted_draft_tokens=self._drafter.num_accepted_tokens if self._drafter else 0,
+        )
+
+    def check(self) -> None:
+        """Raise IntegrityError if blocks and their holders don't agree (slow)."""
+        self.cache.check()
+
+    def fail_all(self, error: str) -> list[SequenceNews]:
+        """End every request with an error; for the loop's last resort."""
+        if self._ahead is not None:
+            self._ahead.ground()
+        return [n for i in list(self._requests) for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _end_failed_loads(self) -> list[SequenceNews]:
+        failed, self._scheduler.failed_loads = self._scheduler.failed_loads, []
+        return [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
+
+    def _observe_prefill(self, plan: Seq[Scheduled], seconds: float) -> None:
+        """Let the lower tiers know what computing costs, from steps that are nearly all prefill."""
+        num_tokens = sum(item.num_tokens for item in plan)
+        num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
+        if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
+            self.cache.observe_prefill(num_prefill, seconds)
+
+    def _new_sequence(self, state: RequestState) -> Sequence:
+        request, index = state.request, len(state.sequences)
+        sampling = SamplingState(
+            request.params,
+            request.prompt_token_ids,
+            self._vocab_size,
+            index=index,
+            eos_token_ids=sorted(self.limits.eos_token_ids),
+        )
+        sequence = Sequence(state, index, sampling)
+        state.sequences.append(sequence)
+        return sequence
+
+    def _draw(self, plan: Seq[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
+        """Fork siblings of finished prompts, then draw the next tokens of all in one call."""
+        drawn: list[_Drawn] = []
+        rows: list[int] = []
+        row = 0
+        for item in plan:
+            sequence = item.sequence
+            sequence.num_computed = item.start + item.num_tokens - len(item.draft)
+            if not item.num_logits:
+                self._scheduler.commit(item)
+                continue
+            for owner in (sequence, *self._fork_siblings(sequence)):
+                drawn.append(_Drawn(item, owner))
+                rows.extend(range(row, row + item.num_logits))
+            row += item.num_logits
+        if len(rows) > row:
+            logits = logits[rows]
+        drafts = [d.item.draft for d in drawn] if any(d.item.draft for d in drawn) else None
+        sampled = self._sampler.sample(logits, [d.sequence.sampling for d in drawn], drafts)
+        first = 0
+        for one in drawn:
+            one.take(sampled, first)
+            first += one.item.num_logits
+        return drawn
+
+    def _fork_siblings(self, sequence: Sequence) -> list[Sequence]:
+        """Create the other answers of a request whose prompt was computed just now.
+
+        As many as there is room for share its blocks at once; the rest are queued, and will hit.
+        """
+        state = sequence.state
+        forked: list[Sequence] = []
+        while len(state.sequences) < state.request.params.n:
+            child = self._new_sequence(state)
+            if self._scheduler.fork(sequence, child):
+                forked.append(child)
+            else:
+                self._scheduler.add(child)
+        return forked
+
+    def _accept(self, one: _Drawn) -> SequenceNews:
+        """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
+        sequence, draft = one.sequence, one.item.draft
+        num_held = num_accepted(draft, one.token_ids)
+        if draft and self._drafter is not None:
+            self._drafter.observe(sequence.age, sequence.tokens, draft, one.token_ids)
+        reason: FinishReason | None = None
+        num_taken = 0
+        for token_id in one.token_ids[: num_held + 1]:
+            sequence.append(token_id)
+            num_taken += 1
+            reason = self.limits.finish_reason(sequence, token_id)
+            if reason is not None:
+                break
+        sequence.num_computed += min(num_held, num_taken)
+        self._tally.num_generated_tokens += num_taken
+        if reason is not None:
+            self._finish(sequence)
+        elif sequence is one.item.sequence:
+            self._scheduler.commit(one.item)
+        return SequenceNews(
+            sequence.state,
+            sequence.index,
+            tuple(one.token_ids[:num_taken]),
+            tuple(one.logprobs[:num_taken]),
+            reason,
+        )
+
+    def _time_decodes(self, plan: Seq[Scheduled], news: Seq[SequenceNews], start_s: float) -> None:
+        """Tell the drafter what a step took that had nothing but decodes."""
+        if self._drafter is None or any(item.num_tokens - len(item.draft) > 1 for item in plan):
+            return
+        self._drafter.observe_step(
+            sum(item.num_tokens for item in plan),
+            sum(item.start for item in plan),
+            sum(len(n.token_ids) for n in news),
+            self._clock() - start_s,
+        )
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the scheduler; what it generated may serve as draft for others."""
+        if self._drafter is not None and sequence.num_output:
+            request, cache = sequence.state.request, sequence.state.cache
+            num_known = len(request.prompt_token_ids)
+            if sequence.index == 0 and cache is not None:
+                num_known = cache.num_cached_tokens
+            self._drafter.finish(sequence.age, request.namespace, sequence.tokens, num_known)
+        self._scheduler.remove(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+        state = sequence.state
+        state.num_unfinished -= 1
+        if state.num_unfinished == 0:
+            del self._requests[state.request.request_id]
+            self._tally.finish(state)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> list[SequenceNews]:
+        """Finish every sequence of a request that isn't over, those that don't exist yet included."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return []
+        news: list[SequenceNews] = []
+        for index in range(state.request.params.n):
+            if index < len(state.sequences):
+                sequence = state.sequences[index]
+                if sequence.status is Status.FINISHED:
+                    continue
+                self._remove(sequence)
+            news.append(SequenceNews(state, index, finish_reason=reason, error=error))
+        self._tally.finish(state)
+        return news
+
+
+class _Drawn:
+    """Tokens drawn for one sequence from the logits of one item."""
+
+    __slots__ = ("item", "logprobs", "sequence", "token_ids")
+
+    def __init__(self, item: Scheduled, sequence: Sequence) -> None:
+        self.item = item
+        self.sequence = sequence
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob | None] = []
+
+    def take(self, sampled: Sampled, first: int) -> None:
+        """Copy the rows of this sequence."""
+        rows = slice(first, first + self.item.num_logits)
+        self.token_ids = sampled.token_ids[rows]
+        self.logprobs = sampled.logprobs[rows]
+
+
+def describe_error(error: BaseException) -> str:
+    """Return a one-line description for clients."""
+    return f"{type(error).__name__}: {error}"

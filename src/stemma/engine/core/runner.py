@@ -1,0 +1,184 @@
+"""From a scheduled step to logits: flattens it into a `ForwardBatch`.
+
+The arrays of a step are written into buffers that are made once and reused, so a decode costs a few numpy
+stores a sequence. There are two sets, used in turn: while one step runs, the next can be prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.engine.core.request import Scheduled
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.batch import ForwardBatch
+
+
+class LanguageModel(Protocol):
+    """The part of `model.causal_lm.CausalLM` that the runner needs."""
+
+    device: torch.device
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """Write the KV of the batch's tokens and return the wanted logits, [L, vocab] float32."""
+
+
+class HostArray:
+    """A host array and the way of its head to the device, which waits for nothing where memory is pinned."""
+
+    def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._tensor = torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = device
+        self.array: npt.NDArray[Any] = self._tensor.numpy()
+
+    def head(self, length: int) -> torch.Tensor:
+        """Return the first elements, still on the host; a view."""
+        return self._tensor[:length]
+
+    def to_device(self, length: int) -> torch.Tensor:
+        """Return the first elements on the device; on CPU a view."""
+        return self._tensor[:length].to(self._device, non_blocking=True)
+
+
+class StepBuffers:
+    """Host arrays of one step. They may be written again once that step is over."""
+
+    def __init__(self, max_batch_tokens: int, device: torch.device) -> None:
+        self._device = device
+        self.token_ids = HostArray(max_batch_tokens, torch.int64, device)
+        self.positions = HostArray(max_batch_tokens, torch.int64, device)
+        self.slots = HostArray(max_batch_tokens, torch.int64, device)
+        self.logits_rows = HostArray(max_batch_tokens, torch.int64, device)
+        self._tables = HostArray(0, torch.int32, device)
+
+    def block_tables(self, num_seqs: int, max_blocks: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        """Return a table [num_seqs, max_blocks] as torch and as numpy see it, contiguous, of any content."""
+        num = num_seqs * max_blocks
+        if num > len(self._tables.array):
+            self._tables = HostArray(2 * num, torch.int32, self._device)
+        shape = (num_seqs, max_blocks)
+        return self._tables.head(num).view(shape), self._tables.array[:num].reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step that is ready to run, but for the ids that the step before it draws."""
+
+    batch: ForwardBatch
+    unknown_rows: torch.Tensor | None
+    """[U] int64: rows of `batch.token_ids` to be filled in; None: all are known."""
+    source_rows: torch.Tensor | None
+    """[U] int64: which of the drawn ids go there."""
+
+
+class Runner:
+    """Runs steps, one at a time."""
+
+    def __init__(self, model: LanguageModel, kv: DeviceKV, *, max_batch_tokens: int) -> None:
+        self._model = model
+        self.kv = kv
+        self._block_size = kv.layout.block_size
+        self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
+        self._buffers = StepBuffers(max_batch_tokens, model.device)
+        self._other_buffers = StepBuffers(max_batch_tokens, model.device)
+
+    def forward(self, plan: Seq[Scheduled]) -> torch.Tensor:
+        """Return the logits that the plan wants, in its order, [sum of num_logits, vocab] float32."""
+        logits = self._model.forward(self._batch(plan), self.kv)
+        if logits.is_cuda and len(logits) == 0:
+            # Nobody will wait for such a step by reading its result. But it must be over before blocks change
+            # hands (loads write on a stream of their own), and its time is measured.
+            torch.cuda.current_stream(logits.device).synchronize()
+        return logits
+
+    def prepare(self, plan: Seq[Scheduled]) -> PreparedStep:
+        """Write down a step that may follow one that isn't over. At most two steps exist at a time."""
+        batch = self._batch(plan)
+        unknown, sources, row = [], [], 0
+        for item in plan:
+            if item.source_row is not None:
+                unknown.append(row)
+                sources.append(item.source_row)
+            row += item.num_tokens
+        if not unknown:
+            return PreparedStep(batch, None, None)
+        device = self._model.device
+        return PreparedStep(
+            batch,
+            torch.tensor(unknown).to(device, non_blocking=True),
+            torch.tensor(sources).to(device, non_blocking=True),
+        )
+
+    def run(self, step: PreparedStep, drawn: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits of a prepared step; `drawn` [L] int64 are the ids of the step before, if any.
+
+        On CUDA the work is queued only.
+        """
+        if step.unknown_rows is not None:
+            assert drawn is not None
+            assert step.source_rows is not None
+            step.batch.token_ids.index_copy_(0, step.unknown_rows, drawn.index_select(0, step.source_rows))
+        return self._model.forward(step.batch, self.kv)
+
+    def _batch(self, plan: Seq[Scheduled]) -> ForwardBatch:
+        buffers = self._other_buffers
+        self._buffers, self._other_buffers = buffers, self._buffers
+        logits_rows = buffers.logits_rows.array
+        starts, context_lens = [0], []
+        row = num_logits = max_blocks = 0
+        for item in plan:
+            end = row + item.num_tokens
+            self._fill(buffers, item, row, end)
+            for logits_row in range(end - item.num_logits, end):
+                logits_rows[num_logits] = logits_row
+                num_logits += 1
+            row = end
+            starts.append(end)
+            context = item.start + item.num_tokens
+            context_lens.append(context)
+            max_blocks = max(max_blocks, -(-context // self._block_size))
+        return ForwardBatch(
+            token_ids=buffers.token_ids.to_device(row),
+            positions=buffers.positions.to_device(row),
+            slots=buffers.slots.to_device(row),
+            query_starts=starts,
+            context_lens=context_lens,
+            block_tables=self._block_tables(buffers, plan, max_blocks),
+            logits_rows=buffers.logits_rows.to_device(num_logits),
+        )
+
+    def _fill(self, buffers: StepBuffers, item: Scheduled, row: int, end: int) -> None:
+        """Write ids, positions and slots of one item into rows ``row:end``."""
+        lease = item.sequence.lease
+        assert lease is not None
+        size, start = self._block_size, item.start
+        tokens, table = lease.tokens, lease.block_table
+        token_ids, slots = buffers.token_ids.array, buffers.slots.array
+        if item.num_tokens == 1:
+            token_ids[row] = tokens[start] if item.source_row is None else 0
+            buffers.positions.array[row] = start
+            slots[row] = int(table[start // size]) * size + start % size
+            return
+        num_known = item.num_tokens - len(item.draft)
+        token_ids[row : row + num_known] = tokens[start : start + num_known]
+        if item.draft:
+            token_ids[row + num_known : end] = item.draft
+        positions = buffers.positions.array[row:end]
+        np.add(self._counting[: item.num_tokens], start, out=positions)
+        blocks, offsets = np.divmod(positions, size)
+        slots[row:end] = table[blocks].astype(np.int64) * size + offsets
+
+    def _block_tables(self, buffers: StepBuffers, plan: Seq[Scheduled], max_blocks: int) -> torch.Tensor:
+        result, tables = buffers.block_tables(len(plan), max_blocks)
+        for i, item in enumerate(plan):
+            lease = item.sequence.lease
+            assert lease is not None
+            used = min(lease.num_blocks, max_blocks)
+            tables[i, :used] = lease.block_table[:used]
+            tables[i, used:] = 0
+        return result

@@ -1,0 +1,347 @@
+"""Which tokens of which sequences the next step computes.
+
+Decodes come first, oldest first, then prefill chunks of those that run, then newcomers, all within a budget
+of tokens a step: no long prompt ever stops the others (vLLM's chunked prefill, MindIE's SplitFuse). When
+blocks run out, the youngest running sequence yields: its blocks go back, what was computed stays cached as
+long as there is room, and it resumes later from what is left.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
+
+import numpy as np
+
+from stemma.config.settings import SchedulerSettings
+from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
+from stemma.engine.core.request import Limits, Scheduled, Sequence, Status
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.prefix.keys import Namespace
+from stemma.types import TokenArray
+
+
+class Drafter(Protocol):
+    """Guesses what follows; the engine verifies the guess in the step that would compute one token anyway.
+
+    `drafts.drafter.Drafter` implements it. Sequences are told apart by `key`.
+    """
+
+    num_proposed_tokens: int
+    num_accepted_tokens: int
+
+    def propose(
+        self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
+    ) -> tuple[int, ...]:
+        """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay."""
+
+    def observe(self, key: Hashable, tokens: TokenArray, draft: Seq[int], drawn: Seq[int]) -> None:
+        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
+
+    def observe_step(
+        self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float
+    ) -> None:
+        """Learn what a step of decodes costs: its rows, the tokens attended to, the tokens it gave."""
+
+    def finish(self, key: Hashable, namespace: Namespace, tokens: TokenArray, num_known: int) -> None:
+        """Forget a sequence that ended, of which `num_known` leading tokens came from the cache."""
+
+
+class Scheduler:
+    """Waiting, loading and running sequences. Not thread-safe: one owner, the step loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        cache: PrefixCache,
+        limits: Limits,
+        *,
+        drafter: Drafter | None = None,
+        max_draft_tokens: int | None = None,
+        on_start: Callable[[Sequence], None] = lambda _sequence: None,
+    ) -> None:
+        """`on_start` is told of each admission, the first and those after preemptions.
+
+        `max_draft_tokens`: drafted in a step, all sequences together; None: any number.
+        """
+        self._settings = settings
+        self._cache = cache
+        self._limits = limits
+        self._drafter = drafter
+        self._max_draft_tokens = settings.max_batch_tokens if max_draft_tokens is None else max_draft_tokens
+        self._on_start = on_start
+        self._waiting: dict[tuple[int, int], Sequence] = {}
+        self._loading: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._arrived: list[Sequence] = []
+        """Queued since the last step: where they aren't admitted at once, lower tiers look ahead for them."""
+        self._num_queued = 0
+        self._no_room: tuple[int, int] | None = None
+        """Blocks available and sequences queued so far when the head of the queue last found no room."""
+        self.num_preemptions = 0
+        self.failed_loads: list[tuple[str, str]] = []
+        """Requests to fail, with the reason: a lower tier couldn't deliver, and settings forbid to compute.
+        Whoever calls `schedule` empties this."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, those that wait for a lower tier included."""
+        return len(self._waiting) + len(self._loading)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence isn't finished."""
+        return bool(self._running or self._waiting or self._loading)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        sequence.status = Status.WAITING
+        if self._cache.must_probe:
+            self._prefetch(sequence)
+        else:
+            self._arrived.append(sequence)
+        self._waiting[sequence.age] = sequence
+        self._num_queued += 1
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more sequence may run."""
+        return len(self._running) + len(self._loading) < self._settings.max_num_seqs
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Let `child` run on from where `parent` is, sharing its blocks; False if there is no room."""
+        assert parent.lease is not None
+        lease = self._cache.fork(parent.lease, parent.num_computed) if self.has_seat else None
+        if lease is None:
+            return False
+        child.lease = lease
+        child.num_computed = parent.num_computed
+        child.status = Status.RUNNING
+        insort(self._running, child, key=lambda s: s.age)
+        return True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if sequence.status is Status.WAITING:
+            del self._waiting[sequence.age]
+            _abandon_prefetch(sequence)
+            sequence.status = Status.FINISHED
+        elif sequence.status in (Status.RUNNING, Status.LOADING):
+            (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
+            self._free(sequence, Status.FINISHED)
+
+    def schedule(self, *, is_ahead: bool = False) -> list[Scheduled]:
+        """Return the work of the next step, in no particular order of rows; empty if there is none.
+
+        `is_ahead`: a step is under way. Nobody yields to make room then, and nothing is drafted: where that
+        is called for, there is no work until the step is over. A plan may be dropped instead of being run.
+        """
+        self._finish_loads()
+        plan: list[Scheduled] = []
+        budget = self._settings.max_batch_tokens
+        num_before = self.num_preemptions
+        decoding = [s for s in self._running if s.num_unlaunched == 1]
+        if is_ahead:
+            decoding = [s for s in decoding if not self._ends_in_flight(s)]
+            if decoding and not self._can_decode_ahead(decoding):
+                return []
+        draft_room = self._max_draft_tokens
+        for i, sequence in enumerate(decoding):
+            if budget == 0 or sequence.status is not Status.RUNNING:
+                continue
+            # A draft may not take the row of a sequence behind it.
+            most_drafted = min(budget - (len(decoding) - i), draft_room)
+            item = self._schedule_decode(sequence, most_drafted)
+            if item is not None:
+                plan.append(item)
+                budget -= item.num_tokens
+                draft_room -= len(item.draft)
+        for sequence in self._running:
+            if sequence.num_unlaunched > 1 and budget:
+                plan.append(item := self._chunk(sequence, budget))
+                budget -= item.num_tokens
+        if budget and self._waiting and self.has_seat and self.num_preemptions == num_before:
+            self._admit(plan, budget)
+        for sequence in self._arrived:
+            if sequence.status is Status.WAITING:
+                self._prefetch(sequence)
+        self._arrived.clear()
+        return plan
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Block until a load from a lower tier ends, if only loads stand between us and work."""
+        futures: list[Future[Any]] = [
+            s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending
+        ]
+        futures += self._cache.abandoned_loads()
+        futures += [s.prefetch.probe for s in self._waiting.values() if s.prefetch]
+        futures = [future for future in futures if not future.done()]
+        if futures:
+            wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
+
+    def commit(self, item: Scheduled) -> None:
+        """Enter in the cache what a step computed of an item; `sequence.num_computed` is up to date."""
+        lease = item.sequence.lease
+        assert lease is not None
+        # The partial tail of a finished prefill enters too: an identical prompt may be waiting for it.
+        is_prefill = item.num_tokens - len(item.draft) > 1
+        self._cache.commit(lease, item.sequence.num_computed, tail=is_prefill and item.num_logits > 0)
+
+    def _prefetch(self, sequence: Sequence) -> None:
+        sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
+
+    def _ends_in_flight(self, sequence: Sequence) -> bool:
+        """Return whether the token that the step under way draws is the last by number."""
+        if sequence.in_flight is None or not sequence.in_flight.num_logits:
+            return False
+        return sequence.num_output + 1 >= self._limits.max_output_tokens(sequence.state.request)
+
+    def _can_decode_ahead(self, decoding: Seq[Sequence]) -> bool:
+        """Make room for a token each; return False if there is none, or drafts need to know the tokens."""
+        if self._drafter is not None:
+            return False
+        return all(s.lease and self._cache.extend(s.lease, s.num_launched + 1) for s in decoding)
+
+    def _schedule_decode(self, sequence: Sequence, most_drafted: int) -> Scheduled | None:
+        lease = sequence.lease
+        assert lease is not None
+        if sequence.in_flight is not None:
+            source_row = sequence.in_flight.row if sequence.in_flight.num_logits else None
+            return Scheduled(sequence, sequence.num_launched, 1, 1, source_row=source_row)
+        draft: tuple[int, ...] = ()
+        if self._drafter is not None:
+            num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
+            if (most := min(most_drafted, num_left - 1)) > 0:
+                namespace = sequence.state.request.namespace
+                draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
+            if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
+                draft = ()
+        while not self._cache.extend(lease, sequence.num_tokens):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        return Scheduled(sequence, sequence.num_computed, 1 + len(draft), 1 + len(draft), draft)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Scheduled:
+        num_missing = sequence.num_unlaunched
+        num_tokens = min(num_missing, budget)
+        return Scheduled(sequence, sequence.num_launched, num_tokens, int(num_tokens == num_missing))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.in_flight is None
+        self._running.remove(sequence)
+        self._free(sequence, Status.WAITING)
+        sequence.was_preempted = True
+        self.add(sequence)
+        self.num_preemptions += 1
+
+    def _free(self, sequence: Sequence, status: Status) -> None:
+        assert sequence.lease is not None
+        self._cache.free(sequence.lease, sequence.num_computed)
+        sequence.stop(status)
+
+    def _admit(self, plan: list[Scheduled], budget: int) -> None:
+        """Start waiting sequences while seats, blocks and budget last.
+
+        Nobody overtakes a sequence that found no room, or it would never find any.
+        """
+        if self._running and self._no_room is not None:
+            num_available, num_queued = self._no_room
+            if self._cache.num_available <= num_available and self._num_queued == num_queued:
+                return
+        self._no_room = None
+        prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
+        order = order_waiting(self._waiting.values(), self._settings, self._num_cached)
+        for sequence in order[:MAX_MATCHED]:
+            if not budget or not self.has_seat:
+                return
+            if sequence.prefetch is not None and not sequence.prefetch.probe.done():
+                continue
+            if self._is_being_computed(sequence, prefilling):
+                continue
+            request = sequence.state.request
+            lease = self._cache.reserve(
+                request.namespace, sequence.tokens, priority=request.priority, ttl_s=request.ttl_s
+            )
+            if lease is None:
+                self._no_room = (self._cache.num_available, self._num_queued)
+                return
+            del self._waiting[sequence.age]
+            _abandon_prefetch(sequence)
+            sequence.start(lease)
+            if lease.pending is not None:
+                sequence.status = Status.LOADING
+                self._loading.append(sequence)
+                prefilling.append(sequence)
+                continue
+            self._run(sequence)
+            plan.append(item := self._chunk(sequence, budget))
+            budget -= item.num_tokens
+            prefilling.append(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=lambda s: s.age)
+        self._on_start(sequence)
+
+    def _finish_loads(self) -> None:
+        for sequence in list(self._loading):
+            lease = sequence.lease
+            assert lease is not None
+            assert lease.pending is not None
+            if lease.pending.num_loaded.done():
+                self._cache.finish_load(lease)
+                if lease.load_error is not None:
+                    self.failed_loads.append((sequence.state.request.request_id, lease.load_error))
+                    continue
+                self._loading.remove(sequence)
+                sequence.start(lease)
+                self._run(sequence)
+
+    def _num_cached(self, sequence: Sequence) -> int:
+        """Return the cached prefix of a waiting sequence, matched again only if the cache changed."""
+        if sequence.match_version != self._cache.version:
+            sequence.match_tokens = self._cache.match(sequence.state.request.namespace, sequence.tokens)
+            sequence.match_version = self._cache.version
+        return sequence.match_tokens
+
+    def _is_being_computed(self, sequence: Sequence, prefilling: Seq[Sequence]) -> bool:
+        """Return whether a running prefill will soon give at least a block more than is cached.
+
+        Waiting for it is never slower than computing the same tokens beside it. The one that computes never
+        waits for anybody, so this can't deadlock.
+        """
+        if not self._cache.enabled:
+            return False
+        for other in prefilling:
+            if other.state.request.namespace != sequence.state.request.namespace:
+                continue
+            common = sequence.common_with.get(other.state.order)
+            if common is None:
+                common = _common_prefix(sequence.tokens[:-1], other.tokens)
+                sequence.common_with[other.state.order] = common
+            if common - self._num_cached(sequence) >= self._cache.block_size:
+                return True
+        return False
+
+
+def _abandon_prefetch(sequence: Sequence) -> None:
+    if sequence.prefetch is not None:
+        sequence.prefetch.abandon()
+        sequence.prefetch = None
+
+
+def _common_prefix(one: TokenArray, other: TokenArray) -> int:
+    """Return how many leading tokens are equal."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,277 @@
+"""What an operator may do to the cache of a running engine: look, pin, flush, carry prefixes in and out.
+
+Everything that touches the index runs between two steps; everything that moves many bytes or asks a pool runs
+in a thread, on blocks that a lease holds meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol, TypeVar
+
+import torch
+
+from stemma.errors import InvalidRequest, Overloaded, StorageError
+from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.tiers.bundle import BundleHeader, read_blocks, read_header, write_bundle
+from stemma.memory.tiers.store import ReadResult
+from stemma.memory.tiers.transfer import TierTransfer
+from stemma.prefix.keys import KeySpace, Namespace, chain_keys
+from stemma.types import BlockKey, Tier, TokenArray
+
+T = TypeVar("T")
+MAX_PINNED_FRACTION = 0.5
+"""Of the device tier: what is pinned is lost to all other requests."""
+
+
+class RunBetweenSteps(Protocol):
+    """Runs a function on the step loop, between two steps."""
+
+    def __call__(self, function: Callable[[], T]) -> Awaitable[T]:
+        """Return what the function returns, or raise what it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLookup:
+    """Where the tokens of a prompt lie. Nothing was computed or moved to find out."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Leading tokens that some tier has: what a request would not have to compute, if all were loaded."""
+    served_by_tier: Mapping[Tier, int]
+    """The same, each token counted for the nearest tier that has it."""
+    tokens_by_tier: Mapping[Tier, int]
+    """Tokens that lie in each tier; a token may lie in several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that may not be evicted."""
+
+    pin_id: str
+    num_prompt_tokens: int
+    tokens_by_tier: Mapping[Tier, int]
+    """Tokens pinned in each tier."""
+    ttl_s: float | None
+    """Seconds it was pinned for; None: until `unpin`."""
+
+
+@dataclass(slots=True)
+class _Held:
+    pin: Pin
+    lease: Lease
+    lower_pins: Mapping[Tier, list[BlockKey]]
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What a flush really did."""
+
+    freed_blocks: Mapping[Tier, int]
+    kept_blocks: Mapping[Tier, int]
+    """Blocks that requests or pins hold."""
+    block_bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that are free now and weren't before."""
+        return sum(self.freed_blocks.values()) * self.block_bytes
+
+
+class CacheControl:
+    """One engine's cache, from the event loop."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        device: DeviceCopy,
+        key_space: KeySpace,
+        run: RunBetweenSteps,
+    ) -> None:
+        self._cache = cache
+        self._device = device
+        self._space = key_space
+        self._run = run
+        self._expiring: set[asyncio.Future[Pin]] = set()
+        self._held: dict[str, _Held] = {}
+
+    @property
+    def lower(self) -> TierTransfer | None:
+        """The tiers below the device."""
+        lower = self._cache.lower
+        return lower if isinstance(lower, TierTransfer) else None
+
+    async def lookup(self, namespace: Namespace, tokens: TokenArray) -> CacheLookup:
+        """Return how many tokens of a prompt lie in which tier."""
+        num_device = await self._run(lambda: self._cache.match(namespace, tokens))
+        keys = self._keys(namespace, tokens)
+        size = self._space.block_size
+        lower = self.lower
+        where = await asyncio.to_thread(lower.lookup, keys) if lower is not None else {}
+        served = {Tier.DEVICE: num_device}
+        for n in range(num_device // size, len(keys)):
+            tier = next((tier for tier, there in where.items() if there[n]), None)
+            if tier is None:
+                break
+            served[tier] = served.get(tier, 0) + size
+            if n == num_device // size:  # this block replaces the part of it that the device has
+                served[Tier.DEVICE] = n * size
+        return CacheLookup(
+            num_prompt_tokens=len(tokens),
+            num_cached_tokens=sum(served.values()),
+            served_by_tier={tier: count for tier, count in served.items() if count},
+            tokens_by_tier={Tier.DEVICE: num_device}
+            | {tier: sum(there) * size for tier, there in where.items()},
+        )
+
+    async def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None = None) -> Pin:
+        """Forbid eviction of the full blocks of a prompt, in every local tier that holds them now.
+
+        Raises InvalidRequest if nothing of it is cached, or too much would be pinned.
+        """
+        lease = await self._run(lambda: self._hold(namespace, tokens))
+        keys = self._keys(namespace, tokens)
+        size = self._space.block_size
+        counts = {Tier.DEVICE: lease.num_committed * size}
+        lower_pins: Mapping[Tier, list[BlockKey]] = {}
+        if self.lower is not None:
+            lower_pins = self.lower.pin(keys)
+            counts |= {tier: len(pinned) * size for tier, pinned in lower_pins.items()}
+        pin = Pin(uuid.uuid4().hex, len(tokens), {t: n for t, n in counts.items() if n}, ttl_s)
+        held = self._held[pin.pin_id] = _Held(pin, lease, lower_pins)
+        if ttl_s is not None:
+            held.timer = asyncio.get_running_loop().call_later(ttl_s, self._expire, pin.pin_id)
+        if not pin.tokens_by_tier:
+            await self.unpin(pin.pin_id)
+            raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
+        return pin
+
+    async def unpin(self, pin_id: str) -> Pin:
+        """Permit eviction again. Raises InvalidRequest for an unknown id."""
+        held = self._held.pop(pin_id, None)
+        if held is None:
+            raise InvalidRequest(f"there is no pin {pin_id!r}", param="pin_id")
+        if held.timer is not None:
+            held.timer.cancel()
+        if self.lower is not None:
+            self.lower.unpin(held.lower_pins)
+        await self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens))
+        return held.pin
+
+    def pins(self) -> list[Pin]:
+        """Return all pins, oldest first."""
+        return [held.pin for held in self._held.values()]
+
+    async def flush(self) -> FlushReport:
+        """Drop every block that no request or pin holds from device, host and disk. A shared pool stays."""
+        freed = {Tier.DEVICE: await self._run(self._cache.flush)}
+        kept = {Tier.DEVICE: await self._run(lambda: self._cache.stats().num_cached_blocks)}
+        if self.lower is not None:
+            freed |= await asyncio.to_thread(self.lower.flush)
+            tiers = self.lower.stats().tiers
+            kept |= {tier: stats.num_blocks for tier, stats in tiers.items() if stats.num_blocks is not None}
+        return FlushReport(freed, kept, self._device.block_bytes)
+
+    async def export(self, namespace: Namespace, tokens: TokenArray, file: BinaryIO) -> int:
+        """Write the cached leading blocks of a prompt to a file; return how many. See `memory/bundle.py`."""
+        lease = await self._run(lambda: self._cache.hold(namespace, tokens))
+        root = self._space.root(namespace)
+        keys = self._keys(namespace, tokens)
+        blocks = self._read_blocks(lease, keys)
+        try:
+            return await asyncio.to_thread(
+                write_bundle, file, self._space, root, tokens, blocks, self._device.block_bytes
+            )
+        finally:
+            await self._run(lambda: self._cache.free(lease, lease.num_tokens))
+
+    async def import_(self, namespace: Namespace, file: BinaryIO) -> tuple[BundleHeader, int]:
+        """Take the blocks of a file into the device tier; return its header and how many blocks were new.
+
+        Raises StorageMismatch if they belong to another model or namespace, StorageError if one is damaged
+        (those before it stay), Overloaded if there is no room.
+        """
+        header = await asyncio.to_thread(read_header, file)
+        header.check(self._space, self._space.root(namespace))
+        size = self._space.block_size
+        tokens = header.tokens[: header.num_blocks * size]
+        if not len(tokens):
+            return header, 0
+        num_present = await self._run(lambda: self._num_present(namespace, tokens))
+        if num_present == header.num_blocks:
+            return header, 0
+        lease = await self._run(lambda: self._cache.reserve(namespace, tokens, num_new=0))
+        if lease is None:
+            raise Overloaded("the device tier has no room for this prefix now")
+        if lease.pending is not None:
+            await asyncio.wait([asyncio.wrap_future(lease.pending.num_loaded)])
+            await self._run(lambda: self._cache.finish_load(lease))
+        first = lease.num_cached_tokens // size
+        num_good = first
+
+        def take(position: int, key: BlockKey, data: memoryview) -> None:
+            nonlocal num_good
+            if position >= first:
+                source = torch.frombuffer(data, dtype=torch.uint8)
+                self._device.into([int(lease.block_table[position])], [source])
+                num_good = position + 1
+
+        try:
+            await asyncio.to_thread(read_blocks, file, header, take)
+        finally:
+            await self._run(lambda: self._cache.free(lease, num_good * size))
+        return header, num_good - first
+
+    def _num_present(self, namespace: Namespace, tokens: TokenArray) -> int:
+        lease = self._cache.hold(namespace, tokens)
+        count = lease.num_committed
+        self._cache.free(lease, lease.num_tokens)
+        return count
+
+    def _keys(self, namespace: Namespace, tokens: TokenArray) -> list[BlockKey]:
+        return chain_keys(self._space.root(namespace), tokens, self._space.block_size)
+
+    def _hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
+        lease = self._cache.hold(namespace, tokens)
+        num_pinned = len({b for held in self._held.values() for b in held.lease.block_table.tolist()})
+        if num_pinned + lease.num_blocks > MAX_PINNED_FRACTION * self._cache.num_blocks:
+            self._cache.free(lease, lease.num_tokens)
+            raise InvalidRequest(
+                f"pins may take {MAX_PINNED_FRACTION:.0%} of the device tier's {self._cache.num_blocks} "
+                f"blocks; {num_pinned} are pinned and this prompt has {lease.num_blocks}",
+                param="prompt",
+            )
+        return lease
+
+    def _expire(self, pin_id: str) -> None:
+        task = asyncio.ensure_future(self.unpin(pin_id))
+        self._expiring.add(task)
+        task.add_done_callback(self._expiring.discard)
+
+    def _read_blocks(self, lease: Lease, keys: list[BlockKey]) -> Iterator[memoryview]:
+        """Yield the bytes of leading blocks: those the lease holds, then what lower tiers have."""
+        scratch = torch.empty(self._device.block_bytes, dtype=torch.uint8, pin_memory=self._device.is_cuda)
+        view: memoryview = scratch.numpy().data
+        for block_id in lease.block_table[: lease.num_committed].tolist():
+            self._device.out([block_id], [scratch])
+            yield view
+        for key in keys[lease.num_committed :]:
+            if not self._read_lower(key, view):
+                return
+            yield view
+
+    def _read_lower(self, key: BlockKey, view: memoryview) -> bool:
+        stores = self.lower.stores if self.lower is not None else ()
+        for store in stores:
+            try:
+                if store.get_many([key], [view])[0] is ReadResult.HIT:
+                    return True
+            except StorageError:
+                continue
+        return False

@@ -1,0 +1,1 @@
+"""From tokens to text, and when a sequence ends."""

@@ -1,0 +1,145 @@
+"""From tokens to what clients see: text, stop strings, finish reasons.
+
+Runs behind the step loop: for the offline `LLM` right after each step, in the server on a thread of its own.
+The step loop ends sequences by their tokens; only stop strings are found here, and reported back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta, TokenLogprob
+from stemma.engine.core.request import Limits, RequestState
+from stemma.engine.output.detokenizer import Detokenizer
+from stemma.engine.output.stopping import StopChecker
+from stemma.model.tokenizer import Tokenizer
+from stemma.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceNews:
+    """What a step did to one sequence."""
+
+    state: RequestState
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A sequence that a stop string ended: the step loop must let go of it."""
+
+    request_id: str
+    index: int
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The sequences of one request, as far as they are known here."""
+
+    checkers: dict[int, StopChecker] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    num_tokens: int = 0
+
+
+class OutputProcessor:
+    """Follows every request from its first token to its last. Not thread-safe: one owner."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._answers: dict[str, _Answers] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Requests between their first and their last output."""
+        return len(self._answers)
+
+    def process(self, news: Iterable[SequenceNews]) -> tuple[list[RequestOutput], list[Stopped]]:
+        """Return one output for each request that has news, and the sequences to stop."""
+        grouped: dict[str, list[SequenceNews]] = {}
+        for item in news:
+            grouped.setdefault(item.state.request.request_id, []).append(item)
+        outputs: list[RequestOutput] = []
+        stopped: list[Stopped] = []
+        for request_id, items in grouped.items():
+            output = self._process_request(request_id, items, stopped)
+            if output is not None:
+                outputs.append(output)
+        return outputs, stopped
+
+    def _process_request(
+        self, request_id: str, items: list[SequenceNews], stopped: list[Stopped]
+    ) -> RequestOutput | None:
+        state = items[0].state
+        if state.is_answered:
+            return None  # the step loop went on until it learnt of the stop string
+        answers = self._answers.setdefault(request_id, _Answers())
+        deltas: list[SequenceDelta] = []
+        error = None
+        for item in items:
+            if item.index in answers.finished:
+                continue
+            delta = self._delta(answers, item)
+            deltas.append(delta)
+            error = error or item.error
+            if delta.finish_reason is not None:
+                answers.finished.add(item.index)
+                del answers.checkers[item.index]
+                if item.finish_reason is None:
+                    stopped.append(Stopped(request_id, item.index))
+        if not deltas:
+            return None
+        is_finished = len(answers.finished) == state.request.params.n
+        if is_finished:
+            state.is_answered = True
+            del self._answers[request_id]
+        return RequestOutput(
+            request_id=request_id,
+            deltas=tuple(deltas),
+            cache=state.cache or CacheReport(len(state.request.prompt_token_ids)),
+            finished=is_finished,
+            num_generated_tokens=answers.num_tokens,
+            queue_wait_s=state.queue_wait_s,
+            error=error,
+        )
+
+    def _delta(self, answers: _Answers, item: SequenceNews) -> SequenceDelta:
+        checker = answers.checkers.get(item.index)
+        if checker is None:
+            checker = answers.checkers[item.index] = self._checker(item.state)
+        text, num_taken = "", 0
+        finish_reason, stop_reason = None, None
+        for token_id in item.token_ids:
+            progress = checker.append(token_id)
+            text += progress.text
+            num_taken += 1
+            finish_reason, stop_reason = progress.finish_reason, progress.stop_reason
+            if finish_reason is not None:
+                break
+        if finish_reason is None and item.finish_reason is not None:
+            finish_reason = item.finish_reason
+            text += checker.flush()
+        answers.num_tokens += num_taken
+        wants_logprobs = item.state.request.params.logprobs is not None
+        return SequenceDelta(
+            index=item.index,
+            token_ids=item.token_ids[:num_taken],
+            text=text,
+            logprobs=tuple(p for p in item.logprobs[:num_taken] if p is not None) if wants_logprobs else None,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _checker(self, state: RequestState) -> StopChecker:
+        params = state.request.params
+        return StopChecker(
+            params,
+            Detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens),
+            eos_token_ids=self._limits.eos_token_ids,
+            max_output_tokens=self._limits.max_tokens - len(state.request.prompt_token_ids),
+        )

@@ -1,0 +1,110 @@
+"""When a sequence ends and what of its text may go out: stop strings, stop ids, EOS, lengths.
+
+A stop string may begin in one token and end in a later one, so text that could be the head of a stop string
+is held back until it is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from stemma.engine.output.detokenizer import Detokenizer
+from stemma.engine.sampling.params import SamplingParams
+from stemma.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one more token means: text that may go out now, and whether and why the sequence ends."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id; None for EOS and for lengths."""
+
+
+class StopChecker:
+    """Follows the output of one sequence token by token.
+
+    `max_output_tokens` is what the context leaves for output; it bounds `params.max_tokens`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        *,
+        eos_token_ids: Collection[int],
+        max_output_tokens: int,
+    ) -> None:
+        self._params = params
+        self._detokenizer = detokenizer
+        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        wanted = max_output_tokens if params.max_tokens is None else params.max_tokens
+        self._max_tokens = max(1, min(wanted, max_output_tokens))
+        self._num_tokens = 0
+        self._held = ""
+        """Text not given out yet: a proper head of some stop string."""
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Output tokens that may still come."""
+        return self._max_tokens - self._num_tokens
+
+    def append(self, token_id: int) -> Progress:
+        """Take the next output token; after a finish reason the sequence takes no more.
+
+        The text of an EOS or stop token is left out unless `include_stop_str_in_output`. Up to `min_tokens`
+        tokens nothing stops the sequence.
+        """
+        self._num_tokens += 1
+        may_stop = self._num_tokens > self._params.min_tokens
+        if may_stop and (token_id in self._eos_token_ids or token_id in self._stop_token_ids):
+            if self._params.include_stop_str_in_output:
+                self._held += self._detokenizer.append(token_id)
+            reason = None if token_id in self._eos_token_ids else token_id
+            return Progress(self.flush(), FinishReason.STOP, reason)
+        text = self._detokenizer.append(token_id)
+        if self._params.stop:
+            found = self._find_stop(text) if may_stop else None
+            if found is not None:
+                return found
+            text = self._hold_back(text)
+        if self._num_tokens >= self._max_tokens:
+            return Progress(text + self.flush(), FinishReason.LENGTH)
+        return Progress(text)
+
+    def flush(self) -> str:
+        """Return the text held back so far, for a sequence that is ended from outside."""
+        text, self._held = self._held + self._detokenizer.flush(), ""
+        return text
+
+    def _find_stop(self, text: str) -> Progress | None:
+        """Look for the stop string that is complete first in held + `text`, ending in `text`."""
+        buffer = self._held + text
+        best: tuple[int, int, str] | None = None
+        for stop in self._params.stop:
+            start = buffer.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+                best = (start + len(stop), start, stop)
+        if best is None:
+            return None
+        end, start, stop = best
+        self._held = ""
+        kept = buffer[: end if self._params.include_stop_str_in_output else start]
+        return Progress(kept, FinishReason.STOP, stop)
+
+    def _hold_back(self, text: str) -> str:
+        """Return held + `text` without its longest tail that begins a stop string, which is held."""
+        buffer = self._held + text
+        longest = 0
+        for stop in self._params.stop:
+            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
+                if buffer.endswith(stop[:length]):
+                    longest = length
+                    break
+        split = len(buffer) - longest
+        self._held = buffer[split:]
+        return buffer[:split]

@@ -1,0 +1,316 @@
+"""From logits to tokens: penalties, filters, one draw a row.
+
+Order of operations, as in vLLM: mask of end tokens (min_tokens), penalties (repetition over prompt and
+output, then frequency and presence over output), temperature, min_p, top_k, top_p, draw. Log-probabilities
+are those of the raw logits.
+
+Two choices make a request's tokens independent of its neighbours in the batch and of drafts:
+
+* the random number of output position t is a pure function of (seed, sequence index, t) (Philox, a
+  counter-based generator), so it doesn't matter how often or in which order rows are drawn;
+* each of min_p, top_k and top_p is a threshold (ties at the threshold are kept), and the draw walks the
+  surviving tokens in order of their id (inverse CDF); see `engine/filters.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.engine.api import TokenLogprob
+from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
+from stemma.engine.sampling.params import SamplingParams
+
+_UNIFORMS_PER_CHUNK = 64
+_CPU_ELEMENTS = 1 << 20
+"""Logits drawn from in one go on CPU: copies of more would take memory and leave the processor's cache."""
+_MASK_64 = (1 << 64) - 1
+
+
+def _fresh_seed() -> int:
+    return secrets.randbits(64)
+
+
+class SamplingState:
+    """What one sequence's next token depends on beside its logits: counts, position and random numbers.
+
+    `index` tells the `n` sequences of a request apart: each has its own random numbers. `eos_token_ids` and
+    the request's stop token ids can't be drawn before `min_tokens`. An unseeded request takes its seed from
+    `seed_source`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
+        vocab_size: int,
+        *,
+        index: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        seed_source: Callable[[], int] = _fresh_seed,
+    ) -> None:
+        self.params = params
+        self.num_output_tokens = 0
+        seed = seed_source() if params.seed is None else params.seed
+        self._key = np.array([seed & _MASK_64, index], dtype=np.uint64)
+        self._chunk = -1
+        self._uniforms: npt.NDArray[np.float64] = np.empty(0)
+        ends = () if params.ignore_eos else tuple(eos_token_ids)
+        self._end_ids = sorted({i for i in (*ends, *params.stop_token_ids) if 0 <= i < vocab_size})
+        self.has_penalties = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+        )
+        self._slots: dict[int, int] = {}
+        self._ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._counts: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        if self.has_penalties:
+            seen = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
+            seen = seen[(seen >= 0) & (seen < vocab_size)]
+            self._slots = {int(token): slot for slot, token in enumerate(seen)}
+            self._ids = seen
+            self._counts = np.zeros(len(seen), dtype=np.float32)
+
+    def append(self, token_id: int) -> None:
+        """Record a token of the output."""
+        self.num_output_tokens += 1
+        if not self.has_penalties:
+            return
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._slots[token_id] = len(self._slots)
+            if slot >= len(self._ids):
+                spare = np.zeros(max(64, len(self._ids)), dtype=np.int64)
+                self._ids = np.concatenate([self._ids, spare])
+                self._counts = np.concatenate([self._counts, spare.astype(np.float32)])
+            self._ids[slot] = token_id
+        self._counts[slot] += 1.0
+
+    def token_counts(self, ahead: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return the distinct ids of prompt and output and how often each is in the output.
+
+        `ahead` are tokens that are taken to follow the output (a draft).
+        """
+        num = len(self._slots)
+        if not ahead:
+            return self._ids[:num], self._counts[:num]
+        extra = [token for token in dict.fromkeys(ahead) if token not in self._slots]
+        ids = np.concatenate([self._ids[:num], np.array(extra, dtype=np.int64)])
+        counts = np.concatenate([self._counts[:num], np.zeros(len(extra), dtype=np.float32)])
+        new_slots = {token: num + i for i, token in enumerate(extra)}
+        for token in ahead:
+            counts[new_slots[token] if token in new_slots else self._slots[token]] += 1.0
+        return ids, counts
+
+    def masked_ids(self, position: int) -> Sequence[int]:
+        """Return the ids that may not be drawn as output token number `position` (from 0)."""
+        return self._end_ids if position < self.params.min_tokens else ()
+
+    def uniform(self, position: int) -> float:
+        """Return the random number in [0, 1) of output token number `position` (from 0)."""
+        chunk, offset = divmod(position, _UNIFORMS_PER_CHUNK)
+        if chunk != self._chunk:
+            generator = np.random.Generator(np.random.Philox(counter=[0, 0, 0, chunk], key=self._key))
+            self._uniforms = generator.random(_UNIFORMS_PER_CHUNK)
+            self._chunk = chunk
+        return float(self._uniforms[offset])
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token a row of logits, in their order; `logprobs` are None where the request wants none."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of logits: the sequence it belongs to and the draft tokens between its output and this row."""
+
+    state: SamplingState
+    ahead: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        return self.state.num_output_tokens + len(self.ahead)
+
+
+class Sampler:
+    """Draws the next tokens of a whole batch; stateless, works on whatever device the logits are on."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState],
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> Sampled:
+        """Draw one token for each row of `logits` [L, V] float32, which is left as it is.
+
+        Without `drafts` row i belongs to ``states[i]``. With `drafts`, sequence s owns
+        ``len(drafts[s]) + 1`` consecutive rows, row j of them coming after ``drafts[s][:j]``; its penalties,
+        min_tokens and random number are those of that position.
+        """
+        if drafts is None:
+            rows = [_Row(state) for state in states]
+        else:
+            rows = [
+                _Row(state, tuple(draft[:j]))
+                for state, draft in zip(states, drafts, strict=True)
+                for j in range(len(draft) + 1)
+            ]
+        assert len(rows) == logits.shape[0]
+        if not rows:
+            return Sampled([], [])
+        result = Sampled([], [])
+        at_once = rows_at_once(logits)
+        for start in range(0, len(rows), at_once):
+            own, some = logits[start : start + at_once], rows[start : start + at_once]
+            token_ids = _choose(_with_masks_and_penalties(own, some), some)
+            result.token_ids.extend(token_ids)
+            result.logprobs.extend(_logprobs(own, some, token_ids))
+        return result
+
+
+def rows_at_once(logits: torch.Tensor) -> int:
+    """Return how many rows of logits [L, V] the sampler looks at, and copies, in one go."""
+    if logits.device.type != "cpu":
+        return max(1, logits.shape[0])
+    return max(1, _CPU_ELEMENTS // logits.shape[1])
+
+
+def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
+    """Return the logits with end tokens masked and seen tokens penalised; the same tensor if none is."""
+    masked: list[tuple[int, Sequence[int]]] = []
+    penalised: list[int] = []
+    for i, row in enumerate(rows):
+        ids = row.state.masked_ids(row.position) if row.state.params.min_tokens else ()
+        if ids:
+            masked.append((i, ids))
+        if row.state.has_penalties:
+            penalised.append(i)
+    if not masked and not penalised:
+        return logits
+    result = logits.clone()
+    if penalised:
+        _penalise(result, rows, penalised)
+    if masked:
+        where_row = [i for i, ids in masked for _ in ids]
+        where_id = [token for _, ids in masked for token in ids]
+        result[where_row, where_id] = -torch.inf
+    return result
+
+
+def _penalise(logits: torch.Tensor, rows: Sequence[_Row], indices: Sequence[int]) -> None:
+    """Apply the three penalties in place, touching only the tokens that were seen."""
+    vocab_size = logits.shape[1]
+    places, counts, weights = [], [], []
+    for i in indices:
+        ids, count = rows[i].state.token_counts(rows[i].ahead)
+        params = rows[i].state.params
+        places.append(ids + i * vocab_size)
+        counts.append(count)
+        weights.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+    lengths = [len(count) for count in counts]
+    where = torch.from_numpy(np.concatenate(places)).to(logits.device)
+    count_of = torch.from_numpy(np.concatenate(counts)).to(logits.device)
+    weight_of = np.repeat(np.array(weights, dtype=np.float32), lengths, axis=0)
+    repetition, frequency, presence = torch.from_numpy(weight_of).to(logits.device).unbind(1)
+    flat = logits.view(-1)
+    value = flat[where]
+    value = torch.where(value > 0, value / repetition, value * repetition)
+    value = value - frequency * count_of - presence * (count_of > 0)
+    flat[where] = value
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
+    """Return each row's token: the most likely one if greedy, else a draw."""
+    drawn = [i for i, row in enumerate(rows) if not row.state.params.greedy]
+    if not drawn:
+        return [int(token) for token in argmax(logits).tolist()]
+    tokens = [0] * len(rows)
+    if len(drawn) < len(rows):
+        greedy = [i for i, row in enumerate(rows) if row.state.params.greedy]
+        for i, token in zip(greedy, argmax(logits[greedy]).tolist(), strict=True):
+            tokens[i] = int(token)
+    # A row with a small top_k needs no pass over the vocabulary beyond finding its candidates.
+    narrow = [i for i in drawn if 0 < rows[i].state.params.top_k <= min(MAX_CANDIDATES, logits.shape[1] - 1)]
+    few = set(narrow)
+    wide = [i for i in drawn if i not in few]
+    if narrow:
+        wide += _draw_narrow(logits, rows, narrow, tokens)
+    if wide:
+        _draw_wide(logits, rows, wide, tokens)
+    return tokens
+
+
+def _draw_narrow(
+    logits: torch.Tensor, rows: Sequence[_Row], group: Sequence[int], tokens: list[int]
+) -> list[int]:
+    """Draw for rows with a top_k of at most MAX_CANDIDATES; return those that need the wide way after all."""
+    params = [rows[i].state.params for i in group]
+    own = logits if len(group) == len(rows) else logits[list(group)]
+    values, ids = candidates(own, max(p.top_k for p in params) + 1)
+    weights = torch.exp(divide(values, params) - divide(values[:, :1], params))
+    keep(weights, params, is_sorted=True)
+    ids, order = torch.sort(ids, dim=-1)
+    # If even the last candidate is kept, equal logits may go on beyond what was fetched.
+    is_cut = (weights[:, -1] == 0.0).tolist()
+    columns = draw(weights.gather(1, order), _uniforms(rows, group, logits.device))
+    chosen = ids.gather(1, columns[:, None]).flatten().tolist()
+    for i, token, is_done in zip(group, chosen, is_cut, strict=True):
+        if is_done:
+            tokens[i] = int(token)
+    return [i for i, is_done in zip(group, is_cut, strict=True) if not is_done]
+
+
+def _draw_wide(logits: torch.Tensor, rows: Sequence[_Row], group: Sequence[int], tokens: list[int]) -> None:
+    """Draw for the rows of `group` from the whole vocabulary."""
+    params = [rows[i].state.params for i in group]
+    own = logits if len(group) == len(rows) else logits[list(group)]
+    weights = weights_of(divide(own, params))
+    keep(weights, params)
+    chosen = draw(weights, _uniforms(rows, group, logits.device)).tolist()
+    for i, token in zip(group, chosen, strict=True):
+        tokens[i] = int(token)
+
+
+def divide(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return the logits [R, C] divided by each row's temperature."""
+    if all(p.temperature == 1.0 for p in params):
+        return logits
+    return logits / upload([p.temperature for p in params], logits.device)[:, None]
+
+
+def _uniforms(rows: Sequence[_Row], group: Sequence[int], device: torch.device) -> torch.Tensor:
+    numbers = [rows[i].state.uniform(rows[i].position) for i in group]
+    return upload(numbers, device, torch.float64)
+
+
+def _logprobs(
+    logits: torch.Tensor, rows: Sequence[_Row], token_ids: Sequence[int]
+) -> list[TokenLogprob | None]:
+    """Return log-probabilities under the raw distribution for the rows that want them."""
+    result: list[TokenLogprob | None] = [None] * len(rows)
+    wanted = [(i, row.state.params.logprobs) for i, row in enumerate(rows)]
+    chosen = [(i, num) for i, num in wanted if num is not None]
+    if not chosen:
+        return result
+    indices = [i for i, _ in chosen]
+    logprobs = torch.log_softmax(logits[indices], dim=-1)
+    picked = torch.tensor([token_ids[i] for i in indices], device=logits.device)
+    own = logprobs.gather(1, picked[:, None]).flatten().tolist()
+    num_top = min(max(num for _, num in chosen), logits.shape[1])
+    top_values, top_ids = torch.topk(logprobs, num_top, dim=-1)
+    for (i, num), logprob, values, ids in zip(
+        chosen, own, top_values.tolist(), top_ids.tolist(), strict=True
+    ):
+        top = tuple(zip(ids[:num], values[:num], strict=True))
+        result[i] = TokenLogprob(token_id=token_ids[i], logprob=logprob, top=top)
+    return result

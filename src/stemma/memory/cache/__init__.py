@@ -1,0 +1,1 @@
+"""`PrefixCache`, the one facade that the engine sees: cached blocks, leases, records."""

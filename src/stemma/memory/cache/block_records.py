@@ -1,0 +1,115 @@
+"""What `PrefixCache` notes about each device block that is in the index: key, parent, length, hints.
+
+Struct of arrays, indexed by block id: 90 bytes a block, no Python object each, and the keys of a matched
+chain come out in one indexing operation. Blocks that left are remembered as ghosts, so that a miss can be
+explained.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.memory.cache.lease import KEY_BYTES, Lease
+from stemma.memory.tiers.lower import DeviceBlock
+from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, explain_miss
+from stemma.prefix.index import Match
+from stemma.types import BlockIds, BlockKey
+
+_ROOT = -1
+_GHOSTS_PER_BLOCK = 4
+_MIN_GHOSTS = 1024
+
+
+class BlockRecords:
+    """One row per device block. A block is present if it holds tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy_name: str) -> None:
+        self._block_size = block_size
+        self._policy_name = policy_name
+        self._ghosts = Ghosts(capacity=max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * num_blocks))
+        self._keys: npt.NDArray[np.uint8] = np.zeros((num_blocks, KEY_BYTES), dtype=np.uint8)
+        self._parent_keys: npt.NDArray[np.uint8] = np.zeros((num_blocks, KEY_BYTES), dtype=np.uint8)
+        self._parents: npt.NDArray[np.int32] = np.full(num_blocks, _ROOT, dtype=np.int32)
+        self._num_children: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self._num_tokens: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+        self._priorities: npt.NDArray[np.int16] = np.zeros(num_blocks, dtype=np.int16)
+        self._ttls_s: npt.NDArray[np.float32] = np.zeros(num_blocks, dtype=np.float32)
+
+    def add(self, block: DeviceBlock, parent_id: int | None) -> None:
+        """Note a block that entered the index; `parent_id` None hangs it under its namespace's root."""
+        block_id = block.block_id
+        self._keys[block_id] = np.frombuffer(block.key, dtype=np.uint8)
+        self._parent_keys[block_id] = np.frombuffer(block.parent, dtype=np.uint8)
+        self._parents[block_id] = _ROOT if parent_id is None else parent_id
+        if parent_id is not None:
+            self._num_children[parent_id] += 1
+        self._num_tokens[block_id] = block.num_tokens
+        self._ghosts.remove(block.key)
+        self._priorities[block_id] = block.priority
+        self._ttls_s[block_id] = np.nan if block.ttl_s is None else block.ttl_s
+
+    def remove(self, block_id: int) -> None:
+        """Forget a block that left the index; nothing happens if it wasn't there."""
+        if self._num_tokens[block_id]:
+            parent = self._parents[block_id]
+            if parent != _ROOT:
+                self._num_children[parent] -= 1
+            self._num_tokens[block_id] = 0
+
+    def bury(self, blocks: list[DeviceBlock], reason: MissReason, now: float) -> None:
+        """Forget blocks that were evicted or flushed, all but their ghosts."""
+        for block in blocks:
+            self._ghosts.add(block.key, Ghost(now, reason, self._policy_name, block.num_tokens))
+            self.remove(block.block_id)
+
+    @property
+    def num_ghosts(self) -> int:
+        """Blocks remembered after they left."""
+        return len(self._ghosts)
+
+    def explain(self, lease: Lease, found: Match, num_lost: int, now: float) -> Miss:
+        """Return why a lease doesn't have more cached tokens.
+
+        `found` is what the index matched; `num_lost` of its tokens were not reused for want of a block.
+        """
+        num_full, num_tail = divmod(found.num_tokens, self._block_size)
+        goes_on = False
+        if num_tail:
+            goes_on = self.num_tokens(int(found.block_ids[-1])) > num_tail
+        elif num_full:
+            goes_on = self.has_children(int(found.block_ids[-1]))
+        rest = lease.tokens[num_full * self._block_size : (num_full + 1) * self._block_size]
+        ghost = self._ghosts.find(lease.key(num_full - 1), rest)
+        if ghost is not None and ghost.num_tokens <= num_tail:
+            ghost = None  # what it held was served from another block
+        facts = MissFacts(lease.num_tokens, lease.num_cached_tokens, goes_on, ghost, num_lost)
+        return explain_miss(facts, now)
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Return which blocks are in the index, shape [num_blocks]."""
+        return self._num_tokens > 0
+
+    def num_tokens(self, block_id: int) -> int:
+        """Return how many tokens a block holds; 0 if it isn't in the index."""
+        return int(self._num_tokens[block_id])
+
+    def has_children(self, block_id: int) -> bool:
+        """Return whether a cached block follows this one."""
+        return bool(self._num_children[block_id])
+
+    def keys(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
+        """Return the keys of blocks, [n, 32], a copy."""
+        return self._keys[block_ids]
+
+    def describe(self, block_id: int) -> DeviceBlock:
+        """Return the record in the form that lower tiers take."""
+        ttl_s = float(self._ttls_s[block_id])
+        return DeviceBlock(
+            block_id=block_id,
+            key=BlockKey(self._keys[block_id].tobytes()),
+            parent=BlockKey(self._parent_keys[block_id].tobytes()),
+            num_tokens=int(self._num_tokens[block_id]),
+            priority=int(self._priorities[block_id]),
+            ttl_s=None if np.isnan(ttl_s) else ttl_s,
+        )

@@ -1,0 +1,156 @@
+"""Device blocks that are cached: what enters the prefix index, is used there, and leaves it.
+
+The index, a record of each of its blocks, the index's own references in the allocator, and the lower tiers'
+knowledge of all this change together, and only here. Pins belong to leases, which `PrefixCache` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import IntegrityError
+from stemma.memory.cache.block_records import BlockRecords
+from stemma.memory.cache.lease import Lease
+from stemma.memory.device.allocator import BlockAllocator
+from stemma.memory.tiers.lower import DeviceBlock, LowerTiers
+from stemma.prefix.explain import Miss, MissReason
+from stemma.prefix.index import Match, PrefixIndex
+from stemma.prefix.keys import partial_key
+from stemma.types import BlockIds, BlockKey
+
+
+class CachedBlocks:
+    """The blocks of the index, each with a record and one reference. Not thread-safe."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        allocator: BlockAllocator,
+        lower: LowerTiers | None,
+        *,
+        policy_name: str,
+        block_costs: npt.NDArray[np.float32] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`lower` hears what enters, is used and is evicted. For the others see `PrefixCache`."""
+        self.index = index
+        """For all that leaves its set of blocks as it is: matches, pins, walks."""
+        self.version = 0
+        """Changes whenever a match may have changed."""
+        self.num_evicted = 0
+        self._block_size = index.block_size
+        self._allocator = allocator
+        self._lower = lower
+        self._block_costs = block_costs
+        self._clock = clock
+        self._records = BlockRecords(allocator.num_blocks, index.block_size, policy_name)
+
+    @property
+    def num_ghosts(self) -> int:
+        """Blocks remembered after they left."""
+        return self._records.num_ghosts
+
+    def keys(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
+        """Return the keys of blocks, [n, 32], a copy."""
+        return self._records.keys(block_ids)
+
+    def enter(self, lease: Lease, num_full: int, num_tail: int) -> BlockIds:
+        """Enter the leading `num_full` blocks of a lease, and the first `num_tail` tokens of the one behind.
+
+        Returns the ids under which the index holds the full blocks from `lease.num_committed` on. One that
+        differs from the lease's own was there already. The lease isn't changed.
+        """
+        tail_key = None
+        if num_tail:
+            start = num_full * self._block_size
+            tail_key = partial_key(lease.key(num_full - 1), lease.tokens[start : start + num_tail])
+        inserted = self.index.insert(
+            lease.namespace,
+            lease.tokens[: num_full * self._block_size + num_tail],
+            lease.block_table[: num_full + (1 if num_tail else 0)],
+            self._clock(),
+            lease.traits(num_full, tail=tail_key, costs=self._block_costs),
+        )
+        self._allocator.acquire(inserted.added)
+        for block_id in inserted.dropped.tolist():
+            self._records.remove(block_id)
+        self._allocator.release(inserted.dropped)
+        self._record(lease, inserted.canonical, num_full, tail_key, num_tail)
+        self.version += 1
+        return inserted.canonical[lease.num_committed : num_full]
+
+    def use(self, block_ids: BlockIds) -> None:
+        """A request shares these blocks, a chain from the root."""
+        self.index.touch(block_ids, self._clock())
+        if self._lower is not None and len(block_ids):
+            self._lower.on_hit(self._describe(block_ids))
+
+    def use_head(self, block_id: int) -> None:
+        """A request copied the head of a block, which may have been evicted meanwhile."""
+        if self._records.num_tokens(block_id):
+            self.index.touch(np.array([block_id], dtype=np.int32), self._clock())
+
+    def evict(self, num_blocks: int) -> int:
+        """Drop up to that many blocks, those that the policy ranks lowest; return how many."""
+        evicted = self.index.evict(num_blocks, self._clock())
+        if not len(evicted):
+            return 0
+        blocks = self._describe(evicted)
+        if self._lower is not None:
+            self._lower.on_evict(blocks)
+        self._bury(evicted, blocks, MissReason.EVICTED)
+        self.num_evicted += len(evicted)
+        return len(evicted)
+
+    def flush(self) -> int:
+        """Drop every block that isn't pinned, and tell no lower tier; return how many."""
+        dropped = self.index.evict(self.index.num_evictable, self._clock())
+        self._bury(dropped, self._describe(dropped), MissReason.FLUSHED)
+        return len(dropped)
+
+    def explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
+        """Return why a lease doesn't have more cached tokens; see `BlockRecords.explain`."""
+        return self._records.explain(lease, found, num_lost, self._clock())
+
+    def present(self) -> npt.NDArray[np.bool_]:
+        """Return which blocks are in the index, shape [num_blocks]."""
+        return self._records.present()
+
+    def check(self) -> None:
+        """Raise IntegrityError if the index is broken, or has other blocks than the records (slow)."""
+        self.index.check()
+        num_recorded = int(self.present().sum())
+        if self.index.num_blocks != num_recorded:
+            raise IntegrityError(f"{self.index.num_blocks} in the index, {num_recorded} recorded")
+
+    def _record(
+        self, lease: Lease, canonical: BlockIds, num_full: int, tail_key: BlockKey | None, num_tail: int
+    ) -> None:
+        """Note the blocks that the index took from this lease; one may have grown since it was noted."""
+        table, taken = lease.block_table, []
+        for i in range(lease.num_committed, len(canonical)):
+            block_id = int(table[i])
+            num_tokens = self._block_size if i < num_full else num_tail
+            if canonical[i] != block_id or self._records.num_tokens(block_id) == num_tokens:
+                continue
+            key = lease.key(i) if i < num_full or tail_key is None else tail_key
+            self._records.remove(block_id)
+            self._records.add(
+                DeviceBlock(block_id, key, lease.key(i - 1), num_tokens, lease.priority, lease.ttl_s),
+                int(canonical[i - 1]) if i else None,
+            )
+            taken.append(block_id)
+        if self._lower is not None and taken:
+            self._lower.on_commit([self._records.describe(i) for i in taken])
+
+    def _describe(self, block_ids: BlockIds) -> list[DeviceBlock]:
+        return [self._records.describe(i) for i in block_ids.tolist()]
+
+    def _bury(self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason) -> None:
+        """Give up blocks that left the index, and remember their ghosts."""
+        self._records.bury(blocks, reason, self._clock())
+        self._allocator.release(block_ids)
+        self.version += 1

@@ -1,0 +1,453 @@
+"""`PrefixCache`: the one façade that the engine sees. match -> reserve -> commit -> free.
+
+It joins the prefix index (which tokens are computed), the block allocator (who holds which block), the
+device buffer (where the bytes are) and, where there are any, the tiers below. References: the index holds
+one on each of its blocks, each lease one on every block of its table. A block is free when nobody holds it.
+
+Here is the life of leases. What enters and leaves the index is in `cached_blocks.py`, what a prompt gets from
+below the device in `prompt_loads.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import IntegrityError
+from stemma.memory.cache.cached_blocks import CachedBlocks
+from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.prompt_loads import PromptLoads
+from stemma.memory.device.allocator import BlockAllocator
+from stemma.memory.tiers.lower import LowerTiers, Prefetch, TransferStats
+from stemma.prefix.draw import Decode, draw_tree
+from stemma.prefix.explain import DISABLED_MISS, Miss
+from stemma.prefix.index import Match, PrefixIndex
+from stemma.prefix.keys import KeySpace, Namespace
+from stemma.prefix.radix import RadixIndex
+from stemma.types import BlockIds, Tier, TokenArray
+
+_NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
+_NO_MATCH = Match(0, _NO_BLOCKS)
+
+
+class BlockBuffer(Protocol):
+    """The device buffer, as far as the façade needs it (`memory/device.py`)."""
+
+    num_blocks: int
+
+    def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
+        """Copy the KV of the first `num_tokens` tokens of a block, in all layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Gauges now and counters since the start."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_evictable_blocks: int
+    num_evicted_blocks: int
+    num_deduplicated_blocks: int
+    num_copied_heads: int
+    num_ghosts: int
+
+
+@dataclass(slots=True)
+class _Fence:
+    """A step under way, and what was given up since it was launched: it may still use these blocks."""
+
+    leases: list[Lease] = field(default_factory=list)
+    duplicates: list[BlockIds] = field(default_factory=list)
+
+
+class PrefixCache:
+    """KV of the past, found by prefix. Not thread-safe: one owner, the step loop."""
+
+    def __init__(
+        self,
+        buffer: BlockBuffer,
+        index: PrefixIndex | None,
+        key_space: KeySpace,
+        *,
+        policy_name: str = "lru",
+        lower: LowerTiers | None = None,
+        takes_tails: bool = False,
+        block_costs: npt.NDArray[np.float32] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`index` None disables reuse: blocks are then only allocated and shared between forks.
+
+        `block_costs` tells the policy what a block costs by depth, shape [num_blocks]; None: all equal.
+        """
+        self.block_size = key_space.block_size
+        self.num_blocks = buffer.num_blocks
+        self._buffer = buffer
+        self._key_space = key_space
+        self._lower = lower
+        self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
+        self._allocator = BlockAllocator(buffer.num_blocks)
+        self._cached = None
+        if index is not None:
+            self._cached = CachedBlocks(
+                index, self._allocator, lower, policy_name=policy_name, block_costs=block_costs, clock=clock
+            )
+        self._leases: set[Lease] = set()
+        self._draining: list[Lease] = []
+        self._fences: deque[_Fence] = deque()
+        self._num_deduplicated = 0
+        self._num_copied_heads = 0
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a match may have changed."""
+        return self._cached.version if self._cached is not None else 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether finished blocks are kept and reused."""
+        return self._cached is not None
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that one sequence could hold at most."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free or could be made free by eviction."""
+        return self._allocator.num_free + (self._cached.index.num_evictable if self._cached else 0)
+
+    def match(self, namespace: Namespace, tokens: TokenArray) -> int:
+        """Return how many leading tokens of a prompt lie on the device; never the last one. Read-only."""
+        return self._match(namespace, tokens).num_tokens
+
+    def reserve(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        num_new: int = 1,
+        *,
+        priority: int = 50,
+        ttl_s: float | None = None,
+    ) -> Lease | None:
+        """Take the longest cached prefix of `tokens`, and room for the rest and `num_new` more.
+
+        Full blocks that match are shared; a block that matches in part is copied (copy-on-write), so reuse
+        is by the token. `lease.num_cached_tokens` says how many need no computing. Where lower tiers hold
+        more, `lease.pending` is set: nothing may be computed before `finish_load`. Returns None if there is
+        no room now; then nothing is held.
+        """
+        self._reap()
+        found = self._match(namespace, tokens)
+        lease = Lease(
+            namespace,
+            self._key_space.root(namespace),
+            tokens,
+            self.block_size,
+            priority=priority,
+            ttl_s=ttl_s,
+        )
+        num_full = found.num_full_blocks(self.block_size)
+        shared = found.block_ids[:num_full]
+        self._share(lease, shared)
+        tiers, keys = self._loads.match(lease, found) if self._loads is not None else ((), [])
+        num_tail = found.num_tokens % self.block_size if not tiers else 0
+        num_needed = -(-(len(tokens) + num_new) // self.block_size) - num_full
+        num_lost = 0
+        fresh = self._allocate_with_head(num_needed, found, num_tail)
+        if fresh is None and num_tail:
+            # The block to copy from takes room itself: do without it.
+            num_lost, num_tail = num_tail, 0
+            fresh = self._allocate(num_needed)
+        if fresh is None:
+            self._let_go(lease)
+            return None
+        lease.append_blocks(fresh)
+        num_cached = num_full * self.block_size + num_tail
+        lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
+        if self._cached is not None:
+            self._cached.use(shared)
+        if self._loads is not None and tiers:
+            self._loads.start(lease, num_full, tiers, keys)
+        else:
+            lease.miss = self._explain(lease, found, num_lost)
+        self._leases.add(lease)
+        return lease
+
+    @property
+    def lower(self) -> LowerTiers | None:
+        """The tiers below the device, if there are any."""
+        return self._lower
+
+    def hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
+        """Return a lease on the full blocks of a prompt that lie on the device; it may be empty.
+
+        Nothing is allocated, copied or loaded. `free(lease, lease.num_tokens)` gives it up.
+        """
+        found = _NO_MATCH
+        if self._cached is not None and len(tokens):
+            found = self._cached.index.match(namespace, tokens)
+        num_full = found.num_full_blocks(self.block_size)
+        held = tokens[: num_full * self.block_size]
+        lease = Lease(namespace, self._key_space.root(namespace), held, self.block_size)
+        self._share(lease, found.block_ids[:num_full])
+        self._leases.add(lease)
+        return lease
+
+    def extend(self, lease: Lease, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; return False if there is none (nothing taken)."""
+        num_needed = -(-num_tokens // self.block_size) - lease.num_blocks
+        if num_needed <= 0:
+            return True
+        fresh = self._allocate(num_needed)
+        if fresh is None:
+            return False
+        lease.append_blocks(fresh)
+        return True
+
+    @property
+    def must_probe(self) -> bool:
+        """Whether lower tiers want `prefetch` for every prompt before it is reserved."""
+        return self._lower is not None and self._lower.must_probe
+
+    def prefetch(self, namespace: Namespace, tokens: TokenArray) -> Prefetch | None:
+        """A prompt was queued: let the lower tiers look for what the device lacks of it."""
+        if self._loads is None:
+            return None
+        return self._loads.prefetch(namespace, tokens, self._match(namespace, tokens))
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step took so long for this many prompt tokens."""
+        if self._lower is not None:
+            self._lower.observe_prefill(num_tokens, seconds)
+
+    def finish_load(self, lease: Lease) -> None:
+        """Take over what a finished load brought, and commit it. What didn't arrive is to be computed."""
+        assert self._loads is not None
+        num_held = self._loads.finish(lease)
+        self.commit(lease, lease.num_cached_tokens)
+        found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
+        lease.miss = self._explain(lease, found, 0)
+
+    def abandoned_loads(self) -> list[Future[int]]:
+        """Return the loads that still write into blocks whose lease is gone."""
+        return [lease.pending.num_loaded for lease in self._draining if lease.pending is not None]
+
+    def commit(self, lease: Lease, num_computed: int, *, tail: bool = False) -> None:
+        """Enter blocks whose KV is complete in the index; O(1) until another block is full.
+
+        `num_computed` leading tokens of the lease have their KV. Where the index holds an identical block
+        already, the lease switches to it and its own is released. With `tail`, the partial last block
+        enters too; the lease may go on writing behind those tokens.
+        """
+        num_full = num_computed // self.block_size
+        num_tail = num_computed % self.block_size if tail else 0
+        if self._cached is None or not (num_full > lease.num_committed or num_tail):
+            return
+        canonical = self._cached.enter(lease, num_full, num_tail)
+        own = lease.block_table[lease.num_committed : num_full]
+        duplicates = canonical != own
+        if duplicates.any():
+            self._allocator.acquire(canonical[duplicates])
+            given_up = own[duplicates]
+            if self._fences:
+                self._fences[-1].duplicates.append(given_up)
+            else:
+                self._allocator.release(given_up)
+            own[:] = canonical
+            self._num_deduplicated += len(given_up)
+        self._cached.index.pin(canonical)
+        lease.num_committed = num_full
+
+    def fork(self, lease: Lease, num_computed: int) -> Lease | None:
+        """Return a second lease on the same tokens: full blocks shared, the partial one copied.
+
+        None if no block is free for the copy and the next token.
+        """
+        self.commit(lease, num_computed)
+        size = self.block_size
+        num_full, num_tail = divmod(num_computed, size)
+        fresh = self._allocate(-(-(lease.num_tokens + 1) // size) - num_full)
+        if fresh is None:
+            return None
+        twin = Lease(
+            lease.namespace,
+            lease.root,
+            lease.tokens,
+            size,
+            priority=lease.priority,
+            ttl_s=lease.ttl_s,
+        )
+        self._share(twin, lease.block_table[:num_full])
+        twin.append_blocks(fresh)
+        if num_tail:
+            self._copy_head(int(lease.block_table[num_full]), int(fresh[0]), num_tail)
+        twin.cached_by_tier = dict(lease.cached_by_tier)
+        twin.miss = lease.miss
+        self._leases.add(twin)
+        return twin
+
+    def free(self, lease: Lease, num_computed: int) -> None:
+        """Give up everything the lease holds; what was computed, the partial tail included, stays cached."""
+        self._leases.remove(lease)
+        if lease.pending is not None:
+            if not lease.pending.num_loaded.cancel() and not lease.pending.num_loaded.done():
+                # Someone still writes into these blocks: keep them until that is over.
+                self._draining.append(lease)
+                return
+            lease.pending = None
+        else:
+            self.commit(lease, num_computed, tail=True)
+            if self._fences:
+                self._fences[-1].leases.append(lease)
+                return
+        self._let_go(lease)
+
+    @property
+    def has_fence(self) -> bool:
+        """Whether a step is under way, see `open_fence`."""
+        return bool(self._fences)
+
+    def open_fence(self) -> None:
+        """A step was launched: what leases give up from now on is held until `close_fence`.
+
+        By then the step may still read and write those blocks, and whatever comes next may run beside it.
+        """
+        self._fences.append(_Fence())
+
+    def close_fence(self) -> None:
+        """The oldest step under way is over."""
+        fence = self._fences.popleft()
+        for lease in fence.leases:
+            self._let_go(lease)
+        for block_ids in fence.duplicates:
+            self._allocator.release(block_ids)
+
+    def close(self) -> None:
+        """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
+        if self._lower is not None:
+            self._lower.close()
+
+    def flush(self) -> int:
+        """Drop every block that no lease holds; return how many."""
+        self._reap()
+        return self._cached.flush() if self._cached is not None else 0
+
+    def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
+        """Return up to `max_tokens` tokens that followed `tokens` in the cache; empty if none did. Read-only.
+
+        Only the radix index can tell.
+        """
+        if self._cached is None or not isinstance(self._cached.index, RadixIndex):
+            return np.empty(0, dtype=np.int32)
+        return self._cached.index.continuation(namespace, tokens, max_tokens)
+
+    def draw(self, decode: Decode, max_chars: int) -> str:
+        """Return the index as a tree of text, at most `max_chars` of each edge."""
+        if self._cached is None:
+            return "(the prefix cache is disabled)"
+        return draw_tree(self._cached.index, decode, max_chars)
+
+    def stats(self) -> CacheStats:
+        """Return gauges and counters."""
+        return CacheStats(
+            num_blocks=self.num_blocks,
+            num_free_blocks=self._allocator.num_free,
+            num_cached_blocks=self._cached.index.num_blocks if self._cached else 0,
+            num_evictable_blocks=self._cached.index.num_evictable if self._cached else 0,
+            num_evicted_blocks=self._cached.num_evicted if self._cached else 0,
+            num_deduplicated_blocks=self._num_deduplicated,
+            num_copied_heads=self._num_copied_heads,
+            num_ghosts=self._cached.num_ghosts if self._cached else 0,
+        )
+
+    def transfer_stats(self) -> TransferStats | None:
+        """Return what the lower tiers did; None without them."""
+        return self._lower.stats() if self._lower is not None else None
+
+    def check(self) -> None:
+        """Prove that index, records, leases and allocator agree on who holds what (slow)."""
+        self._allocator.check()
+        present = np.zeros(self.num_blocks, dtype=np.bool_)
+        if self._cached is not None:
+            self._cached.check()
+            present = self._cached.present()
+        expected = present.astype(np.int32)
+        for block_ids in [ids for fence in self._fences for ids in fence.duplicates]:
+            expected[block_ids] += 1
+        given_up = [lease for fence in self._fences for lease in fence.leases]
+        for lease in [*self._leases, *self._draining, *given_up]:
+            expected[lease.block_table] += 1
+            if not present[lease.block_table[: lease.num_committed]].all():
+                raise IntegrityError("a lease counts a block as committed that is not in the index")
+        if not np.array_equal(expected, self._allocator.counts()):
+            wrong = np.flatnonzero(expected != self._allocator.counts()).tolist()
+            raise IntegrityError(f"reference counts of blocks {wrong} don't match their holders")
+
+    def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
+        if self._cached is None or len(tokens) < 2:
+            return _NO_MATCH
+        return self._cached.index.match(namespace, tokens[:-1])
+
+    def _share(self, lease: Lease, block_ids: BlockIds) -> None:
+        """Let an empty lease begin with these full blocks; with reuse on, the index holds them."""
+        self._allocator.acquire(block_ids)
+        lease.append_blocks(block_ids)
+        if self._cached is not None and len(block_ids):
+            self._cached.index.pin(block_ids)
+            lease.adopt_keys(self._cached.keys(block_ids))
+            lease.num_committed = len(block_ids)
+
+    def _allocate(self, num_blocks: int) -> BlockIds | None:
+        """Return fresh blocks, evicting what is needed; None if that isn't enough."""
+        if num_blocks > self.num_available:
+            return None
+        while (num_missing := num_blocks - self._allocator.num_free) > 0:
+            # Evicted blocks that a lease still holds give no room yet, so one round may not be enough.
+            if self._cached is None or not self._cached.evict(num_missing):
+                return None
+        return self._allocator.allocate(num_blocks)
+
+    def _allocate_with_head(self, num_blocks: int, found: Match, num_head: int) -> BlockIds | None:
+        """Allocate, and copy the matched head of the last matched block into the first fresh one."""
+        if not num_head:
+            return self._allocate(num_blocks)
+        source = found.block_ids[-1:]
+        self._allocator.acquire(source)  # making room may evict it, but must not reuse it yet
+        fresh = self._allocate(num_blocks)
+        if fresh is not None:
+            self._copy_head(int(source[0]), int(fresh[0]), num_head)
+            if self._cached is not None:
+                self._cached.use_head(int(source[0]))
+        self._allocator.release(source)
+        return fresh
+
+    def _copy_head(self, source: int, target: int, num_tokens: int) -> None:
+        self._buffer.copy_block_head(source, target, num_tokens)
+        self._num_copied_heads += 1
+
+    def _explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
+        if self._cached is None:
+            return DISABLED_MISS
+        return self._cached.explain(lease, found, num_lost)
+
+    def _let_go(self, lease: Lease) -> None:
+        """Unpin and release the blocks of a lease that is no longer registered."""
+        if self._cached is not None:
+            self._cached.index.unpin(lease.block_table[: lease.num_committed])
+        self._allocator.release(lease.block_table)
+        lease.num_blocks = lease.num_committed = 0
+
+    def _reap(self) -> None:
+        """Let go of freed leases whose load is over by now."""
+        for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
+            self._draining.remove(lease)
+            self._let_go(lease)

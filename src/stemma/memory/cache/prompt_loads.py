@@ -1,0 +1,77 @@
+"""What a prompt gets from the tiers below the device: which keys to ask for, the load, what it brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stemma.errors import StorageError
+from stemma.memory.cache.lease import Lease, PendingLoad
+from stemma.memory.tiers.lower import LowerTiers, Prefetch
+from stemma.prefix.index import Match
+from stemma.prefix.keys import KeySpace, Namespace, chain_keys, partial_key
+from stemma.types import BlockKey, Tier, TokenArray
+
+
+class PromptLoads:
+    """Asks `LowerTiers` for what the device lacks of a prompt. Not thread-safe."""
+
+    def __init__(self, lower: LowerTiers, key_space: KeySpace, *, takes_tails: bool) -> None:
+        """`takes_tails`: ask also for the block of the last token, which a prefill server publishes."""
+        self._lower = lower
+        self._key_space = key_space
+        self._block_size = key_space.block_size
+        self._takes_tails = takes_tails
+
+    def match(self, lease: Lease, found: Match) -> tuple[tuple[Tier, ...], list[BlockKey]]:
+        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys asked."""
+        last = (lease.num_tokens - 1) // self._block_size
+        keys = [lease.key(i) for i in range(found.num_full_blocks(self._block_size), last)]
+        keys += self._tail_key(lease.key(last - 1), lease.tokens, found)
+        return tuple(self._lower.match(keys)), keys
+
+    def prefetch(self, namespace: Namespace, tokens: TokenArray, found: Match) -> Prefetch | None:
+        """Let the lower tiers look for what `found`, on the device, lacks of a prompt in the queue."""
+        wanted = tokens[: (len(tokens) - 1) // self._block_size * self._block_size]
+        root = self._key_space.root(namespace)
+        keys = chain_keys(root, wanted, self._block_size)
+        keys += self._tail_key([root, *keys][-1], tokens, found)
+        num_full = found.num_full_blocks(self._block_size)
+        return self._lower.prefetch([root, *keys][num_full], keys[num_full:])
+
+    def start(self, lease: Lease, first: int, tiers: tuple[Tier, ...], keys: Sequence[BlockKey]) -> None:
+        """Load what `match` found, one block for each of `tiers`, into the lease's table from `first` on."""
+        block_ids = lease.block_table[first : first + len(tiers)].tolist()
+        lease.pending = PendingLoad(first, tiers, self._lower.load(keys[: len(tiers)], block_ids))
+
+    def finish(self, lease: Lease) -> int:
+        """Note on the lease what its load, which is over, brought; return how many leading blocks have KV.
+
+        A StorageError is noted as `lease.load_error`; any other error of the load is raised.
+        """
+        pending, lease.pending = lease.pending, None
+        assert pending is not None
+        assert pending.num_loaded.done()
+        num_loaded = 0
+        if not pending.num_loaded.cancelled():
+            error = pending.num_loaded.exception()
+            if error is None:
+                num_loaded = pending.num_loaded.result()
+            elif isinstance(error, StorageError):
+                lease.load_error = str(error)
+            else:
+                raise error
+        for number, tier in enumerate(pending.tiers[:num_loaded], pending.first):
+            # The last token is always computed, even where its block was loaded.
+            num_tokens = min(self._block_size, lease.num_tokens - 1 - number * self._block_size)
+            lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + num_tokens
+        return pending.first + num_loaded
+
+    def _tail_key(self, parent: BlockKey, tokens: TokenArray, found: Match) -> list[BlockKey]:
+        """Return the key of the block that the prompt's last token lies in, as a prefill server publishes it.
+
+        Nothing if we don't ask for such blocks, or the device has all of it but the last token.
+        """
+        tail = tokens[(len(tokens) - 1) // self._block_size * self._block_size :]
+        if not self._takes_tails or len(tail) < 2 or found.num_tokens >= len(tokens) - 1:
+            return []
+        return [partial_key(parent, tail)]

@@ -1,0 +1,79 @@
+"""Bytes of device blocks in and out, on CPU and CUDA.
+
+On CPU a device block is plain memory: one memcpy, by two threads where there is much to copy (one core's
+stores don't reach the memory's bandwidth). On CUDA the host side is pinned, and copies run on streams of
+their own, beside the steps. Copies *out* need no order among kernels: a block is committed, and so copied,
+only once the step that wrote it is known to be over. The caller waits for the copy itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.memory.device.kv import DeviceKV
+
+CopyBytes = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
+_PARALLEL_BYTES = 4 * 2**20
+
+
+class DeviceCopy:
+    """Moves whole blocks between `DeviceKV` and host memory."""
+
+    def __init__(self, kv: DeviceKV, copy: CopyBytes = np.copyto) -> None:
+        """`copy` copies on CPU; it should release the GIL."""
+        self._kv = kv
+        self._copy = copy
+        self.block_bytes = kv.layout.block_bytes
+        self.is_cuda = kv.device.type == "cuda"
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-copy")
+        self._upload = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        self._download = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
+        """Copy blocks into host tensors ([block_bytes] uint8 each). Step loop only; done on return."""
+        if self._download is None:
+            for block_id, target in zip(block_ids, into, strict=True):
+                self._copy(target.numpy(), self._kv.block_bytes_view(block_id).numpy())
+            return
+        with torch.cuda.stream(self._download):
+            for block_id, target in zip(block_ids, into, strict=True):
+                target.copy_(self._kv.block_bytes_view(block_id), non_blocking=True)
+        self._download.synchronize()
+
+    def into(
+        self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
+    ) -> None:
+        """Copy host tensors into blocks that no step reads yet. Any thread; done on return.
+
+        `beside_reads`: another thread reads the next blocks meanwhile, so one core is enough for this.
+        """
+        if self._upload is None:
+            if beside_reads:
+                self._copy_each(block_ids, sources)
+            else:
+                self._copy_in(block_ids, sources)
+            return
+        with torch.cuda.stream(self._upload):
+            for block_id, source in zip(block_ids, sources, strict=True):
+                self._kv.block_bytes_view(block_id).copy_(source, non_blocking=True)
+        self._upload.synchronize()
+
+    def _copy_in(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        half = len(block_ids) // 2
+        if len(block_ids) * self.block_bytes < _PARALLEL_BYTES or (os.cpu_count() or 1) < 2:
+            half = 0
+        helped = self._helper.submit(self._copy_each, block_ids[:half], sources[:half]) if half else None
+        self._copy_each(block_ids[half:], sources[half:])
+        if helped is not None:
+            helped.result()
+
+    def _copy_each(self, block_ids: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        for block_id, source in zip(block_ids, sources, strict=True):
+            self._copy(self._kv.block_bytes_view(block_id).numpy(), source.numpy())

@@ -1,0 +1,78 @@
+"""The device tier: one tensor that holds all blocks, block-major.
+
+Block b is ``data[b]``, one contiguous run of ``layout.block_bytes`` bytes, so that moving it to another tier
+is a single copy. A layer's part of all blocks is therefore a strided view; attention reads through it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.errors import ConfigError
+from stemma.memory.device.layout import KVLayout
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def num_blocks_for(layout: KVLayout, memory_bytes: int) -> int:
+    """Return how many blocks fit into `memory_bytes`; raise ConfigError if not even one does."""
+    num_blocks = memory_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV cache has {memory_bytes} bytes but one block of {layout.block_size} tokens takes "
+            f"{layout.block_bytes}; give it more memory or choose a smaller block size"
+        )
+    return num_blocks
+
+
+class DeviceKV:
+    """KV of `num_blocks` blocks, shape [num_blocks, layers, parts, block_size, heads, dim]."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"the device tier needs at least one block, got {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        dtype = TORCH_DTYPES[layout.dtype]
+        shape = (num_blocks, *layout.block_shape)
+        self._token_rows: npt.NDArray[np.uint8] | None = None
+        """On CPU: the same bytes as [num_blocks, layers * parts, block_size, bytes of a token's row]."""
+        if self.device.type == "cpu":
+            # Zeros from calloc: pages are committed only when first written, and padding read by attention
+            # is never NaN (a masked NaN would still spoil a weighted sum).
+            raw = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
+            self.data = torch.from_numpy(raw).view(dtype).view(shape)
+            num_rows = layout.num_layers * layout.num_parts
+            self._token_rows = raw.reshape(num_blocks, num_rows, layout.block_size, -1)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._layers = list(self.data.unbind(dim=1))
+        self._bytes = self.data.view(num_blocks, -1).view(torch.uint8)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.layout.block_bytes
+
+    def layer(self, index: int) -> torch.Tensor:
+        """Return one layer of all blocks, a strided view [num_blocks, parts, block_size, heads, dim]."""
+        return self._layers[index]
+
+    def block_bytes_view(self, block_id: int) -> torch.Tensor:
+        """Return a block as contiguous uint8 [block_bytes]; writing to it writes the block."""
+        return self._bytes[block_id]
+
+    def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
+        """Copy the KV of the first `num_tokens` tokens of block `src` into block `dst`."""
+        if self._token_rows is not None:
+            # Less than a megabyte: torch would wake its threads, which costs more than the copy where the
+            # cores are busy (measured: 6 ms instead of 0.14).
+            self._token_rows[dst, :, :num_tokens] = self._token_rows[src, :, :num_tokens]
+        else:
+            self.data[dst, :, :, :num_tokens].copy_(self.data[src, :, :, :num_tokens])
+            if self.device.type == "cuda":
+                # `src` may be evicted right away and filled from another stream.
+                torch.cuda.current_stream(self.device).synchronize()

@@ -1,0 +1,1 @@
+"""The tiers below the device: host, disk, pool, and the one API over them."""

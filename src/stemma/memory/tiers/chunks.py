@@ -1,0 +1,54 @@
+"""Reading a run of blocks from a slow store chunk by chunk, each into memory that isn't the one before's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stemma.memory.tiers.staging import StagingArena
+from stemma.memory.tiers.store import BlockStore, ReadResult
+from stemma.types import BlockKey
+
+CHUNK_BLOCKS = 16
+_BUFFER_BYTES = 64 * 2**20
+"""For two chunks: one is read while the other is copied on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Blocks that were read, and may be used between `prove` and `give_back`; each is called once."""
+
+    num_keys: int
+    places: Sequence[memoryview]
+    """Where the blocks lie; those that aren't hits are undefined, or not there."""
+    prove: Callable[[], list[ReadResult]]
+    """Return one result per key."""
+    give_back: Callable[[], None]
+
+
+class ChunkReader:
+    """Reads chunks for one worker thread, which is done with one when it asks for the second one after it.
+
+    A store that lends its own memory decides how large a chunk is. A pool does: its backend transfers best
+    between memory it knows, in large batches, and a late transfer has that memory until it is over.
+    """
+
+    def __init__(self, block_bytes: int, *, pin_memory: bool) -> None:
+        self._block_bytes = block_bytes
+        self._pin_memory = pin_memory
+        self._buffers: StagingArena | None = None
+        self._is_second_half = False
+
+    def read(self, store: BlockStore, keys: Sequence[BlockKey]) -> Chunk:
+        """Read the first few keys."""
+        loan = store.lend_many(keys)
+        if loan is not None:
+            return Chunk(len(loan.results), loan.places, lambda: loan.results, loan.give_back)
+        if self._buffers is None:  # a server whose stores lend never pays for them
+            num_slots = max(2, min(2 * CHUNK_BLOCKS, _BUFFER_BYTES // self._block_bytes))
+            self._buffers = StagingArena(num_slots, self._block_bytes, pin_memory=self._pin_memory)
+        half = self._buffers.num_slots // 2
+        first = half if self._is_second_half else 0
+        self._is_second_half = not self._is_second_half
+        places = [self._buffers.view(first + n) for n in range(min(half, len(keys)))]
+        return Chunk(len(places), places, store.fetch_many(keys[:half], places), lambda: None)

@@ -1,0 +1,69 @@
+"""Opening what a server left on disk, without knowing its settings: for `stemma cache`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.disk.directory import INDEX, Manifest, SpaceInfo, list_spaces
+from stemma.memory.tiers.disk.record import RECORD_BYTES, sound_records
+from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.keys import KeySpace
+
+
+def find_space(root: Path, digest: str | None) -> SpaceInfo:
+    """Return the sub-directory whose name starts with `digest`; without one, the only one there is.
+
+    Raises StorageError if there is none, or several to choose from.
+    """
+    spaces = [space for space in list_spaces(root) if space.path.name.startswith(digest or "")]
+    if len(spaces) == 1:
+        return spaces[0]
+    names = ", ".join(space.path.name for space in spaces) or "none"
+    raise StorageError(f"{root} has no single cache {digest or ''}; there are: {names}")
+
+
+def space_of(manifest: Manifest) -> KeySpace:
+    """Return what the keys in a sub-directory have in common."""
+    return KeySpace(manifest.model_fingerprint, manifest.kv_layout, manifest.block_size)
+
+
+def open_existing(space: SpaceInfo, clock: Callable[[], float] = time.time) -> DiskStore:
+    """Open a sub-directory at the size it has. Raises StorageError if its manifest is damaged, StorageLocked
+    if a server uses it."""
+    manifest = space.manifest
+    if manifest is None:
+        raise StorageError(f"{space.path} has a damaged manifest; `stemma cache gc` removes it")
+    # The index spans all slots, those of a truncated slab included; where it is lost, the slabs tell.
+    slab_bytes = sum(slab.stat().st_size for slab in space.path.glob("slab-*"))
+    index = space.path / INDEX
+    index_slots = index.stat().st_size // RECORD_BYTES if index.exists() else 0
+    num_slots = max(index_slots, slab_bytes // manifest.slot_bytes)
+    size_bytes = size_for_blocks(manifest, max(1, num_slots))
+    policy = make_policy("lru")
+    return DiskStore(space.path.parent, space_of(manifest), manifest.block_bytes, size_bytes, policy, clock)
+
+
+def count_blocks(space: SpaceInfo) -> int | None:
+    """Return how many blocks the index names, without taking the lock; None if it can't be read."""
+    if space.manifest is None:
+        return None
+    try:
+        raw = (space.path / INDEX).read_bytes()
+    except OSError:
+        return None
+    whole = memoryview(raw)[: len(raw) // RECORD_BYTES * RECORD_BYTES]
+    return len(sound_records(whole, 0, space.manifest.block_bytes))
+
+
+def parse_age(text: str) -> float:
+    """Return seconds from ``90``, ``30m``, ``12h`` or ``7d``. Raises ConfigError if it is no such thing."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    number, unit = (text[:-1], text[-1]) if text and text[-1] in units else (text, "s")
+    try:
+        return float(number) * units[unit]
+    except ValueError:
+        raise ConfigError(f"not an age: {text!r}; write e.g. 90, 30m, 12h or 7d") from None

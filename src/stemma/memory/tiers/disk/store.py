@@ -1,0 +1,363 @@
+"""The disk tier's store: blocks in slots of slab files.
+
+Order of a write: the block with its record into the slab, then the record into the index file. Nothing is
+synced. Whatever a crash leaves behind, a read compares the bytes with the checksum of the record it came
+through, and the checksum is bound to key and generation. So a torn, stale, truncated or flipped block is a
+counted miss, and its slot is free again.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.disk.directory import (
+    READ_ONLY_ERRNOS,
+    Manifest,
+    new_manifest,
+    open_space,
+)
+from stemma.memory.tiers.disk.files import FileLayer
+from stemma.memory.tiers.disk.record import (
+    RECORD_BYTES,
+    RECORD_DTYPE,
+    Record,
+    block_checksum,
+    sound_records,
+    with_last_use,
+)
+from stemma.memory.tiers.disk.restored import restored_blocks
+from stemma.memory.tiers.disk.slabs import SlabFiles
+from stemma.memory.tiers.slotted import SlottedStore
+from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.keys import KeySpace
+from stemma.types import BlockKey, Tier
+
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BACK_OFF_S = 30.0
+"""After a failed write or growth, how long no further one is tried: each try may cost a good block."""
+
+_SMALL_FILES_BYTES = 65536
+"""Set aside for manifest and lock."""
+_RUN_BYTES = 16 * 2**20
+"""Of neighbours that are read in one call."""
+
+
+def size_for_blocks(manifest: Manifest, num_blocks: int) -> int:
+    """Return the limit that a sub-directory needs to hold `num_blocks`."""
+    return _SMALL_FILES_BYTES + num_blocks * (manifest.slot_bytes + RECORD_BYTES)
+
+
+class DiskStore(SlottedStore):
+    """Blocks on a local disk, there again after a restart."""
+
+    tier: ClassVar[Tier] = Tier.DISK
+
+    def __init__(
+        self,
+        root: Path,
+        space: KeySpace,
+        block_bytes: int,
+        size_bytes: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        *,
+        default_ttl_s: float | None = None,
+        files: FileLayer | None = None,
+    ) -> None:
+        """Open the sub-directory of `space` under `root` and find what it holds.
+
+        `size_bytes` limits all files under `root`. `clock` gives seconds since 1970, because times outlive
+        the process. Raises ConfigError if not one block fits, and what `open_space` raises.
+        """
+        wanted = new_manifest(space, block_bytes, size_bytes)
+        capacity_blocks = (size_bytes - _SMALL_FILES_BYTES) // (wanted.slot_bytes + RECORD_BYTES)
+        if capacity_blocks < 1:
+            raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
+        super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)
+        self._size_bytes = size_bytes
+        self._files = files or FileLayer()
+        self._space = open_space(root, wanted)
+        self._manifest: Manifest = self._space.manifest
+        self._slabs = SlabFiles(self._files, self._space, capacity_blocks)
+        self._table = bytearray(RECORD_BYTES * capacity_blocks)
+        """The index file's content, as it should be, by slot."""
+        self._generation = 0
+        self._refused_until = -np.inf
+        self._grown_until = -np.inf
+        self._padding = bytes(self._manifest.slot_bytes - RECORD_BYTES - block_bytes)
+        self._between = memoryview(bytearray(self._manifest.slot_bytes - block_bytes))
+        """Takes what stands between two neighbours that are read in one go; nobody looks at it."""
+        try:
+            self._slabs.open()
+            self._restore()
+        except OSError as error:
+            self._slabs.close()
+            self._space.release()
+            raise StorageError(f"can't open the disk cache {self.path}: {error.strerror}") from error
+
+    @property
+    def path(self) -> Path:
+        """The sub-directory of this model."""
+        return self._space.path
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the file system took no write at the start."""
+        return self._space.read_only
+
+    def sync(self) -> None:
+        """Write the times of last use into the index file, so that a restart knows the order of use."""
+        with self._lock:
+            self._check_open()
+            self._write_last_uses()
+
+    def clear(self) -> int:
+        """See `LocalStore`. When nothing is left, the files are cut to nothing: the space is really back."""
+        with self._lock:
+            self._check_open()
+            count = self._drop(self._index.unpinned())
+            if self._num_moving == 0 and self._index.rewind():
+                try:
+                    self._slabs.shrink_to_nothing()
+                except OSError as error:
+                    self.counters.reasons[_reason(error)] += 1
+            return count
+
+    def verify(self) -> dict[str, int]:
+        """Read every block and drop those that fail; return counts by reason, ``ok`` for the sound ones."""
+        with self._lock:
+            self._check_open()
+            live = [(slot, key) for slot, key, _ in self._index.live()]
+        outcomes: Counter[str] = Counter(ok=0)
+        buffer = memoryview(bytearray(self.block_bytes))
+        for slot, key in live:
+            outcomes[self._verify_one(slot, key, buffer)] += 1
+        return dict(outcomes)
+
+    def _verify_one(self, slot: int, key: BlockKey, buffer: memoryview) -> str:
+        """Read one block without counting it as used; drop it if it fails."""
+        with self._lock:
+            if self._index.find(key) != slot:
+                return "gone"
+            self._index.pin(key)
+            self._num_moving += 1
+        ((result, reason),) = self._prove([slot], [key], [buffer], self._read([slot], [buffer]))
+        with self._lock:
+            self._moved()
+            self._index.unpin(key)
+            if result is not ReadResult.HIT and self._index.find(key) == slot:
+                self._drop([slot])
+        return reason or "ok"
+
+    def check(self) -> None:
+        """See `LocalStore`; also proves that files stay within the limit."""
+        super().check()
+        with self._lock:
+            assert self._slabs.num_slots >= self._index.num_opened
+
+    # -- moving bytes ------------------------------------------------------------------------------
+
+    def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
+        """Read neighbours in one go; HIT says only that the bytes are there."""
+        outcomes: list[tuple[ReadResult, str]] = []
+        runs = self._slabs.runs(slots, _RUN_BYTES)
+        for n, run in enumerate(runs):
+            # Neighbours are read ahead by the kernel, better than by any hint of ours.
+            if n + 1 < len(runs) and slots[runs[n + 1].start] != slots[run.stop - 1] + 1:
+                fd, offset = self._slabs.place(slots[runs[n + 1].start])
+                self._files.will_read(fd, offset, self._manifest.slot_bytes)
+            outcomes += self._read_run(slots[run], into[run])
+        return outcomes
+
+    def _read_run(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
+        fd, offset = self._slabs.place(slots[0])
+        stride = self._manifest.slot_bytes
+        views = [into[0]]
+        for buffer in into[1:]:
+            views += [self._between, buffer]
+        try:
+            count = self._files.read(fd, views, offset + RECORD_BYTES)
+        except OSError as error:
+            if len(slots) == 1:
+                return [(ReadResult.ERROR, _reason(error))]
+            # One bad sector shall not cost its neighbours.
+            singles = zip(slots, into, strict=True)
+            return [got for slot, buffer in singles for got in self._read_run([slot], [buffer])]
+        return [
+            (ReadResult.HIT, "")
+            if n * stride + self.block_bytes <= count
+            else (ReadResult.CORRUPT, "truncated")
+            for n in range(len(slots))
+        ]
+
+    def _prove(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        read: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
+    ) -> list[tuple[ReadResult, str]]:
+        """Turn a HIT whose bytes fail their checksum into CORRUPT."""
+        proven = []
+        for slot, key, buffer, outcome in zip(slots, keys, read, outcomes, strict=True):
+            record = np.frombuffer(self._table, RECORD_DTYPE, count=1, offset=slot * RECORD_BYTES)[0]
+            expected, generation = int(record["checksum"]), int(record["generation"])
+            is_sound = outcome[0] is not ReadResult.HIT or (
+                block_checksum(key, generation, buffer) == expected
+            )
+            proven.append(outcome if is_sound else (ReadResult.CORRUPT, "checksum"))
+        return proven
+
+    def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
+        return [self._write_one(slot, block) for slot, block in zip(slots, blocks, strict=True)]
+
+    def _write_one(self, slot: int, block: BlockPut) -> tuple[PutResult, str]:
+        with self._lock:
+            self._generation += 1
+            generation = self._generation
+            now = self._now()
+        checksum = block_checksum(block.key, generation, block.data)
+        record = Record(
+            slot=slot,
+            key=block.key,
+            parent=block.parent,
+            generation=generation,
+            checksum=checksum,
+            length=self.block_bytes,
+            created_at=now,
+            used_at=now,
+            ttl_s=block.ttl_s,
+            priority=block.priority,
+        ).pack()
+        fd, offset = self._slabs.place(slot)
+        try:
+            self._files.write(fd, [record, block.data, self._padding], offset)
+            self._slabs.write_index(slot, record)
+        except OSError as error:
+            return self._write_failed(error)
+        self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record
+        return PutResult.STORED, ""
+
+    def _write_failed(self, error: OSError) -> tuple[PutResult, str]:
+        with self._lock:
+            self._refused_until = self._now() + BACK_OFF_S
+        result = PutResult.NO_SPACE if error.errno in NO_SPACE_ERRNOS else PutResult.ERROR
+        return result, _reason(error)
+
+    # -- hooks of SlottedStore, called with the lock -------------------------------------------------
+
+    def _refusal(self) -> str | None:
+        if self.read_only:
+            return "read_only"
+        return "backing_off" if self._now() < self._refused_until else None
+
+    def _reserve(self) -> int | None:
+        slot = self._index.reserve(self._slabs.num_slots)
+        if slot is None and self._grow():
+            slot = self._index.reserve(self._slabs.num_slots)
+        return slot
+
+    def _dropped(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = bytes(RECORD_BYTES)
+            if self.read_only:
+                continue
+            try:
+                self._slabs.write_index(slot, bytes(RECORD_BYTES))
+            except OSError as error:
+                self.counters.reasons[_reason(error)] += 1
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _grow(self) -> bool:
+        """Add a slab, if the limit and the disk allow it."""
+        now = self._now()
+        if now < self._grown_until:
+            return False
+        try:
+            return self._slabs.add_slab(self._size_bytes)
+        except OSError as error:
+            self._grown_until = now + BACK_OFF_S
+            self.counters.reasons[_reason(error)] += 1
+            return False
+
+    def _restore(self) -> None:
+        """Fill the index from the index file, and from the slabs where that one is damaged."""
+        slots = self._slabs.num_slots
+        size = min(self._slabs.index_bytes, slots * RECORD_BYTES) // RECORD_BYTES * RECORD_BYTES
+        table = memoryview(self._table)
+        self._slabs.read_index(table[:size])
+        sound = sound_records(table[:size], 0, self.block_bytes)
+        if size < slots * RECORD_BYTES:
+            scanned = self._scan_slabs(size // RECORD_BYTES, slots)
+            sound = np.concatenate([sound, scanned])
+            if not self.read_only:
+                self._slabs.write_index(size // RECORD_BYTES, table[size : slots * RECORD_BYTES])
+        self._enter_restored(self._reachable(sound))
+
+    def _scan_slabs(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Read the records that stand before the blocks of slots ``first .. last - 1``."""
+        table = memoryview(self._table)
+        for slot in range(first, last):
+            fd, offset = self._slabs.place(slot)
+            self._files.read(fd, [table[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES]], offset)
+        raw = table[first * RECORD_BYTES : last * RECORD_BYTES]
+        self.counters.reasons["index_truncated"] += 1
+        return sound_records(raw, first, self.block_bytes) + first
+
+    def _reachable(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Keep the slots whose bytes lie within their slab file."""
+        whole = self._slabs.are_whole(slots)
+        if not whole.all():
+            self.counters.reasons["slab_truncated"] += int(np.count_nonzero(~whole))
+        return slots[whole]
+
+    def _enter_restored(self, slots: npt.NDArray[np.int64]) -> None:
+        if not len(slots):
+            return
+        found = restored_blocks(slots, np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots])
+        records = found.records
+        self._generation = int(records["generation"].max())
+        traits = BlockTraits(np.frombuffer(records["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
+        self._index.restore(
+            found.slots.tolist(), found.keys, found.parents, found.parent_at, self._now(), traits
+        )
+        self._used_at[found.slots] = records["used_at"]
+        ttl_s = records["ttl_s"].astype(np.float64)
+        self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
+
+    def _let_go(self) -> None:
+        self._write_last_uses()
+        self._slabs.close()
+        self._space.release()
+
+    def _write_last_uses(self) -> None:
+        """Bring the times of last use on disk up to date where they are a second or more behind."""
+        if self.read_only:
+            return
+        table = np.frombuffer(self._table, dtype=RECORD_DTYPE)
+        behind = (table["magic"] != 0) & (self._used_at - table["used_at"] >= 1.0)
+        try:
+            for slot in np.flatnonzero(behind).tolist():
+                at = slot * RECORD_BYTES
+                record = with_last_use(bytes(self._table[at : at + RECORD_BYTES]), float(self._used_at[slot]))
+                self._table[at : at + RECORD_BYTES] = record
+                self._slabs.write_index(slot, record)
+        except OSError as error:
+            self.counters.reasons[_reason(error)] += 1
+
+
+def _reason(error: OSError) -> str:
+    """Return the error's name in lower case: ``enospc``, ``eio``, ``erofs``."""
+    if error.errno in READ_ONLY_ERRNOS:
+        return "read_only"
+    return errno.errorcode.get(error.errno or 0, "io_error").lower()

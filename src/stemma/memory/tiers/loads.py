@@ -1,0 +1,418 @@
+"""Blocks on their way up: read by worker threads, copied into device blocks, and given up when late.
+
+This is the one place where a read that misses, fails, is corrupt or comes late turns into a smaller number
+of loaded blocks. It is counted with its tier and reason, and the scheduler computes the tokens instead.
+
+Blocks of a slow store are read into a buffer of the worker first, or into one that the store lends. So a read
+that hangs never writes into device blocks that were given to somebody else meanwhile. A host block goes
+straight into its device block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from dataclasses import replace
+from queue import PriorityQueue
+
+import torch
+
+from stemma.errors import StorageError
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.tiers.chunks import Chunk, ChunkReader
+from stemma.memory.tiers.estimate import LoadEstimator
+from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.lower import LoadCounters
+from stemma.memory.tiers.recent_keys import Whereabouts
+from stemma.memory.tiers.store import BlockPut, BlockStore, ReadResult
+from stemma.types import BlockKey, Tier
+
+logger = logging.getLogger(__name__)
+RUN_BLOCKS = 1024
+"""Blocks looked up at once; between two such runs reading and copying on don't overlap."""
+_LOAD, _PREFETCH, _STOP = 0, 1, 2
+
+
+class Load:
+    """Leading blocks of a prompt on their way to the device, or (prefetch) to the host tier."""
+
+    def __init__(self, parent: BlockKey, keys: Sequence[BlockKey], block_ids: Sequence[int] | None) -> None:
+        self.parent = parent
+        self.keys = keys
+        self.block_ids = block_ids
+        """None: to the host tier."""
+        self.future: Future[int] = Future()
+        self.lock = threading.Lock()
+        """Held while device blocks are written, so that giving up is safe."""
+        self.num_done = 0
+        self.failure: str | None = None
+        """The last thing that went wrong, other than a block that had gone."""
+        self.probe: Future[None] = Future()
+        """Of a prefetch: done when `on_probed` was told which blocks the pool has."""
+
+    def abandon(self) -> None:
+        """Stop where it is."""
+        self.finish(self.num_done)
+
+    def finish(self, num_done: int, *, fails: bool = False) -> bool:
+        """Set the result unless it is set; afterwards no device block is written any more.
+
+        With `fails`, what went wrong becomes a StorageError.
+        """
+        with self.lock:
+            if not self.probe.done():
+                self.probe.set_result(None)
+            if self.future.done():
+                return False
+            try:
+                if fails and self.failure is not None and num_done < len(self.keys):
+                    self.future.set_exception(StorageError(self.failure))
+                else:
+                    self.future.set_result(num_done)
+            except InvalidStateError:  # cancelled just now
+                return False
+            return True
+
+
+class LoadQueue:
+    """Worker threads that move blocks up."""
+
+    def __init__(
+        self,
+        stores: Callable[[], Sequence[BlockStore]],
+        device: DeviceCopy,
+        estimator: LoadEstimator,
+        clock: Callable[[], float],
+        *,
+        whereabouts: Whereabouts,
+        num_threads: int = 2,
+        exclusive: bool = False,
+        fails: bool = False,
+    ) -> None:
+        """`stores` gives the stores to read from, nearest first. `exclusive` removes from the host tier
+        what was moved to the device. With `fails`, a load that lacks blocks which a tier couldn't deliver
+        ends in StorageError. `whereabouts` is told what prefetches found."""
+        self._fails = fails
+        self._whereabouts = whereabouts
+        self.counters = LoadCounters()
+        self._stores = stores
+        self._device = device
+        self._estimator = estimator
+        self._clock = clock
+        self._exclusive = exclusive
+        self._lock = threading.Lock()
+        self._order = itertools.count()
+        self._tasks: PriorityQueue[tuple[int, int, Load | None]] = PriorityQueue()
+        self._num_queued = 0
+        self._deadlines: list[tuple[float, int, Load]] = []
+        self._deadlines_changed = threading.Condition()
+        self._is_closed = False
+        self._helpers = ThreadPoolExecutor(num_threads, thread_name_prefix="stemma-deliver")
+        self._threads = [
+            threading.Thread(target=self._run, name=f"stemma-load-{n}", daemon=True)
+            for n in range(num_threads)
+        ]
+        self._threads.append(threading.Thread(target=self._watch, name="stemma-load-limit", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_queued_blocks(self) -> int:
+        """Blocks asked for and not yet read."""
+        return self._num_queued
+
+    @property
+    def num_waiting(self) -> int:
+        """Loads and prefetches that no thread works on yet."""
+        return self._tasks.qsize()
+
+    def snapshot(self) -> LoadCounters:
+        """Return a copy of the counters."""
+        with self._lock:
+            return replace(
+                self.counters,
+                loaded_blocks=Counter(self.counters.loaded_blocks),
+                prefetched_blocks=Counter(self.counters.prefetched_blocks),
+                lost_blocks=Counter(self.counters.lost_blocks),
+            )
+
+    def load(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int], timeout_s: float | None
+    ) -> Future[int]:
+        """Copy blocks to the device; the result is how many leading ones arrived within the time limit."""
+        task = Load(BlockKey(b""), keys, block_ids)
+        self._submit(task, _LOAD, timeout_s)
+        return task.future
+
+    def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey], timeout_s: float, *, probe: bool) -> Load:
+        """Look for blocks and copy them to the host tier, if there is one, until `finish` is called on it.
+
+        `probe`: ask the pool first.
+        """
+        task = Load(parent, keys, None)
+        if not probe:
+            task.probe.set_result(None)
+        self._submit(task, _PREFETCH, timeout_s)
+        return task
+
+    def wake(self) -> None:
+        """Look at the clock now: for clocks that are set by hand."""
+        with self._deadlines_changed:
+            self._deadlines_changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads; loads that wait end with what they have. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for _ in self._threads[:-1]:
+            self._tasks.put((_STOP, next(self._order), None))
+        with self._deadlines_changed:
+            self._deadlines_changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout=10.0)
+        self._helpers.shutdown(wait=False)
+
+    def _submit(self, task: Load, rank: int, timeout_s: float | None) -> None:
+        with self._lock:
+            self._num_queued += len(task.keys)
+            if task.block_ids is None:
+                self.counters.num_prefetches += 1
+            else:
+                self.counters.num_loads += 1
+        if timeout_s is not None:
+            with self._deadlines_changed:
+                heapq.heappush(self._deadlines, (self._clock() + timeout_s, next(self._order), task))
+                self._deadlines_changed.notify_all()
+        self._tasks.put((rank, next(self._order), task))
+
+    # -- the time limit ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._is_closed:
+            with self._deadlines_changed:
+                now = self._clock()
+                due = []
+                while self._deadlines and self._deadlines[0][0] <= now:
+                    due.append(heapq.heappop(self._deadlines)[2])
+                if not due:
+                    wait_s = self._deadlines[0][0] - now if self._deadlines else None
+                    self._deadlines_changed.wait(wait_s)
+            self._give_up(due)
+        with self._deadlines_changed:
+            rest = [task for _, _, task in self._deadlines]
+            self._deadlines.clear()
+        self._give_up(rest)
+
+    def _give_up(self, tasks: Iterable[Load]) -> None:
+        for task in tasks:
+            task.failure = "a load from a lower tier took too long"
+            if task.finish(task.num_done, fails=self._fails) and task.block_ids is not None:
+                with self._lock:
+                    self.counters.num_late_loads += 1
+
+    # -- worker threads ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reader = ChunkReader(self._device.block_bytes, pin_memory=self._device.is_cuda)
+        while (task := self._tasks.get()[2]) is not None:
+            try:
+                self._work(task, reader)
+            except StorageError as error:
+                logger.warning("a load ended early: %s", error)
+            finally:
+                task.finish(task.num_done, fails=self._fails)
+                with self._lock:
+                    self._num_queued -= len(task.keys)
+
+    def _work(self, task: Load, reader: ChunkReader) -> None:
+        with task.lock:
+            if task.future.done() or not task.future.set_running_or_notify_cancel():
+                return
+        if task.block_ids is None:
+            self._probe(task)
+            if self._host() is None:
+                return
+        passed_over: set[Tier] = set()
+        while task.num_done < len(task.keys) and not task.future.done():
+            if task.block_ids is None:
+                self._skip_what_is_there(task)
+            store, keys = self._next_run(task, passed_over)
+            if store is None:
+                return
+            before = task.num_done
+            results = self._move(task, store, keys, reader)
+            if not results:
+                return
+            passed_over = passed_over if task.num_done == before else set()
+            if results[-1] is not ReadResult.HIT:
+                passed_over.add(store.tier)
+                if results[-1] is not ReadResult.MISS:
+                    task.failure = f"a block couldn't be loaded from the {store.tier} tier: {results[-1]}"
+                self._whereabouts.note_lost(keys[len(results) - 1])
+                with self._lock:
+                    self.counters.lost_blocks[store.tier, results[-1]] += 1
+
+    def _next_run(self, task: Load, passed_over: set[Tier]) -> tuple[BlockStore | None, Sequence[BlockKey]]:
+        """Return the nearest store that has the next block, and the run of blocks it has."""
+        ahead = task.keys[task.num_done : task.num_done + RUN_BLOCKS]
+        for store in self._stores():
+            if store.tier in passed_over or (task.block_ids is None and store.tier is Tier.HOST):
+                continue
+            there = store.exists_many(ahead)
+            if store.tier is Tier.POOL:
+                self._note_pool(ahead, there)
+            count = there.index(False) if False in there else len(ahead)
+            if count:
+                return store, ahead[:count]
+        return None, ()
+
+    def _probe(self, task: Load) -> None:
+        """Ask the pool for what no nearer store has: it is too far away for the step loop to ask."""
+        pool = next((store for store in self._stores() if store.tier is Tier.POOL), None)
+        if pool is not None and not task.probe.done():
+            local = [store.exists_many(task.keys) for store in self._stores() if store is not pool]
+            missing = [key for n, key in enumerate(task.keys) if not any(there[n] for there in local)]
+            there = pool.exists_many(missing)
+            self._note_pool(missing, there)
+        with task.lock:
+            if not task.probe.done():
+                task.probe.set_result(None)
+
+    def _note_pool(self, keys: Sequence[BlockKey], there: Sequence[bool]) -> None:
+        """Remember what a probe of the pool found, and forget what it didn't: it will be written again."""
+        found = dict(zip(keys, there, strict=True))
+        self._whereabouts.note_in_pool([key for key in keys if found[key]])
+        self._whereabouts.note_not_in_pool([key for key in keys if not found[key]])
+
+    def _host(self) -> HostStore | None:
+        return next((store for store in self._stores() if isinstance(store, HostStore)), None)
+
+    def _skip_what_is_there(self, task: Load) -> None:
+        """Count leading blocks of a prefetch that lie in the host tier already."""
+        host = self._host()
+        while host is not None and task.num_done < len(task.keys):
+            if not host.exists_many([task.keys[task.num_done]])[0]:
+                return
+            task.num_done += 1
+
+    def _move(
+        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], reader: ChunkReader
+    ) -> list[ReadResult]:
+        """Move one run; return the results up to and including the first that isn't a hit."""
+        start = self._clock()
+        if isinstance(store, HostStore):
+            results = self._from_host(task, store, keys)
+        else:
+            results = self._from_slow(task, store, keys, reader)
+        self._estimator.observe_load(store.tier, len(results), self._clock() - start)
+        return results
+
+    def _from_slow(
+        self, task: Load, store: BlockStore, keys: Sequence[BlockKey], reader: ChunkReader
+    ) -> list[ReadResult]:
+        """Read chunk by chunk, while the chunk before is proven and copied on."""
+        before = task.num_done
+        results: list[ReadResult] = []
+
+        def take(start: int, chunk: Chunk) -> None:
+            try:
+                got = chunk.prove()
+                for key, result in zip(keys[start : start + chunk.num_keys], got, strict=True):
+                    if result is not ReadResult.HIT:
+                        self._whereabouts.note_lost(key)
+                if task.num_done == before + start:  # else there is a gap, or the load was given up
+                    got = _until_first_failure(got)
+                    self._deliver(task, chunk.places[: got.count(ReadResult.HIT)], store.tier)
+                    results.extend(got)
+            finally:
+                chunk.give_back()
+
+        taking: Future[None] | None = None
+        last = start = 0
+        try:
+            while start < len(keys) and not task.future.done() and task.num_done >= before + last:
+                chunk = reader.read(store, keys[start:])
+                if taking is not None:
+                    wait([taking])
+                try:
+                    taking = self._helpers.submit(take, start, chunk)
+                except RuntimeError:  # this queue was closed meanwhile
+                    chunk.prove()
+                    chunk.give_back()
+                    break
+                last, start = start, start + chunk.num_keys
+        finally:
+            # The buffers are for the next load when this returns, whatever went wrong.
+            if taking is not None:
+                wait([taking])
+        if taking is not None:
+            taking.result()
+        return results
+
+    def _from_host(self, task: Load, store: HostStore, keys: Sequence[BlockKey]) -> list[ReadResult]:
+        views = store.borrow(keys)
+        held = [key for key, view in zip(keys, views, strict=True) if view is not None]
+        results = _until_first_failure([ReadResult.MISS if v is None else ReadResult.HIT for v in views])
+        count = results.count(ReadResult.HIT)
+        try:
+            with task.lock:
+                if task.future.done():
+                    return results
+                assert task.block_ids is not None
+                block_ids = task.block_ids[task.num_done : task.num_done + count]
+                self._device.into(block_ids, [view for view in views[:count] if view is not None])
+                task.num_done += count
+        finally:
+            store.unpin(held)
+        with self._lock:
+            self.counters.loaded_blocks[Tier.HOST] += count
+        if self._exclusive:
+            store.remove(keys[:count])
+        return results
+
+    def _deliver(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
+        """Copy the next blocks, which lie in these places, to where the task wants them."""
+        count = len(places)
+        if count == 0:
+            return
+        if task.block_ids is None:
+            self._deliver_to_host(task, places, tier)
+            return
+        with task.lock:
+            if task.future.done():
+                return
+            first = task.num_done
+            block_ids = task.block_ids[first : first + count]
+            sources = [torch.frombuffer(place, dtype=torch.uint8) for place in places]
+            self._device.into(block_ids, sources, beside_reads=True)
+            task.num_done += count
+        self._whereabouts.forget_origin(task.keys[first : first + count])
+        with self._lock:
+            self.counters.loaded_blocks[tier] += count
+
+    def _deliver_to_host(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
+        host = self._host()
+        assert host is not None, "a prefetch needs a host tier"
+        first, count = task.num_done, len(places)
+        parents = [task.parent, *task.keys][first : first + count]
+        keys = task.keys[first : first + count]
+        if not task.future.done():
+            # Before the put: as soon as a block is there the step loop may find it and ask where it is from.
+            self._whereabouts.note_origin(tier, keys)
+        host.put_many(
+            [BlockPut(key, parent, place) for place, key, parent in zip(places, keys, parents, strict=True)]
+        )
+        task.num_done += count
+        with self._lock:
+            self.counters.prefetched_blocks[tier] += count
+
+
+def _until_first_failure(results: list[ReadResult]) -> list[ReadResult]:
+    bad = next((n for n, result in enumerate(results) if result is not ReadResult.HIT), None)
+    return results if bad is None else results[: bad + 1]

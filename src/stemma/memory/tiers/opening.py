@@ -1,0 +1,85 @@
+"""From settings to the tiers below the device: the one place that knows which class plugs into which."""
+
+from __future__ import annotations
+
+import time
+
+from stemma.config.settings import PoolSettings, Role, TierSettings
+from stemma.errors import StemmaError
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.pool.opening import open_pool
+from stemma.memory.tiers.store import BlockStore
+from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.keys import KeySpace
+from stemma.types import Tier
+
+
+def open_tiers(
+    settings: TierSettings,
+    kv: DeviceKV,
+    key_space: KeySpace,
+    *,
+    eviction: str = "lru",
+    pool: PoolSettings | None = None,
+    role: Role = "both",
+    device: DeviceCopy | None = None,
+) -> TierTransfer:
+    """Open the tiers that the settings name, each with a policy `eviction` of its own.
+
+    Without any the transfer idles; a pool may be attached to it later. Raises ConfigError if a tier is too
+    small for a block, StorageError (StorageLocked, StorageMismatch) if the disk's directory can't be used or
+    the pool doesn't answer.
+    """
+    block_bytes = kv.layout.block_bytes
+    stores: list[BlockStore] = []
+    if settings.disk_cache is not None:
+        disk = DiskStore(
+            settings.disk_cache,
+            key_space,
+            block_bytes,
+            settings.disk_cache_size,
+            make_policy(eviction),
+            time.time,
+            default_ttl_s=settings.disk_cache_ttl_s,
+        )
+        stores.append(disk)
+    if settings.host_cache is not None:
+        is_cuda = kv.device.type == "cuda"
+        policy = make_policy(eviction)
+        stores.append(HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda))
+    transfer = TierTransfer(
+        device or DeviceCopy(kv),
+        stores,
+        transfer_policy(settings, role),
+        time.monotonic,
+        block_size=kv.layout.block_size,
+        staging_bytes=settings.transfer_buffer,
+    )
+    if pool is not None:
+        try:
+            store = open_pool(pool, key_space, kv.layout, pin_memory=transfer.pins_memory)
+        except StemmaError:
+            transfer.close()
+            raise
+        transfer.introduce(store)
+        transfer.attach(store, pool.write)
+    return transfer
+
+
+def transfer_policy(settings: TierSettings, role: Role = "both") -> TransferPolicy:
+    """Return when blocks move, as the settings say."""
+    return TransferPolicy(
+        writes={Tier.HOST: settings.host_write, Tier.DISK: settings.disk_write},
+        selective_uses=settings.write_through_uses,
+        exclusive=settings.host_exclusive,
+        prefetch=settings.prefetch,
+        # A decode server is there to spare computing prompts, not to weigh it.
+        load_always=settings.load_when == "always" or role == "decode",
+        load_timeout_s=settings.load_timeout_s,
+        publish_tails=role == "prefill",
+        fail_on_load_failure=settings.load_failure == "fail",
+    )

@@ -1,0 +1,142 @@
+"""Backend calls that can't hurt: off the caller's thread, within a deadline, behind a circuit breaker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from stemma.errors import StorageError
+from stemma.memory.tiers.pool.backend import PoolBackend
+from stemma.memory.tiers.pool.breaker import CircuitBreaker
+from stemma.memory.tiers.pool.calls import Call, Calls
+from stemma.memory.tiers.store import PutResult, ReadResult, StoreCounters
+
+T = TypeVar("T")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+
+PROBE_KEY = "probe"
+"""Asked for while the circuit is open; nobody ever puts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """What a guarded call brought."""
+
+    value: T | None
+    """None if the call failed."""
+    late: bool = False
+    """It failed because it wasn't over in time."""
+
+
+class Guard:
+    """Makes calls to one backend and counts why they fail. Thread-safe."""
+
+    def __init__(
+        self,
+        backend: PoolBackend,
+        *,
+        deadline_s: float,
+        num_threads: int,
+        breaker: CircuitBreaker,
+    ) -> None:
+        self.backend = backend
+        self.deadline_s = deadline_s
+        self.breaker = breaker
+        self.counters = StoreCounters()
+        self.last_error: str | None = None
+        """The last whole-call failure, in words."""
+        self._calls = Calls(num_threads)
+        self._lock = threading.Lock()
+
+    def admits(self) -> bool:
+        """Return whether calls go through now; if not, maybe send a probe to see when they will."""
+        if self.breaker.allows:
+            return True
+        if self.breaker.begin_probe():
+            self._probe()
+        return False
+
+    def start(self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> Call[list[R]]:
+        """Begin a call that gives one result per name."""
+        return self._calls.start(_one_per_name, function, names, *arguments)
+
+    def finish(self, call: Call[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
+        """Wait for a call about `num_blocks` blocks; tell the breaker how it went, and count why it failed.
+
+        With `settle`, don't return before the backend has let go of the call's buffers, however late.
+        """
+        if not call.wait(self.deadline_s):
+            self.breaker.timed_out()
+            self.count_reason("late", num_blocks)
+            self._note(f"no answer within {self.deadline_s:g} s")
+            call.give_up()
+            if settle:
+                call.wait()
+            return Answer(None, late=True)
+        if call.error is not None:
+            self.breaker.failed()
+            self._note(str(call.error) or type(call.error).__name__)
+            reason = "unreachable" if isinstance(call.error, StorageError) else "backend_error"
+            self.count_reason(reason, num_blocks)
+            return Answer(None)
+        self.breaker.succeeded()
+        return Answer(call.value)
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Drop names; return how many were there, as far as is known."""
+        return self.finish(self._calls.start(self.backend.remove, names), 0).value or 0
+
+    def count_reads(self, results: Iterable[ReadResult], block_bytes: int) -> None:
+        """Add what became of some reads."""
+        with self._lock:
+            for result in results:
+                self.counters.reads[result] += 1
+                if result is ReadResult.HIT:
+                    self.counters.read_bytes += block_bytes
+
+    def count_puts(self, results: Iterable[PutResult], block_bytes: int) -> None:
+        """Add what became of some puts."""
+        with self._lock:
+            for result in results:
+                self.counters.puts[result] += 1
+                if result is PutResult.STORED:
+                    self.counters.written_bytes += block_bytes
+
+    def count_reason(self, reason: str, number: int = 1) -> None:
+        """Add blocks that failed for `reason`."""
+        if number:
+            with self._lock:
+                self.counters.reasons[reason] += number
+
+    def close(self) -> None:
+        """Take no more calls and close the backend, without waiting longer than the deadline."""
+        call = self._calls.start(self.backend.close)
+        call.wait(self.deadline_s)
+        self._calls.close()
+
+    def _note(self, problem: str) -> None:
+        if problem != self.last_error:
+            _log.warning("pool: %s", problem)
+        self.last_error = problem
+
+    def _probe(self) -> None:
+        call = self._calls.start(self.backend.exists_many, [PROBE_KEY])
+
+        def judge() -> None:
+            success = call.error is None and call.value is not None
+            self.breaker.end_probe(success)
+            if success:
+                _log.warning("pool: answers again")
+
+        call.when_over(judge)
+
+
+def _one_per_name(function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> list[R]:
+    results = function(names, *arguments)
+    if len(results) != len(names):
+        raise StorageError(f"the pool's backend gave {len(results)} results for {len(names)} keys")
+    return results

@@ -1,0 +1,85 @@
+"""Preallocated room for values on their way: slots for a header and one block, and for headers alone.
+
+A block in registered memory travels without a copy, so it needs only a header. There are always enough of
+those for whole batches; slots are few where blocks are large (95 of 2 MB in 192 MiB), and small batches lose.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from stemma.memory.device.pinned import host_rows
+from stemma.memory.tiers.pool.envelope import HEADER_BYTES
+
+T = TypeVar("T")
+_ALIGNMENT = 4096
+_MOST = 512
+"""Headers, and slots at most: eight batches of 64: more than there are threads that call a backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Room for one value."""
+
+    header: memoryview
+    """`HEADER_BYTES` bytes."""
+    payload: memoryview
+    """`block_bytes` bytes."""
+    whole: memoryview
+    """Both, contiguous."""
+
+
+class Room(Generic[T]):
+    """A fixed number of things to take and give back; thread-safe. What is taken belongs to the taker."""
+
+    def __init__(self, free: list[T]) -> None:
+        self.size = len(free)
+        self._free = free
+        self._changed = threading.Condition()
+
+    @property
+    def num_taken(self) -> int:
+        """Things in use now."""
+        return self.size - len(self._free)
+
+    def take(self, at_most: int, timeout_s: float) -> list[T]:
+        """Return 1 to `at_most` as soon as there is one, or none if that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._free:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return []
+            taken = self._free[-at_most:]
+            del self._free[-at_most:]
+            return taken
+
+    def give(self, things: list[T]) -> None:
+        """Give things back."""
+        with self._changed:
+            self._free.extend(things)
+            self._changed.notify_all()
+
+
+class Staging:
+    """All the memory that values are staged in."""
+
+    def __init__(self, capacity_bytes: int, block_bytes: int, *, pin_memory: bool = False) -> None:
+        """`pin_memory`: a CUDA device copies out of the slots."""
+        stride = -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT) * _ALIGNMENT
+        num_slots = min(max(2, capacity_bytes // stride), _MOST)
+        num_bytes = num_slots * stride + _MOST * HEADER_BYTES
+        raw = host_rows(1, num_bytes + _ALIGNMENT, pin_memory=pin_memory).numpy()[0]
+        start = -raw.ctypes.data % _ALIGNMENT
+        self.memory = raw[start : start + num_bytes].data
+        """All slots and headers, for `PoolBackend.register`."""
+        self.slots = Room([self._slot(at * stride, block_bytes) for at in range(num_slots)])
+        ends = range(num_slots * stride + HEADER_BYTES, num_bytes + 1, HEADER_BYTES)
+        self.headers = Room([self.memory[end - HEADER_BYTES : end] for end in ends])
+
+    def _slot(self, start: int, block_bytes: int) -> Slot:
+        whole = self.memory[start : start + HEADER_BYTES + block_bytes]
+        return Slot(whole[:HEADER_BYTES], whole[HEADER_BYTES:], whole)

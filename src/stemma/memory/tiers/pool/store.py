@@ -1,0 +1,181 @@
+"""The pool tier: a `BlockStore` in front of one backend, which survives whatever the backend does.
+
+Everything that pools were seen to do wrong is dealt with here, once: a blocked call (deadline), a dead
+server (circuit breaker), keys that are named but can't be read (negative cache), a full server (retry, then
+NO_SPACE), lost, torn or foreign bytes (header). Each has a counted reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from stemma.config.settings import PoolSettings
+from stemma.errors import StorageError
+from stemma.memory.tiers.pool.absent import AbsentKeys
+from stemma.memory.tiers.pool.backend import PoolBackend
+from stemma.memory.tiers.pool.breaker import Circuit, CircuitBreaker
+from stemma.memory.tiers.pool.guard import Guard
+from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
+from stemma.memory.tiers.pool.registered import RegisteredMemory
+from stemma.memory.tiers.pool.staging import Staging
+from stemma.memory.tiers.pool.writes import Writer
+from stemma.memory.tiers.store import (
+    BlockPut,
+    BlockStore,
+    Loan,
+    PutResult,
+    ReadResult,
+    StoreCounters,
+    check_buffers,
+)
+from stemma.types import BlockKey, Tier
+
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What `/admin/pool` shows of a pool in use."""
+
+    name: str
+    circuit: Circuit
+    """Closed: it answers. Anything else: every block is a miss until a probe succeeds."""
+    num_opened: int
+    """Times the circuit opened."""
+    last_error: str | None
+    counters: StoreCounters
+
+
+class PoolStore(BlockStore):
+    """One pool as a tier."""
+
+    tier: ClassVar[Tier] = Tier.POOL
+
+    def __init__(
+        self,
+        backend: PoolBackend,
+        names: PoolKeys,
+        block_bytes: int,
+        settings: PoolSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pin_memory: bool = False,
+    ) -> None:
+        """`pin_memory`: a CUDA device copies blocks out of what `lend_many` lends."""
+        self.block_bytes = block_bytes
+        self.settings = settings
+        self._names = names
+        self._guard = Guard(
+            backend,
+            deadline_s=settings.deadline_s,
+            num_threads=_NUM_THREADS,
+            breaker=CircuitBreaker(clock),
+        )
+        self.counters = self._guard.counters
+        self._absent = AbsentKeys(clock)
+        self._registered = RegisteredMemory()
+        self._staging = Staging(settings.staging, block_bytes, pin_memory=pin_memory)
+        if backend.zero_copy:
+            backend.register(self._staging.memory)
+        self._reader = Reader(self._guard, names, self._staging, self._registered, self._absent)
+        self._writer = Writer(self._guard, names, self._staging, self._registered, self._absent)
+        self._closed = False
+
+    def register(self, memory: memoryview) -> None:
+        """Announce memory (a tier's arena) that blocks are read into and written from in place.
+
+        Only backends that gain by it (`PoolBackend.zero_copy`) take notice. A read into registered memory is
+        waited for to its very end, even past the deadline.
+        """
+        if self._guard.backend.zero_copy:
+            self._guard.backend.register(memory)
+            self._registered.add(memory)
+
+    def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Probe a prompt's chain of keys, in order; every tensor-parallel rank must hold its part.
+
+        Asks for 64 blocks at a time. After a batch with a gap the later ones count as absent, unasked: they
+        couldn't be used, and a probe costs something (Mooncake can't evict what was probed for 10 s).
+        """
+        self._require_open()
+        present = [False] * len(keys)
+        for start in range(0, len(keys), BATCH_BLOCKS):
+            some = range(start, min(start + BATCH_BLOCKS, len(keys)))
+            asked = [at for at in some if keys[at] not in self._absent]
+            if not asked or not self._probe(asked, keys, present) or len(asked) < len(some):
+                break
+        return present
+
+    def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        """Read this rank's part of each block."""
+        self._require_open()
+        check_buffers(keys, into, self.block_bytes)
+        results = self._reader.read(keys, into)
+        self._guard.count_reads(results, self.block_bytes)
+        return results
+
+    def lend_many(self, keys: Sequence[BlockKey]) -> Loan:
+        """Read this rank's part of the first few blocks into staging slots."""
+        self._require_open()
+        loan = self._reader.lend(keys)
+        self._guard.count_reads(loan.results, self.block_bytes)
+        return loan
+
+    def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
+        """Write this rank's part of each block."""
+        self._require_open()
+        check_buffers([block.key for block in blocks], [block.data for block in blocks], self.block_bytes)
+        results = self._writer.write(blocks)
+        self._guard.count_puts(results, self.block_bytes)
+        return results
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Drop this rank's part of each block, which makes the block absent for all ranks."""
+        self._require_open()
+        if not keys or not self._guard.admits():
+            return 0
+        return self._guard.remove([self._names.own(key) for key in keys])
+
+    def status(self) -> PoolStatus:
+        """Return how the pool is now; sends a probe if the circuit is open and one is due."""
+        if not self._closed:
+            self._guard.admits()
+        return PoolStatus(
+            name=self.settings.name,
+            circuit=self._guard.breaker.state,
+            num_opened=self._guard.breaker.num_opened,
+            last_error=self._guard.last_error,
+            counters=self.counters.snapshot(),
+        )
+
+    def close(self) -> None:
+        """Leave the pool; waits no longer than the deadline."""
+        if self._closed:
+            return
+        self._closed = True
+        self._guard.close()
+
+    def _probe(self, asked: list[int], keys: Sequence[BlockKey], present: list[bool]) -> bool:
+        """Fill in `present` for some keys; return whether all are there."""
+        if not self._guard.admits():
+            self._guard.count_reason("circuit_open", len(asked))
+            return False
+        names = [name for at in asked for name in self._names.all_ranks(keys[at])]
+        call = self._guard.start(self._guard.backend.exists_many, names)
+        answer = self._guard.finish(call, len(asked))
+        if answer.value is None:
+            return False
+        size = self._names.tp_size
+        for number, at in enumerate(asked):
+            present[at] = all(answer.value[number * size : (number + 1) * size])
+            if not present[at]:
+                self._absent.add(keys[at], ABSENT_FOR_S)
+        return all(present[at] for at in asked)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StorageError("the pool is closed")

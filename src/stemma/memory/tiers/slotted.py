@@ -1,0 +1,344 @@
+"""What the host and the disk tier share: fixed slots, an index under a lock, bytes moved outside it.
+
+A read pins its blocks while their bytes are copied; a write reserves slots that nobody can find until they
+are complete. So the lock is held for table work alone, and many threads can move bytes at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from stemma.errors import StorageError
+from stemma.memory.tiers.index import TierIndex
+from stemma.memory.tiers.store import (
+    BlockPut,
+    LocalStore,
+    PutResult,
+    ReadResult,
+    Storable,
+    StoreCounters,
+    check_buffers,
+)
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.keys import fingerprints
+from stemma.types import BlockKey
+
+
+class SlottedStore(LocalStore):
+    """A local store of `capacity_blocks` slots. A subclass moves the bytes of a slot."""
+
+    def __init__(
+        self,
+        block_bytes: int,
+        capacity_blocks: int,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        *,
+        default_ttl_s: float | None = None,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.counters = StoreCounters()
+        self._clock = clock
+        self._latest = -np.inf
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._num_moving = 0
+        """Calls that move bytes now; files and arenas are let go only at zero."""
+        self._index = TierIndex(capacity_blocks, policy)
+        self._default_ttl_s = np.inf if default_ttl_s is None else default_ttl_s
+        self._used_at: npt.NDArray[np.float64] = np.zeros(capacity_blocks, dtype=np.float64)
+        """By slot: when its block was last read or written."""
+        self._ttl_s: npt.NDArray[np.float64] = np.full(capacity_blocks, np.inf)
+        """By slot: seconds of disuse after which its block expires; infinite for free slots."""
+        self._writing: set[BlockKey] = set()
+        self._is_open = True
+
+    @abstractmethod
+    def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
+        """Copy live slots into buffers, without the lock; a result other than HIT carries its reason."""
+
+    def _prove(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        read: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
+    ) -> Sequence[tuple[ReadResult, str]]:
+        """Return `outcomes`, but no HIT whose bytes aren't those of its key. Without the lock."""
+        return outcomes
+
+    @abstractmethod
+    def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
+        """Fill reserved slots, without the lock; a result other than STORED carries its reason."""
+
+    def _reserve(self) -> int | None:
+        """Return a slot to write that no eviction is needed for. Called with the lock."""
+        return self._index.reserve()
+
+    def _refusal(self) -> str | None:
+        """Return why the store takes no blocks at present, or None. Called with the lock."""
+        return None
+
+    def _dropped(self, slots: Sequence[int]) -> None:
+        """Blocks left these slots, evicted or removed. Called with the lock."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Release memory or files. Called once, with the lock, when no bytes move any more."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held now."""
+        return len(self._index)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that fit."""
+        return self._index.capacity_blocks
+
+    def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `BlockStore`. Takes no lock: the step loop never waits here for a thread that moves bytes."""
+        self._check_open()
+        now = self._clock()
+        found = [self._index.find(key) for key in keys]
+        return [slot is not None and not self._is_expired(slot, now) for slot in found]
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See `LocalStore`."""
+        with self._lock:
+            self._check_open()
+            now = self._now()
+            slots = [slot for key in keys if (slot := self._index.find(key)) is not None]
+            self._index.touch(slots, now)
+            self._used_at[slots] = now
+
+    def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        """See `BlockStore`."""
+        return self.fetch_many(keys, into)()
+
+    def fetch_many(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview]
+    ) -> Callable[[], list[ReadResult]]:
+        """See `BlockStore`. Blocks stay pinned, and the store open, until they are proven."""
+        check_buffers(keys, into, self.block_bytes)
+        with self._lock:
+            slots = self._acquire(keys)
+            self._num_moving += 1
+        at = [n for n, slot in enumerate(slots) if slot is not None]
+        found = [slot for slot in slots if slot is not None]
+        buffers = [into[n] for n in at]
+        outcomes = self._read(found, buffers)
+        return lambda: self._proven(keys, at, found, buffers, outcomes)
+
+    def _proven(
+        self,
+        keys: Sequence[BlockKey],
+        at: Sequence[int],
+        slots: Sequence[int],
+        buffers: Sequence[memoryview],
+        outcomes: Sequence[tuple[ReadResult, str]],
+    ) -> list[ReadResult]:
+        """Prove what was read for ``keys[at]`` out of `slots`; drop what failed, unpin, count."""
+        outcomes = self._prove(slots, [keys[n] for n in at], buffers, outcomes)
+        results = [ReadResult.MISS] * len(keys)
+        with self._lock:
+            for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
+                results[n] = result
+                self._index.unpin(keys[n])
+                if result is not ReadResult.HIT:
+                    self.counters.reasons[reason] += 1
+                    if self._index.find(keys[n]) == slot:
+                        self._drop([slot])
+            self._moved()
+            self.counters.reads.update(results)
+            self.counters.read_bytes += results.count(ReadResult.HIT) * self.block_bytes
+        return results
+
+    def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
+        """See `BlockStore`. The blocks of one call and their parents don't evict each other."""
+        check_buffers([b.key for b in blocks], [b.data for b in blocks], self.block_bytes)
+        return self._put(blocks, lambda slots, at: self._write(slots, [blocks[n] for n in at]))
+
+    def _put(
+        self,
+        blocks: Sequence[Storable],
+        write: Callable[[Sequence[int], Sequence[int]], list[tuple[PutResult, str]]],
+    ) -> list[PutResult]:
+        """Reserve slots, let ``write(slots, positions in blocks)`` fill them, and make them live."""
+        with self._lock:
+            planned = self._plan(blocks)
+            self._num_moving += 1
+        results = [result for result, _ in planned]
+        at = [n for n, (_, slot) in enumerate(planned) if slot is not None]
+        slots = [slot for _, slot in planned if slot is not None]
+        outcomes = write(slots, at)
+        with self._lock:
+            self._moved()
+            now = self._now()
+            for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
+                results[n] = result
+                self._writing.remove(blocks[n].key)
+                if result is PutResult.STORED:
+                    self._commit(blocks[n], slot, now)
+                else:
+                    self._index.give_back(slot)
+                    self.counters.reasons[reason] += 1
+            self.counters.puts.update(results)
+            self.counters.written_bytes += results.count(PutResult.STORED) * self.block_bytes
+        return results
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """See `BlockStore`."""
+        with self._lock:
+            self._check_open()
+            slots = {slot for key in keys if (slot := self._index.find(key)) is not None}
+            return self._drop([slot for slot in slots if not self._index.is_pinned(slot)])
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `LocalStore`."""
+        with self._lock:
+            self._check_open()
+            present = [key in self._index for key in keys]
+            for key, there in zip(keys, present, strict=True):
+                if there:
+                    self._index.pin(key)
+            return present
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """See `LocalStore`."""
+        with self._lock:
+            for key in keys:
+                self._index.unpin(key)
+
+    def clear(self) -> int:
+        """See `LocalStore`."""
+        with self._lock:
+            self._check_open()
+            return self._drop(self._index.unpinned())
+
+    def expire(self) -> int:
+        """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
+        with self._lock:
+            self._check_open()
+            total = self._drop_due(np.flatnonzero(self._now() - self._used_at > self._ttl_s).tolist())
+            self.counters.num_expired += total
+            return total
+
+    def drop_unused(self, seconds: float) -> int:
+        """Drop unpinned blocks, leaves first, that nobody used for so long; return how many."""
+        with self._lock:
+            self._check_open()
+            now = self._now()
+            return self._drop_due([s for s, _, _ in self._index.live() if now - self._used_at[s] > seconds])
+
+    def _drop_due(self, due: list[int]) -> int:
+        total = 0
+        while leaves := [s for s in due if self._index.is_leaf(s)]:
+            total += self._drop(leaves)
+            due = sorted(set(due) - set(leaves))
+        return total
+
+    def close(self) -> None:
+        """See `BlockStore`. Waits for the calls that move bytes now."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._idle.wait_for(lambda: self._num_moving == 0)
+            self._let_go()
+
+    def check(self) -> None:
+        """See `LocalStore`."""
+        with self._lock:
+            self._index.check()
+
+    def _now(self) -> float:
+        """Return the clock's time, but never an earlier one than before. Called with the lock."""
+        self._latest = max(self._latest, self._clock())
+        return self._latest
+
+    def _moved(self) -> None:
+        self._num_moving -= 1
+        if self._num_moving == 0:
+            self._idle.notify_all()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StorageError(f"the {self.tier} tier is closed")
+
+    def _is_expired(self, slot: int, now: float) -> bool:
+        return bool(now - self._used_at[slot] > self._ttl_s[slot])
+
+    def _acquire(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        """Pin and touch what is there of `keys`; None for what isn't, or is expired."""
+        self._check_open()
+        now = self._now()
+        slots = [self._index.find(key) for key in keys]
+        slots = [None if slot is None or self._is_expired(slot, now) else slot for slot in slots]
+        found = [slot for slot in slots if slot is not None]
+        self._index.touch(found, now)
+        self._used_at[found] = now
+        for key, slot in zip(keys, slots, strict=True):
+            if slot is not None:
+                self._index.pin(key)
+        return slots
+
+    def _plan(self, blocks: Sequence[Storable]) -> list[tuple[PutResult, int | None]]:
+        """Decide what happens to each block and reserve the slots to write."""
+        self._check_open()
+        refusal, now = self._refusal(), self._now()
+        held = [k for k in {k for b in blocks for k in (b.key, b.parent)} if k in self._index]
+        for key in held:
+            self._index.pin(key)
+        planned: list[tuple[PutResult, int | None]] = []
+        for block in blocks:
+            slot = None
+            if (existing := self._index.find(block.key)) is not None:
+                result = PutResult.EXISTS
+                self._index.touch([existing], now)
+                self._used_at[existing] = now
+            elif refusal is not None or block.key in self._writing:
+                result = PutResult.DROPPED
+                self.counters.reasons[refusal or "being_written"] += 1
+            elif (slot := self._take_slot()) is None:
+                result = PutResult.NO_SPACE
+                self.counters.reasons["full"] += 1
+            else:
+                result = PutResult.STORED
+                self._writing.add(block.key)
+            planned.append((result, slot))
+        for key in held:
+            self._index.unpin(key)
+        return planned
+
+    def _take_slot(self) -> int | None:
+        slot = self._reserve()
+        if slot is not None:
+            return slot
+        evicted = self._index.evict(self._now())
+        if evicted is None:
+            return None
+        self._ttl_s[evicted] = np.inf
+        self._dropped([evicted])
+        self.counters.num_evicted += 1
+        return self._index.reserve()
+
+    def _commit(self, block: Storable, slot: int, now: float) -> None:
+        traits = BlockTraits(fingerprints([block.key]), priority=block.priority, ttl_s=block.ttl_s)
+        self._index.commit(slot, block.key, block.parent, now, traits)
+        self._used_at[slot] = now
+        self._ttl_s[slot] = self._default_ttl_s if block.ttl_s is None else block.ttl_s
+
+    def _drop(self, slots: Sequence[int]) -> int:
+        now = self._now()
+        for slot in slots:
+            self._index.drop(slot, now)
+            self._ttl_s[slot] = np.inf
+        if slots:
+            self._dropped(slots)
+        return len(slots)

@@ -1,0 +1,59 @@
+"""A fixed number of block-sized host buffers for bytes on their way between tiers."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.memory.device.pinned import host_rows
+
+
+class StagingArena:
+    """Hands out rows of one preallocated tensor, pinned where a CUDA device copies into it. Thread-safe."""
+
+    def __init__(self, num_slots: int, block_bytes: int, *, pin_memory: bool = False) -> None:
+        self.num_slots = num_slots
+        # Zeroed, so that the step loop never waits for the kernel to find a page.
+        self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory).zero_()
+        self._bytes: npt.NDArray[np.uint8] = self._arena.numpy()
+        self._free = list(range(num_slots))
+        self._num_owners = [0] * num_slots
+        self._lock = threading.Lock()
+
+    @property
+    def memory(self) -> memoryview:
+        """All slots, for `BlockStore.register`."""
+        return self._bytes.reshape(-1).data
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def take(self, at_most: int, num_owners: int = 1) -> list[int]:
+        """Return up to `at_most` slots at once; each is free again after `num_owners` calls of `give`."""
+        with self._lock:
+            # The slots given back last: their bytes are still in the processor's cache.
+            taken = self._free[-at_most:][::-1] if at_most else []
+            del self._free[len(self._free) - len(taken) :]
+            for slot in taken:
+                self._num_owners[slot] = num_owners
+            return taken
+
+    def give(self, slot: int) -> None:
+        """Give up one ownership of a slot."""
+        with self._lock:
+            self._num_owners[slot] -= 1
+            if self._num_owners[slot] == 0:
+                self._free.append(slot)
+
+    def tensor(self, slot: int) -> torch.Tensor:
+        """Return a slot as uint8 [block_bytes]."""
+        return self._arena[slot]
+
+    def view(self, slot: int) -> memoryview:
+        """Return a slot as a writable buffer of `block_bytes` bytes."""
+        return memoryview(self._bytes[slot])

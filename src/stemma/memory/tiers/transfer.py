@@ -1,0 +1,396 @@
+"""The tiers below the device as one: who keeps what, and what comes back up.
+
+Down: `on_commit`, `on_hit` and `on_evict` come from the step loop. A policy per tier says which of them
+copies a block down. The step loop pays at most one memcpy a block: into the host arena, or into staging, from
+where a thread writes it (`write_queue.py`). Up: `match` says what is there and worth loading (`estimate.py`),
+and `load` brings it in the background (`loads.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from stemma.config.settings import WritePolicy
+from stemma.errors import ConfigError
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.estimate import LoadEstimator
+from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.loads import LoadQueue
+from stemma.memory.tiers.lower import DeviceBlock, Prefetch, TierStats, TransferStats
+from stemma.memory.tiers.recent_keys import RecentKeys, Whereabouts
+from stemma.memory.tiers.slotted import SlottedStore
+from stemma.memory.tiers.staging import StagingArena
+from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore
+from stemma.memory.tiers.write_queue import BATCH_BLOCKS, StagedBlock, WriteQueue
+from stemma.types import BlockKey, Tier
+
+PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
+
+_MAX_KEYS_REMEMBERED = 1 << 17
+_MAX_WAITING_LOADS = 64
+_MAX_LOW_WATER = 64
+_SWEEP_EVERY_S = 60.0
+_FLUSH_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPolicy:
+    """When blocks move."""
+
+    writes: Mapping[Tier, WritePolicy]
+    """By lower tier: copy a block down when it is evicted above, when it is committed, or on its n-th use."""
+    selective_uses: int = 2
+    """The n of `write_through_selective`; being computed counts as the first use."""
+    exclusive: bool = False
+    """Whether a block moved up from the host tier leaves it; else the copy stays."""
+    prefetch: PrefetchPolicy = "timeout"
+    """Whether a request waits for slow tiers: not at all, up to `load_timeout_s`, or to the end."""
+    load_always: bool = False
+    """Whether to load even what would be computed faster."""
+    load_timeout_s: float = 2.0
+    publish_tails: bool = False
+    """Whether partial last blocks go to the pool too, for a decode server that asks for this very prompt."""
+    fail_on_load_failure: bool = False
+    """Whether a load that a tier can't deliver fails its request; else the tokens are computed."""
+
+
+class TierTransfer:
+    """Implements `lower.LowerTiers` over block stores.
+
+    The step loop owns it. `stats`, `lookup`, `pin`, `unpin` and `flush` are for any thread.
+    """
+
+    def __init__(
+        self,
+        device: DeviceCopy,
+        stores: Sequence[BlockStore],
+        policy: TransferPolicy,
+        clock: Callable[[], float],
+        *,
+        block_size: int,
+        staging_bytes: int,
+    ) -> None:
+        """`stores`: at most one per tier; they are closed with this object. `clock` never decreases."""
+        self.estimator = LoadEstimator(block_size, clock)
+        self._device = device
+        self._policy = policy
+        self._clock = clock
+        self._block_size = block_size
+        self._stores: tuple[BlockStore, ...] = ()
+        self._host: HostStore | None = None
+        self._staging_bytes = staging_bytes
+        self._staging_arena: StagingArena | None = None
+        self._queues: dict[Tier, WriteQueue] = {}
+        self._writes: dict[Tier, WritePolicy] = {}
+        self._num_uses = RecentKeys[int](_MAX_KEYS_REMEMBERED)
+        self._whereabouts = Whereabouts(_MAX_KEYS_REMEMBERED)
+        self._num_dropped = 0
+        self._swept_at = clock()
+        self._loads = LoadQueue(
+            lambda: self._stores,
+            device,
+            self.estimator,
+            clock,
+            whereabouts=self._whereabouts,
+            exclusive=policy.exclusive,
+            fails=policy.fail_on_load_failure,
+        )
+        for store in stores:
+            self.attach(store)
+
+    # -- which tiers there are ------------------------------------------------------------------------
+
+    @property
+    def stores(self) -> tuple[BlockStore, ...]:
+        """All stores, nearest first."""
+        return self._stores
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether memory that blocks come up from should be pinned."""
+        return self._device.is_cuda
+
+    def introduce(self, store: BlockStore) -> None:
+        """Announce our memory to a store that is about to be attached. May be slow; for any thread."""
+        if not isinstance(store, HostStore):
+            store.register(self._staging.memory)
+            if self._host is not None:
+                store.register(self._host.memory)
+
+    def attach(self, store: BlockStore, write: WritePolicy | None = None) -> None:
+        """Use a store from now on. Raises ConfigError if the tier has one.
+
+        `write` None: what the policy says of its tier, else write-through.
+        """
+        if any(other.tier is store.tier for other in self._stores):
+            raise ConfigError(f"there is a {store.tier} tier already; detach it first")
+        if isinstance(store, HostStore):
+            self._host = store
+        else:
+            self._queues[store.tier] = WriteQueue(
+                store,
+                self._staging,
+                idle_work=lambda: self._idle_work(store),
+                on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
+            )
+        self._writes[store.tier] = write or self._policy.writes.get(store.tier, "write_through")
+        order = list(Tier)
+        self._stores = tuple(sorted((*self._stores, store), key=lambda one: order.index(one.tier)))
+
+    def detach(self, tier: Tier) -> Callable[[], None] | None:
+        """Stop using a slow tier; None if there is none.
+
+        The rest takes time and is for another thread: call what is returned. It waits for queued writes,
+        as far as a time limit allows, and closes the store.
+        """
+        store = next((one for one in self._stores if one.tier is tier), None)
+        if store is None:
+            return None
+        self._stores = tuple(one for one in self._stores if one is not store)
+        self._whereabouts.clear()
+        return partial(_finish, self._queues.pop(tier), store)
+
+    # -- up ---------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        """See `LowerTiers`. Counts as a use in the host tier: making room for this very load must not push
+        out what it is about to load."""
+        found = self._locate(keys)
+        if self._policy.prefetch == "best_effort":
+            found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
+        if not self._policy.load_always:
+            found = found[: self.estimator.num_worth_loading(found, self._loads.num_queued_blocks)]
+        in_host = [key for key, tier in zip(keys, found, strict=False) if tier is Tier.HOST]
+        if self._host is not None and in_host:
+            self._host.touch(in_host)
+        return [self._whereabouts.origin(key, tier) for key, tier in zip(keys, found, strict=False)]
+
+    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
+        """See `LowerTiers`."""
+        timeout_s = None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
+        return self._loads.load(keys, block_ids, timeout_s)
+
+    @property
+    def must_probe(self) -> bool:
+        """See `LowerTiers`."""
+        return Tier.POOL in self._queues and self._policy.prefetch != "best_effort"
+
+    def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey]) -> Prefetch | None:
+        """See `LowerTiers`."""
+        has_pool = Tier.POOL in self._queues
+        has_use = has_pool or (self._host is not None and bool(self._queues))
+        if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
+            return None
+        task = self._loads.prefetch(parent, keys, self._policy.load_timeout_s, probe=self.must_probe)
+        return Prefetch(task.probe, task.abandon)
+
+    def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
+        found: list[Tier] = []
+        for key in keys:
+            tier = next((store.tier for store in self._stores if self._has(store, key)), None)
+            if tier is None:
+                break
+            found.append(tier)
+        return found
+
+    def _has(self, store: BlockStore, key: BlockKey) -> bool:
+        if store.tier is Tier.POOL:
+            return self._whereabouts.is_in_pool(key)
+        return store.exists_many([key])[0]
+
+    # -- down -------------------------------------------------------------------------------------------
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """See `LowerTiers`."""
+        self.estimator.observe_prefill(num_tokens, seconds)
+
+    def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
+        """See `LowerTiers`."""
+        if not self._stores:
+            return
+        full = self._full(blocks)
+        self._num_uses.note({block.key: self._num_uses.get(block.key, 0) + 1 for block in full})
+        self._write(full, self._tiers("write_through"))
+        if self._policy.publish_tails:
+            tails = [block for block in blocks if block.num_tokens < self._block_size]
+            self._write(tails, {Tier.POOL} & self._queues.keys())
+
+    def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
+        """See `LowerTiers`."""
+        if not self._stores:
+            return
+        full = self._full(blocks)
+        uses = {block.key: self._num_uses.get(block.key, 0) + 1 for block in full}
+        self._num_uses.note(uses)
+        hot = [block for block in full if uses[block.key] >= self._policy.selective_uses]
+        self._write(full, self._tiers("write_through"))
+        self._write(hot, self._tiers("write_through_selective"))
+        for queue in self._queues.values():
+            if isinstance(queue.store, LocalStore):
+                queue.touch([block.key for block in full])
+
+    def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
+        """See `LowerTiers`."""
+        # Leaves come first here. Written parents first, a chain ages from its end in the next tier too.
+        full = self._full(blocks)[::-1]
+        tiers = self._tiers("write_back")
+        if self._host is None:
+            self._write(full, tiers)
+            return
+        self._write(full, tiers & {Tier.HOST})
+        if self._host.num_free < self._low_water:
+            for tier in tiers - {Tier.HOST}:
+                self._queues[tier].wake()
+
+    @property
+    def _staging(self) -> StagingArena:
+        """Made when the first slow tier comes."""
+        if self._staging_arena is None:
+            num_slots = max(4, self._staging_bytes // self._device.block_bytes)
+            self._staging_arena = StagingArena(
+                num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda
+            )
+        return self._staging_arena
+
+    def _full(self, blocks: Sequence[DeviceBlock]) -> list[DeviceBlock]:
+        """Leave out partial blocks: lower tiers are asked for full ones alone."""
+        return [block for block in blocks if block.num_tokens == self._block_size]
+
+    def _tiers(self, policy: WritePolicy) -> set[Tier]:
+        return {store.tier for store in self._stores if self._writes[store.tier] == policy}
+
+    def _write(self, blocks: Sequence[DeviceBlock], tiers: set[Tier]) -> None:
+        if self._host is not None and Tier.HOST in tiers and blocks:
+            self._host.put_from(
+                blocks, lambda at, into: self._device.out([blocks[n].block_id for n in at], into)
+            )
+        queues = [queue for tier, queue in self._queues.items() if tier in tiers]
+        by_queues: dict[tuple[Tier, ...], list[DeviceBlock]] = {}
+        for block in blocks:
+            wanting = tuple(queue.store.tier for queue in queues if self._wants(queue, block.key))
+            if wanting:
+                by_queues.setdefault(wanting, []).append(block)
+        for wanting, wanted in by_queues.items():
+            self._stage(wanted, [self._queues[tier] for tier in wanting])
+
+    def _wants(self, queue: WriteQueue, key: BlockKey) -> bool:
+        return not queue.has(key) and not self._has(queue.store, key)
+
+    def _stage(self, blocks: Sequence[DeviceBlock], queues: Sequence[WriteQueue]) -> None:
+        """Copy blocks off the device, once, and queue them."""
+        slots = self._staging.take(len(blocks), len(queues))
+        self._num_dropped += len(blocks) - len(slots)
+        taken = blocks[: len(slots)]
+        self._device.out([block.block_id for block in taken], [self._staging.tensor(slot) for slot in slots])
+        staged = [StagedBlock(block, slot) for block, slot in zip(taken, slots, strict=True)]
+        for queue in queues:
+            queue.put(staged)
+            if queue.store.tier is Tier.POOL:
+                self._whereabouts.note_in_pool([block.key for block in taken])
+
+    # -- on the writer threads --------------------------------------------------------------------------
+
+    @property
+    def _low_water(self) -> int:
+        """Free slots of the host tier below which blocks move on to the next tier ahead of need."""
+        assert self._host is not None
+        return max(1, min(_MAX_LOW_WATER, self._host.capacity_blocks // 8))
+
+    def _idle_work(self, store: BlockStore) -> bool:
+        """Sweep what expired; make room in the host tier. Returns whether there is more to do."""
+        now = self._clock()
+        if now - self._swept_at > _SWEEP_EVERY_S:
+            self._swept_at = now
+            for one in self._stores:
+                if isinstance(one, SlottedStore):
+                    one.expire()
+                if isinstance(one, DiskStore):
+                    one.sync()
+        host = self._host
+        if host is None or self._writes.get(store.tier) != "write_back":
+            return False
+        if host.num_free >= self._low_water:
+            return False
+        return host.release_oldest(BATCH_BLOCKS, lambda blocks: self._save(store, blocks)) > 0
+
+    def _save(self, store: BlockStore, blocks: Sequence[BlockPut]) -> None:
+        store.put_many(blocks[::-1])
+
+    # -- for the operator -------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
+        """Return, per tier, which keys lie there. Asks the pool, so not for the step loop."""
+        return {store.tier: store.exists_many(keys) for store in self._stores}
+
+    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
+        """Forbid eviction from host and disk; return which blocks each held and pinned, for `unpin`."""
+        pinned: dict[Tier, list[BlockKey]] = {}
+        for store in self._stores:
+            if isinstance(store, LocalStore):
+                held = store.pin(keys)
+                pinned[store.tier] = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+        return pinned
+
+    def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
+        """Take back what `pin` returned."""
+        for store in self._stores:
+            if isinstance(store, LocalStore):
+                store.unpin(pinned.get(store.tier, ()))
+
+    def flush(self) -> dict[Tier, int]:
+        """Drop every unpinned block of host and disk; return how many really went. A shared pool stays."""
+        self.drain(_FLUSH_TIMEOUT_S)
+        self._num_uses.clear()
+        self._whereabouts.clear()
+        return {s.tier: s.clear() for s in self._stores if isinstance(s, LocalStore)}
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until queued writes are done; return whether they are."""
+        return all(queue.drain(timeout_s) for queue in list(self._queues.values()))
+
+    def wait_for_queued(self, tier: Tier, timeout_s: float) -> bool:
+        """Wait until what is queued for a tier now is written or has failed; return whether it is."""
+        queue = self._queues.get(tier)
+        return queue is None or queue.wait_for_queued(timeout_s)
+
+    def stats(self) -> TransferStats:
+        """Return counters and gauges of all tiers."""
+        tiers = {}
+        for store in self._stores:
+            queue = self._queues.get(store.tier)
+            local = store if isinstance(store, LocalStore) else None
+            tiers[store.tier] = TierStats(
+                counters=store.counters.snapshot(),
+                num_blocks=local.num_blocks if local else None,
+                capacity_blocks=local.capacity_blocks if local else None,
+                load_s_per_block=self.estimator.load_s(store.tier),
+                is_worth_loading=self.estimator.is_worth_loading(store.tier),
+                num_queued_writes=queue.num_queued if queue else 0,
+            )
+        return TransferStats(tiers, self._loads.snapshot(), self._num_dropped, self.estimator.compute_s)
+
+    def check(self) -> None:
+        """Raise IntegrityError if a local tier is inconsistent (slow)."""
+        for store in self._stores:
+            if isinstance(store, LocalStore):
+                store.check()
+
+    def close(self) -> None:
+        """Write what is queued, end all threads and close the stores. A second call does nothing."""
+        self._loads.close()
+        for tier in list(self._queues):
+            self._queues.pop(tier).close()
+        for store in self._stores:
+            store.close()
+        self._stores = ()
+        self._host = None
+
+
+def _finish(queue: WriteQueue, store: BlockStore) -> None:
+    queue.close()
+    store.close()

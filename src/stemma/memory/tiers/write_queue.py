@@ -1,0 +1,171 @@
+"""Blocks on their way down into a slow store, written by a thread of their own.
+
+The step loop pays one memcpy a block, into staging; from then on the device block may be reused. The queue is
+bounded by the staging arena. When that is full the newest blocks are dropped and counted: a cache may forget,
+it may not stall.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stemma.errors import StorageError
+from stemma.memory.tiers.lower import DeviceBlock
+from stemma.memory.tiers.staging import StagingArena
+from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore, PutResult
+from stemma.types import BlockKey
+
+logger = logging.getLogger(__name__)
+BATCH_BLOCKS = 16
+Work = Callable[[], bool]
+"""Does a little background work; returns whether there is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlock:
+    """Bytes in a staging slot, of which each queue that holds this is an owner."""
+
+    block: DeviceBlock
+    slot: int
+
+
+class WriteQueue:
+    """One store, one thread."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        staging: StagingArena,
+        *,
+        idle_work: Work | None = None,
+        on_failed: Callable[[Sequence[BlockKey]], None] | None = None,
+    ) -> None:
+        """`idle_work` runs on the same thread whenever `wake` is called or a second passed. `on_failed` hears
+        which blocks the store didn't take."""
+        self._on_failed = on_failed
+        self.store = store
+        self._staging = staging
+        self._idle_work = idle_work
+        self._changed = threading.Condition()
+        self._blocks: deque[StagedBlock] = deque()
+        self._touches: deque[list[BlockKey]] = deque(maxlen=256)
+        self._keys: set[BlockKey] = set()
+        self._num_put = 0
+        self._num_done = 0
+        self._is_busy = False
+        self._is_awake = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"stemma-write-{store.tier}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks that wait to be written."""
+        return len(self._blocks)
+
+    def has(self, key: BlockKey) -> bool:
+        """Return whether a block is on its way into the store."""
+        return key in self._keys
+
+    def put(self, staged: Sequence[StagedBlock]) -> None:
+        """Queue blocks; this queue is one of the owners of each."""
+        with self._changed:
+            self._blocks.extend(staged)
+            self._keys.update(one.block.key for one in staged)
+            self._num_put += len(staged)
+            self._changed.notify_all()
+
+    def touch(self, keys: list[BlockKey]) -> None:
+        """Count blocks of a local store as used, in time; under pressure the oldest news is forgotten."""
+        with self._changed:
+            self._touches.append(keys)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Run the idle work soon."""
+        with self._changed:
+            self._is_awake = True
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything queued is written; return whether it was."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not (self._blocks or self._touches or self._is_busy or self._is_awake), timeout_s
+            )
+
+    def wait_for_queued(self, timeout_s: float) -> bool:
+        """Wait until the blocks queued before this call are written or have failed; tell whether they are."""
+        with self._changed:
+            target = self._num_put
+            return self._changed.wait_for(lambda: self._num_done >= target, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is queued, as far as the time allows, and end the thread."""
+        self.drain(timeout_s)
+        with self._changed:
+            self._is_closing = True
+            self._give_back([self._blocks.popleft() for _ in range(len(self._blocks))])
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_work, timeout=1.0)
+                if self._is_closing:
+                    return
+                count = min(BATCH_BLOCKS, len(self._blocks))
+                batch = [self._blocks.popleft() for _ in range(count)]
+                touches = [self._touches.popleft() for _ in range(len(self._touches))]
+                self._is_awake = False
+                self._is_busy = True
+            self._work(batch, touches)
+
+    def _has_work(self) -> bool:
+        return bool(self._blocks or self._touches or self._is_awake or self._is_closing)
+
+    def _work(self, batch: list[StagedBlock], touches: list[list[BlockKey]]) -> None:
+        try:
+            if isinstance(self.store, LocalStore):
+                for keys in touches:
+                    self.store.touch(keys)
+            if batch:
+                self._write(batch)
+            elif self._idle_work is not None and self._idle_work():
+                self.wake()
+        except StorageError as error:
+            logger.warning("%s: %s", self.store.tier, error)
+        finally:
+            with self._changed:
+                self._give_back(batch)
+
+    def _write(self, batch: list[StagedBlock]) -> None:
+        puts = []
+        for one in batch:
+            block = one.block
+            data = self._staging.view(one.slot)
+            puts.append(BlockPut(block.key, block.parent, data, block.priority, block.ttl_s))
+        results = self.store.put_many(puts)
+        failed = [
+            put.key
+            for put, result in zip(puts, results, strict=True)
+            if result not in (PutResult.STORED, PutResult.EXISTS)
+        ]
+        if failed:
+            logger.debug("%s: %d of %d blocks not written", self.store.tier, len(failed), len(batch))
+            if self._on_failed is not None:
+                self._on_failed(failed)
+
+    def _give_back(self, batch: list[StagedBlock]) -> None:
+        self._num_done += len(batch)
+        self._changed.notify_all()
+        for one in batch:
+            self._keys.discard(one.block.key)
+            self._staging.give(one.slot)

@@ -1,0 +1,1 @@
+"""How a model runs on CPU: packed weights, fused layers, our kernels."""

@@ -1,0 +1,58 @@
+"""How a model runs on CUDA: its own modules, Triton kernels for attention, graphs for decode.
+
+Without Triton (it comes with CUDA builds of torch on Linux) attention goes through torch, slower but right.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.batch import ForwardBatch
+from stemma.model.causal_lm import Decoder, ModuleDecoder
+from stemma.model.cuda.graphs import CudaGraphRecorder, GraphDecoder
+from stemma.model.cuda.step_tensors import StepTensors
+from stemma.model.shared_prefix import SharedTensors, find_groups
+
+logger = logging.getLogger(__name__)
+
+
+class TritonDecoder:
+    """Runs the modules of transformers with `TritonAttentionStep`. Needs Triton."""
+
+    def __init__(self, modules: ModuleDecoder, num_multiprocessors: int) -> None:
+        # Only here: the package may be missing, and no other path needs it.
+        from stemma.model.cuda.triton_attention import TritonAttentionStep
+
+        self._step_type = TritonAttentionStep
+        self._modules = modules
+        self._num_multiprocessors = num_multiprocessors
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        block_size = kv.layout.block_size
+        groups = find_groups(batch, block_size)
+        shared = SharedTensors.of(groups, batch.num_seqs, block_size, kv.device) if groups else None
+        tensors = StepTensors.of(batch, kv.device, shared)
+        step = self._step_type(tensors, kv, batch=batch, num_multiprocessors=self._num_multiprocessors)
+        return self._modules.run(batch, step)
+
+    def decode_step(self, tensors: StepTensors, kv: DeviceKV) -> Any:
+        """Return the context of a step that holds nothing but decodes."""
+        return self._step_type(tensors, kv, batch=None, num_multiprocessors=self._num_multiprocessors)
+
+
+def make_cuda_decoder(hf_model: Any, device: torch.device, *, max_context: int, use_graphs: bool) -> Decoder:
+    """Return the fastest decoder there is for a model on a CUDA device."""
+    modules = ModuleDecoder(hf_model, None)
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("Triton is not installed: attention runs through torch, decode without CUDA graphs")
+        return modules
+    triton = TritonDecoder(modules, torch.cuda.get_device_properties(device).multi_processor_count)
+    if not use_graphs:
+        return triton
+    return GraphDecoder(triton, modules.run, triton.decode_step, CudaGraphRecorder(), max_context=max_context)

@@ -1,0 +1,210 @@
+"""Decode steps recorded as CUDA graphs: one launch instead of some hundred a step.
+
+A step of decodes alone is the same sequence of kernels whatever the lengths, as long as the number of
+sequences is the same. So numbers are rounded up to a bucket, inputs are copied into tensors that stay where
+they are, rows that only pad write no KV and see no context, and the step of a bucket is recorded when it
+first comes: it runs once as usual, which is its answer and warms up what must not happen while recording
+(compilers, allocations, plans), and is then recorded without running. All other steps run as usual.
+
+Steps whose sequences share prefixes have recordings of their own, made for any groups of up to all sequences:
+which there are is read from tensors, and work for groups that aren't there ends at once.
+
+Whatever can't be recorded (a model that branches on values, as loops over routed experts do) is noticed at
+the first try; graphs are then off for good, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.attention import StepContext
+from stemma.model.batch import ForwardBatch
+from stemma.model.causal_lm import Decoder
+from stemma.model.cuda.step_tensors import StepTensors
+from stemma.model.shared_prefix import MAX_GROUPS, PrefixGroup, SharedArrays, find_groups
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of sequences that are recorded; fewer than half of the rows ever pad."""
+
+RunStep: TypeAlias = Callable[[ForwardBatch, StepContext], torch.Tensor]
+"""Batch and context -> logits [L, vocab]."""
+MakeStep: TypeAlias = Callable[[StepTensors, DeviceKV], StepContext]
+
+
+class GraphRecorder(Protocol):
+    """Records device work."""
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Record the work of `run` without doing it; return what does it again, into the same tensor.
+
+        Raises RuntimeError if it can't be recorded.
+        """
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs that share one pool of memory, since only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See `GraphRecorder`."""
+        graph = torch.cuda.CUDAGraph()
+        # Threads that load blocks from lower tiers use CUDA meanwhile: only this thread is restricted.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = run()
+        self._pool = graph.pool()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class DecodeInputs:
+    """Tensors of a fixed place that hold the inputs of decode steps of up to `max_seqs` sequences."""
+
+    def __init__(self, max_seqs: int, max_blocks: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.max_blocks = max_blocks
+        self._token_ids = zeros(max_seqs)
+        self._positions = zeros(max_seqs)
+        self._slots = zeros(max_seqs)
+        self._context_lens = zeros(max_seqs, dtype=torch.int32)
+        self._block_tables = zeros(max_seqs, max_blocks, dtype=torch.int32)
+        self._rows = torch.arange(max_seqs, device=device)
+        self._query_starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+        self._groups = SharedArrays(max_seqs, MAX_GROUPS)
+        self._shared = torch.from_numpy(self._groups.packed).to(device, copy=True)
+
+    def fill(
+        self, batch: ForwardBatch, num_rows: int, groups: Sequence[PrefixGroup] = (), block_size: int = 1
+    ) -> None:
+        """Copy the decodes of `batch`, and make the rows from there up to `num_rows` padding.
+
+        `groups`: prefixes that they share, for steps that read them.
+        """
+        num_seqs = batch.num_seqs
+        if groups:
+            self._groups.fill(groups, block_size)
+            self._shared.copy_(torch.from_numpy(self._groups.packed), non_blocking=True)
+        self._token_ids[:num_seqs].copy_(batch.token_ids, non_blocking=True)
+        self._positions[:num_seqs].copy_(batch.positions, non_blocking=True)
+        self._slots[:num_seqs].copy_(batch.slots, non_blocking=True)
+        lens = torch.zeros(num_rows, dtype=torch.int32)
+        lens[:num_seqs] = torch.tensor(batch.context_lens, dtype=torch.int32)
+        self._context_lens[:num_rows].copy_(lens, non_blocking=True)
+        used = batch.block_tables.shape[1]
+        self._block_tables[:num_seqs, :used].copy_(batch.block_tables, non_blocking=True)
+        if num_rows > num_seqs:
+            self._token_ids[num_seqs:num_rows].zero_()
+            self._positions[num_seqs:num_rows].zero_()
+            self._slots[num_seqs:num_rows].fill_(-1)
+
+    def tensors(self, num_rows: int, *, has_groups: bool = False) -> StepTensors:
+        """Return the first rows as attention reads them."""
+        shared = self._groups.tensors(self._shared, num_rows) if has_groups else None
+        return StepTensors(
+            self._slots[:num_rows],
+            self._query_starts[: num_rows + 1],
+            self._context_lens[:num_rows],
+            self._block_tables[:num_rows],
+            (1,) * num_rows,
+            shared,
+        )
+
+    def batch(self, num_rows: int) -> ForwardBatch:
+        """Return the first rows as the modules read them; lengths and tables are `tensors`' affair."""
+        return ForwardBatch(
+            token_ids=self._token_ids[:num_rows],
+            positions=self._positions[:num_rows],
+            slots=self._slots[:num_rows],
+            query_starts=list(range(num_rows + 1)),
+            context_lens=[0] * num_rows,
+            block_tables=self._block_tables[:num_rows],
+            logits_rows=self._rows[:num_rows],
+        )
+
+
+class GraphDecoder:
+    """Replays recorded steps where they fit, and leaves all others to another decoder.
+
+    The logits that `forward` returns may be overwritten by the next call.
+    """
+
+    def __init__(
+        self, eager: Decoder, run: RunStep, make_step: MakeStep, recorder: GraphRecorder, *, max_context: int
+    ) -> None:
+        """`max_context`: the most tokens of a sequence, which sizes the block tables."""
+        self._eager = eager
+        self._run = run
+        self._make_step = make_step
+        self._recorder = recorder
+        self._max_context = max_context
+        self._kv: DeviceKV | None = None
+        self._inputs: DecodeInputs | None = None
+        self._replays: dict[tuple[int, bool], Callable[[], torch.Tensor]] = {}
+        """By bucket, and whether prefixes are shared."""
+        self.is_enabled = True
+        """False once a step couldn't be recorded."""
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """Buckets that have a graph, in the order they were recorded."""
+        return tuple(bucket for bucket, _ in self._replays)
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        bucket = self._bucket(batch)
+        if bucket is None:
+            return self._eager.forward(batch, kv)
+        inputs = self._inputs_for(kv)
+        if batch.block_tables.shape[1] > inputs.max_blocks:
+            return self._eager.forward(batch, kv)
+        block_size = kv.layout.block_size
+        groups = find_groups(batch, block_size)
+        inputs.fill(batch, bucket, groups, block_size)
+        replay = self._replays.get((bucket, bool(groups)))
+        logits = replay() if replay is not None else self._first(bucket, inputs, kv, has_groups=bool(groups))
+        return logits[: batch.num_seqs]
+
+    def _bucket(self, batch: ForwardBatch) -> int | None:
+        """Return the bucket of a batch of decodes that each want their logits; None for any other batch."""
+        num_seqs = batch.num_seqs
+        if not self.is_enabled or not 0 < num_seqs <= BUCKETS[-1]:
+            return None
+        if len(batch.token_ids) != num_seqs or len(batch.logits_rows) != num_seqs:
+            return None
+        return BUCKETS[bisect_left(BUCKETS, num_seqs)]
+
+    def _inputs_for(self, kv: DeviceKV) -> DecodeInputs:
+        """Return the inputs; graphs hold addresses of `kv`, so another one starts afresh."""
+        if self._inputs is None or self._kv is not kv:
+            max_blocks = -(-self._max_context // kv.layout.block_size)
+            self._kv, self._inputs = kv, DecodeInputs(BUCKETS[-1], max_blocks, kv.device)
+            self._replays.clear()
+        return self._inputs
+
+    def _first(self, bucket: int, inputs: DecodeInputs, kv: DeviceKV, *, has_groups: bool) -> torch.Tensor:
+        """Run a step as usual, then record it for the next time."""
+        tensors = inputs.tensors(bucket, has_groups=has_groups)
+        batch, step = inputs.batch(bucket), self._make_step(tensors, kv)
+        logits = self._run(batch, step)
+        try:
+            self._replays[bucket, has_groups] = self._recorder.record(lambda: self._run(batch, step))
+        except RuntimeError as error:
+            self.is_enabled = False
+            self._replays.clear()
+            logger.warning("decode steps of this model can't be recorded as CUDA graphs: %s", error)
+        return logits

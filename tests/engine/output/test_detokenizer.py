@@ -1,0 +1,110 @@
+"""Deltas joined are the decoded whole, no delta splits a character, and a token costs a bounded decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
+
+from stemma.engine.output.detokenizer import Detokenizer
+from stemma.model.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_level(Path(tmp_path_factory.mktemp("bytes")))
+
+
+@pytest.fixture(scope="module")
+def pieces_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return sentencepiece_like(Path(tmp_path_factory.mktemp("pieces")))
+
+
+def stream(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    return [*(detokenizer.append(token) for token in token_ids), detokenizer.flush()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.integers(0, 329), max_size=60), skip=st.booleans())
+def test_any_tokens_of_a_byte_level_vocabulary(
+    bytes_tokenizer: Tokenizer, tokens: list[int], skip: bool
+) -> None:
+    assert bytes_tokenizer.vocab_size <= 330
+    deltas = stream(bytes_tokenizer, tokens, skip=skip)
+    assert "".join(deltas) == bytes_tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.sampled_from([*range(160, 256), 5, 40]), max_size=80))
+def test_long_runs_of_invalid_bytes(bytes_tokenizer: Tokenizer, tokens: list[int]) -> None:
+    assert "".join(stream(bytes_tokenizer, tokens)) == bytes_tokenizer.decode(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("aé🙂👩‍🚀中文 \n\ufffd.𝄞e\u0301"), max_size=60))
+def test_emoji_and_cjk_come_whole(bytes_tokenizer: Tokenizer, text: str) -> None:
+    tokens = [int(token) for token in bytes_tokenizer.encode(text)]
+    deltas = stream(bytes_tokenizer, tokens)
+    assert "".join(deltas) == text
+    assert all("\ufffd" not in delta for delta in deltas) or "\ufffd" in text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("the quick fox.,🙂中abc "), max_size=60))
+def test_spaces_and_byte_fallback_of_sentencepiece(pieces_tokenizer: Tokenizer, text: str) -> None:
+    tokens = [int(token) for token in pieces_tokenizer.encode(text)]
+    assert "".join(stream(pieces_tokenizer, tokens)) == pieces_tokenizer.decode(tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.lists(st.sampled_from([1, *range(258, 270)]), max_size=60), skip=st.booleans())
+def test_any_pieces_with_special_tokens_between(
+    pieces_tokenizer: Tokenizer, tokens: list[int], skip: bool
+) -> None:
+    deltas = stream(pieces_tokenizer, tokens, skip=skip)
+    assert "".join(deltas) == pieces_tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+def test_a_character_of_four_tokens_is_one_delta(bytes_tokenizer: Tokenizer) -> None:
+    tokens = [int(token) for token in bytes_tokenizer.encode("a𝄞b")]
+    assert len(tokens) == 6
+    assert stream(bytes_tokenizer, tokens) == ["a", "", "", "", "𝄞", "b", ""]
+
+
+def test_an_unfinished_character_comes_with_the_flush(bytes_tokenizer: Tokenizer) -> None:
+    tokens = [int(token) for token in bytes_tokenizer.encode("a𝄞")][:-1]
+    assert stream(bytes_tokenizer, tokens) == ["a", "", "", "", "\ufffd"]
+
+
+def test_special_tokens_are_shown_only_if_wanted(bytes_tokenizer: Tokenizer) -> None:
+    tokens = [int(token) for token in bytes_tokenizer.encode("hi" + END)]
+    assert "".join(stream(bytes_tokenizer, tokens)) == "hi"
+    assert "".join(stream(bytes_tokenizer, tokens, skip=False)) == "hi" + END
+
+
+@pytest.mark.parametrize("kind", ["text", "invalid"])
+def test_cost_of_a_token_does_not_grow(bytes_tokenizer: Tokenizer, kind: str) -> None:
+    """Tokens decoded per token appended stay bounded, even on bytes that never become a character."""
+
+    class Counting:
+        special_token_ids = bytes_tokenizer.special_token_ids
+        num_decoded = 0
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            self.num_decoded += len(token_ids)
+            return bytes_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    [lone] = set(map(int, bytes_tokenizer.encode("𝄞")[-1:]))
+    tokens = (
+        list(map(int, bytes_tokenizer.encode("The quick 𝄞. "))) * 200 if kind == "text" else [lone] * 2000
+    )
+    decoder = Counting()
+    detokenizer = Detokenizer(decoder)
+    for token in tokens:
+        detokenizer.append(token)
+    assert decoder.num_decoded / len(tokens) < 20

@@ -1,0 +1,51 @@
+"""The output side: late tokens of an answered request are dropped, and nothing is kept of it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.engine.harness import greedy, prompt
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.core.request import Limits, RequestState
+from stemma.engine.output.output import OutputProcessor, SequenceNews, Stopped
+from stemma.types import FinishReason
+
+
+@pytest.fixture
+def processor(tokenizer) -> OutputProcessor:
+    return OutputProcessor(tokenizer, Limits((), 100))
+
+
+def state(**options) -> RequestState:
+    return RequestState(GenerationRequest("a", prompt(1, 4), greedy(50, **options)), arrival=0.0, order=0)
+
+
+def test_tokens_behind_a_stop_string_are_dropped(processor, tokenizer):
+    request = state(stop=("X",))
+    x = int(tokenizer.encode("X")[-1])
+    outputs, stopped = processor.process([SequenceNews(request, 0, (x,))])
+    assert stopped == [Stopped("a", 0)]
+    assert outputs[0].finished
+    assert processor.process([SequenceNews(request, 0, (x,))]) == ([], [])
+    assert processor.process([SequenceNews(request, 0, finish_reason=FinishReason.ABORT)]) == ([], [])
+    assert processor.num_open == 0
+
+
+def test_the_rest_of_a_draft_behind_a_stop_string_is_dropped(processor, tokenizer):
+    request = state(stop=("X",))
+    x, y = (int(tokenizer.encode(t)[-1]) for t in "XY")
+    outputs, _ = processor.process([SequenceNews(request, 0, (y, x, y, y))])
+    assert outputs[0].deltas[0].token_ids == (y, x)
+    assert outputs[0].deltas[0].text == "Y"
+    assert outputs[0].num_generated_tokens == 2
+
+
+def test_one_output_a_request_and_step(processor):
+    request = state(n=2)
+    outputs, _ = processor.process([SequenceNews(request, 0, (5,)), SequenceNews(request, 1, (6,))])
+    assert [[d.index for d in o.deltas] for o in outputs] == [[0, 1]]
+    assert not outputs[0].finished
+    done = [SequenceNews(request, i, finish_reason=FinishReason.ABORT) for i in (0, 1)]
+    assert processor.process(done[:1])[0][0].finished is False
+    assert processor.process(done[1:])[0][0].finished is True
+    assert processor.num_open == 0

@@ -1,0 +1,352 @@
+"""PrefixCache on tiny pools: exact block ids, who is evicted, and what every lease holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.memory.buffers import HashBuffer
+
+from stemma.errors import IntegrityError
+from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.prefix.eviction.cost import block_costs
+from stemma.prefix.eviction.gdsf import GDSFPolicy
+from stemma.prefix.explain import MissReason
+from stemma.prefix.hashed import HashIndex
+from stemma.prefix.index import PrefixIndex
+from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
+from stemma.prefix.radix import RadixIndex
+from stemma.types import Tier
+
+NS = DEFAULT_NAMESPACE
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def make_index(kind: str, key_space: KeySpace) -> PrefixIndex | None:
+    if kind == "off":
+        return None
+    return RadixIndex(key_space.block_size) if kind == "radix" else HashIndex(key_space)
+
+
+def make_cache(num_blocks: int, block_size: int, kind: str = "radix", **options) -> PrefixCache:
+    key_space = KeySpace("model", "layout", block_size)
+    buffer = HashBuffer(num_blocks, block_size)
+    return PrefixCache(buffer, make_index(kind, key_space), key_space, clock=Clock(), **options)
+
+
+def tokens(*values: int | range) -> np.ndarray:
+    flat = [t for v in values for t in (v if isinstance(v, range) else [v])]
+    return np.array(flat, dtype=np.int32)
+
+
+def compute_all(cache: PrefixCache, lease, *, check_head: bool = True) -> None:
+    """Compute what a lease misses, verify all of it, and commit."""
+    buffer = cache._buffer
+    if check_head:
+        buffer.verify(lease, lease.num_cached_tokens)
+    buffer.compute(lease, lease.num_cached_tokens, lease.num_tokens)
+    buffer.verify(lease, lease.num_tokens)
+    cache.commit(lease, lease.num_tokens)
+
+
+def run(cache: PrefixCache, prompt: np.ndarray, namespace: Namespace = NS) -> int:
+    """Serve a prompt to its end; return how many tokens came from cache."""
+    lease = cache.reserve(namespace, prompt)
+    assert lease is not None
+    compute_all(cache, lease)
+    num_cached = lease.num_cached_tokens
+    cache.free(lease, lease.num_tokens)
+    cache.check()
+    return num_cached
+
+
+@pytest.fixture(params=["radix", "hash"])
+def kind(request) -> str:
+    return request.param
+
+
+def test_the_second_identical_request_reuses_163_of_164_tokens(kind):
+    """The MindIE example: with blocks of 128 they reuse 128."""
+    cache = make_cache(8, 128, kind)
+    prompt = tokens(range(164))
+    assert run(cache, prompt) == 0
+    assert cache.match(NS, prompt) == 163
+    assert run(cache, prompt) == 163
+
+
+def test_a_shared_prefix_shorter_than_a_block_is_reused(kind):
+    cache = make_cache(8, 128, kind)
+    run(cache, tokens(range(40), range(1000, 1100)))
+    assert run(cache, tokens(range(40), range(2000, 2100))) == 40
+
+
+def test_block_tables_are_exact(kind):
+    """4 blocks of 4: shared blocks keep their ids, the parting block is copied to a fresh one."""
+    cache = make_cache(8, 4, kind)
+    first = cache.reserve(NS, tokens(range(10)))
+    assert first.block_table.tolist() == [0, 1, 2]
+    compute_all(cache, first)
+    cache.free(first, 10)
+    assert cache.stats().num_cached_blocks == 3
+    second = cache.reserve(NS, tokens(range(6), 90, 91, 92))
+    assert second.num_cached_tokens == 6
+    assert second.block_table.tolist() == [0, 3, 4]
+    cache._buffer.verify(second, 6)
+    compute_all(cache, second)
+    cache.free(second, 9)
+    cache.check()
+
+
+def test_eviction_takes_the_oldest_chain_tail_first(kind):
+    cache = make_cache(5, 2, kind)
+    run(cache, tokens(1, 2, 3, 4))
+    run(cache, tokens(5, 6, 7, 8))
+    lease = cache.reserve(NS, tokens(9, 10, 11))
+    assert sorted(lease.block_table.tolist()) == [1, 4]
+    assert cache.match(NS, tokens(1, 2, 3, 4, 0)) == 2
+    assert cache.match(NS, tokens(5, 6, 7, 8, 0)) == 4
+    cache.free(lease, 0)
+    cache.check()
+
+
+@pytest.mark.parametrize(("attention_equal_at", "left"), [(1e9, (20, 7)), (8.0, (23, 4))])
+def test_with_costs_deep_blocks_outlive_shallow_ones(kind, attention_equal_at, left):
+    """A long prompt, a short one, and one more: the older gives way, or what is recomputed in less time."""
+    key_space = KeySpace("model", "layout", 4)
+    policy = GDSFPolicy()
+    index = RadixIndex(4, policy) if kind == "radix" else HashIndex(key_space, policy)
+    costs = block_costs(9, 4, attention_equal_at)
+    cache = PrefixCache(HashBuffer(9, 4), index, key_space, block_costs=costs, clock=Clock())
+    long, short = tokens(range(100, 124)), tokens(range(200, 208))
+    for prompt in (long, short, tokens(range(300, 304))):
+        run(cache, prompt)
+    assert (cache.match(NS, long), cache.match(NS, short)) == left
+
+
+def test_a_running_request_is_never_evicted(kind):
+    cache = make_cache(4, 2, kind)
+    lease = cache.reserve(NS, tokens(range(6)))
+    compute_all(cache, lease)
+    assert cache.reserve(NS, tokens(90, 91, 92)) is None
+    assert not cache.extend(lease, 9)
+    assert cache.extend(lease, 8)
+    cache._buffer.verify(lease, 6)
+    cache.check()
+    cache.free(lease, 6)
+    assert cache.reserve(NS, tokens(90, 91, 92)) is not None
+
+
+def test_reserve_that_fails_takes_nothing(kind):
+    cache = make_cache(4, 2, kind)
+    run(cache, tokens(1, 2, 3, 4))
+    holder = cache.reserve(NS, tokens(7, 8, 9))
+    before = cache.stats()
+    assert cache.reserve(NS, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9)) is None
+    assert cache.stats() == before
+    cache.check()
+    cache.free(holder, 0)
+
+
+def test_the_block_copied_from_survives_until_the_copy(kind):
+    """The only block that can be evicted is the one whose head we want: it is copied first or not at all."""
+    cache = make_cache(3, 4, kind)
+    run(cache, tokens(range(8)))
+    lease = cache.reserve(NS, tokens(0, 1, 2, 3, 4, 5, 99))
+    assert lease is not None
+    cache._buffer.verify(lease, lease.num_cached_tokens)
+    assert lease.num_cached_tokens == 6
+    cache.free(lease, lease.num_cached_tokens)
+    holder = cache.reserve(NS, tokens(50, 51, 52, 53, 54, 55))
+    cache._buffer.verify(holder, holder.num_cached_tokens)
+    cache.check()
+
+
+def test_without_room_for_source_and_copy_the_head_is_recomputed(kind):
+    cache = make_cache(2, 4, kind)
+    run(cache, tokens(range(4)))
+    lease = cache.reserve(NS, tokens(0, 1, 9, 9, 9))
+    assert lease is not None
+    assert lease.num_cached_tokens == 0
+    assert lease.miss.reason is MissReason.NO_ROOM
+    cache.free(lease, 0)
+    cache.check()
+
+
+def test_what_a_step_under_way_may_use_is_not_handed_out(kind):
+    """Duplicates that a commit found, and all that a lease had, stay until the last step is over."""
+    cache = make_cache(6, 4, kind)
+    prompt = tokens(range(9))
+    one, two = cache.reserve(NS, prompt), cache.reserve(NS, prompt)
+    compute_all(cache, one)
+    cache.open_fence()
+    cache.open_fence()
+    own = two.block_table[:2].tolist()
+    compute_all(cache, two)
+    assert two.block_table[:2].tolist() != own
+    cache.free(two, 9)
+    cache.check()
+    cache.close_fence()
+    assert cache.reserve(NS, tokens(range(50, 53))) is None
+    cache.close_fence()
+    cache.check()
+    assert not cache.has_fence
+    assert cache.num_available == 3
+    cache.free(one, 9)
+    cache.check()
+
+
+def test_identical_blocks_are_merged_on_commit(kind):
+    cache = make_cache(8, 2, kind)
+    one, two = cache.reserve(NS, tokens(range(5))), cache.reserve(NS, tokens(range(5)))
+    assert not set(one.block_table.tolist()) & set(two.block_table.tolist())
+    compute_all(cache, one)
+    compute_all(cache, two)
+    assert two.block_table[:2].tolist() == one.block_table[:2].tolist()
+    assert two.block_table[2] != one.block_table[2]
+    assert cache.stats().num_deduplicated_blocks == 2
+    cache._buffer.verify(two, 5)
+    cache.check()
+    cache.free(one, 5)
+    cache.free(two, 5)
+    cache.check()
+    assert cache.stats().num_free_blocks == 5
+
+
+def test_the_tail_of_a_running_prompt_can_be_reused_and_goes_on_growing(kind):
+    cache = make_cache(8, 4, kind)
+    first = cache.reserve(NS, tokens(range(6)))
+    compute_all(cache, first)
+    cache.commit(first, 6, tail=True)
+    second = cache.reserve(NS, tokens(range(6)))
+    assert second.num_cached_tokens == 5
+    cache._buffer.verify(second, 5)
+    for token in (6, 7, 8):
+        first.append(token)
+    cache.extend(first, 9)
+    cache._buffer.compute(first, 6, 9)
+    cache.commit(first, 9)
+    cache.check()
+    compute_all(cache, second)
+    cache.free(first, 9)
+    cache.free(second, 6)
+    cache.check()
+    assert cache.match(NS, tokens(range(10))) == 9
+
+
+def test_fork_shares_full_blocks_and_copies_the_tail(kind):
+    cache = make_cache(8, 4, kind)
+    lease = cache.reserve(NS, tokens(range(6)))
+    compute_all(cache, lease)
+    twin = cache.fork(lease, 6)
+    assert twin.block_table[0] == lease.block_table[0]
+    assert twin.block_table[1] != lease.block_table[1]
+    for one, token in ((lease, 70), (twin, 80)):
+        one.append(token)
+        cache._buffer.compute(one, 6, 7)
+    cache._buffer.verify(lease, 7)
+    cache._buffer.verify(twin, 7)
+    cache.check()
+    cache.free(lease, 7)
+    cache.free(twin, 7)
+    cache.check()
+
+
+def test_fork_works_with_the_cache_off():
+    cache = make_cache(6, 4, "off")
+    lease = cache.reserve(NS, tokens(range(6)))
+    compute_all(cache, lease)
+    twin = cache.fork(lease, 6)
+    cache._buffer.verify(twin, 6)
+    assert cache.fork(lease, 6) is not None
+    assert cache.stats().num_free_blocks == 2
+    cache.check()
+    cache.free(lease, 6)
+    cache.free(twin, 6)
+    cache.check()
+
+
+def test_disabled_keeps_nothing():
+    cache = make_cache(4, 4, "off")
+    prompt = tokens(range(8))
+    assert run(cache, prompt) == 0
+    assert run(cache, prompt) == 0
+    assert cache.stats().num_free_blocks == 4
+    lease = cache.reserve(NS, prompt)
+    assert lease.miss.reason is MissReason.DISABLED
+
+
+def test_namespaces_share_nothing(kind):
+    cache = make_cache(8, 4, kind)
+    prompt = tokens(range(9))
+    run(cache, prompt, Namespace(salt="a"))
+    assert run(cache, prompt, Namespace(salt="b")) == 0
+    assert run(cache, prompt, Namespace(adapter="a")) == 0
+    assert run(cache, prompt, Namespace(salt="a")) == 8
+
+
+def test_flush_drops_what_nobody_holds_and_says_how_much(kind):
+    cache = make_cache(8, 2, kind)
+    run(cache, tokens(range(6)))
+    lease = cache.reserve(NS, tokens(0, 1, 9, 9))
+    assert cache.flush() == 2
+    assert cache.match(NS, tokens(range(6))) == 2
+    cache.free(lease, 0)
+    cache.check()
+    assert cache.flush() == 1
+    assert cache.stats().num_free_blocks == 8
+    assert cache.reserve(NS, tokens(range(6))).miss.reason is MissReason.FLUSHED
+
+
+def test_why_a_prompt_missed(kind):
+    cache = make_cache(6, 4, kind)
+
+    def reason(prompt: np.ndarray) -> MissReason:
+        lease = cache.reserve(NS, prompt)
+        cache.free(lease, 0)
+        return lease.miss.reason
+
+    assert reason(tokens(range(6))) is MissReason.COLD
+    run(cache, tokens(range(10)))
+    assert reason(tokens(range(10))) is MissReason.LAST_TOKEN
+    assert reason(tokens(range(6), 99, 99)) is MissReason.DIVERGED
+    assert reason(tokens(range(4), 99, 99)) is MissReason.DIVERGED
+    assert reason(tokens(range(10), 99, 99)) is MissReason.EXTENDS
+    assert reason(tokens(99, 98, 97)) is MissReason.COLD
+    holder = cache.reserve(NS, tokens(range(500, 519)))
+    cache.free(holder, 0)
+    assert reason(tokens(range(10))) is MissReason.EVICTED
+
+
+def test_a_conversation_reuses_its_own_answer(kind):
+    cache = make_cache(16, 4, kind)
+    lease = cache.reserve(NS, tokens(range(7)))
+    compute_all(cache, lease)
+    for token in range(7, 12):
+        lease.append(token)
+        cache.extend(lease, lease.num_tokens)
+        cache._buffer.compute(lease, lease.num_tokens - 2, lease.num_tokens - 1)
+        cache.commit(lease, lease.num_tokens - 1)
+    cache.free(lease, 11)  # the last token drawn has no KV
+    assert run(cache, tokens(range(12), 50, 51)) == 11
+
+
+def test_check_finds_a_leaked_reference(kind):
+    cache = make_cache(4, 4, kind)
+    run(cache, tokens(range(6)))
+    cache._allocator.acquire(np.array([0], dtype=np.int32))
+    with pytest.raises(IntegrityError, match="reference counts"):
+        cache.check()
+
+
+def test_cached_tokens_are_reported_by_tier(kind):
+    cache = make_cache(4, 4, kind)
+    run(cache, tokens(range(6)))
+    lease = cache.reserve(NS, tokens(range(6)))
+    assert lease.cached_by_tier == {Tier.DEVICE: 5}

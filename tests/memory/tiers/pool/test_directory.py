@@ -1,0 +1,128 @@
+"""The directory backend: contract, several processes, size limit, foreign files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.contracts.pool_backend_suite import (
+    VALUE_BYTES,
+    PoolBackendContract,
+    name_of,
+    parts_of,
+    read,
+)
+
+from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.pool.directory import DirectoryPool, open_backend
+from stemma.memory.tiers.store import PutResult, ReadResult
+
+
+class TestDirectoryContract(PoolBackendContract):
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self._path = tmp_path / "pool"
+
+    def open(self) -> DirectoryPool:
+        return open_backend({"path": str(self._path)})
+
+
+def _write_and_read(path: str, seed: int, num_rounds: int) -> None:
+    """One of several processes: puts, reads and removes the same few keys; fails on foreign bytes."""
+    pool = open_backend({"path": path})
+    names = [name_of(n) for n in range(8)]
+    for turn in range(num_rounds):
+        some = [names[(seed + turn + n) % len(names)] for n in range(4)]
+        assert PutResult.ERROR not in pool.put_many(some, [parts_of(name) for name in some])
+        assert set(read(pool, some)) <= {ReadResult.HIT, ReadResult.MISS}
+        if turn % 3 == seed % 3:
+            pool.remove(some[:1])
+
+
+def test_many_processes_write_read_and_remove_the_same_keys(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_write_and_read, args=(str(tmp_path), seed, 60)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert not list(tmp_path.rglob(".new-*"))
+
+
+def test_collection_keeps_the_values_used_last(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path), "capacity": 10 * VALUE_BYTES})
+    names = [name_of(n) for n in range(12)]
+    pool.put_many(names, [parts_of(name) for name in names])
+    pool.wait_for_collection()
+    now = time.time()
+    assert sum(pool.exists_many(names)) == 9
+    survivors = [name for name, there in zip(names, pool.exists_many(names), strict=True) if there]
+    for age, name in enumerate(survivors):
+        os.utime(tmp_path / name[:2] / name[2:4] / name, (now - 100 * age, now - 100 * age))
+    assert read(pool, [survivors[-1]]) == [ReadResult.HIT]  # the oldest one, used now
+    extra = [name_of(f"extra {n}") for n in range(3)]
+    pool.put_many(extra, [parts_of(name) for name in extra])
+    pool.wait_for_collection()
+    assert pool.exists_many([survivors[-1], survivors[-2]]) == [True, False]
+    assert sum(pool.exists_many([*survivors, *extra])) == 9
+
+
+def test_a_put_does_not_wait_for_a_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk over millions of files would make it late, and the pool look dead."""
+    pool = open_backend({"path": str(tmp_path), "capacity": 10 * VALUE_BYTES})
+    gate = threading.Event()
+    walk = pool._walk
+    monkeypatch.setattr(pool, "_walk", lambda now: walk(now) if gate.wait(20) else iter(()))
+    names = [name_of(n) for n in range(12)]
+    assert set(pool.put_many(names, [parts_of(name) for name in names])) == {PutResult.STORED}
+    assert all(pool.exists_many(names))
+    gate.set()
+    pool.wait_for_collection()
+    assert sum(pool.exists_many(names)) == 9
+
+
+def test_collection_removes_expired_values_and_abandoned_files(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path), "ttl_s": 50})
+    old, new = name_of("old"), name_of("new")
+    pool.put_many([old, new], [parts_of(old), parts_of(new)])
+    directory = tmp_path / old[:2] / old[2:4]
+    abandoned = directory / ".new-host-1-1"
+    abandoned.write_bytes(b"half a value")
+    long_ago = time.time() - 4000
+    os.utime(directory / old, (long_ago, long_ago))
+    os.utime(abandoned, (long_ago, long_ago))
+    collected = pool.collect()
+    assert collected is not None
+    assert (collected.num_values, collected.num_bytes, collected.num_removed) == (1, VALUE_BYTES, 1)
+    assert pool.exists_many([old, new]) == [False, True]
+    assert not abandoned.exists()
+
+
+def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path)})
+    name = name_of("torn")
+    pool.put_many([name], [parts_of(name)])
+    os.truncate(tmp_path / name[:2] / name[2:4] / name, 1000)
+    assert read(pool, [name]) == [ReadResult.CORRUPT]
+
+
+def test_a_directory_that_went_away_is_a_broken_pool_not_an_empty_one(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path / "mount")})
+    (tmp_path / "mount").rmdir()
+    with pytest.raises(StorageError, match="gone"):
+        pool.exists_many([name_of("a")])
+
+
+def test_configuration_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absolute"):
+        open_backend({"path": "relative"})
+    with pytest.raises(ConfigError, match="pathh"):
+        open_backend({"pathh": str(tmp_path)})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        open_backend({"path": str(tmp_path / "file")})

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.contracts.block_store_suite import BLOCK_BYTES, ROOT, LocalStoreContract, chain, key_of, keys, read
+from tests.memory.manual_clock import ManualClock
+
+from stemma.errors import ConfigError, StorageError, StorageLocked, StorageMismatch
+from stemma.memory.tiers.disk.directory import (
+    MANIFEST,
+    list_spaces,
+    new_manifest,
+    read_manifest,
+    remove_space,
+)
+from stemma.memory.tiers.disk.files import FileLayer
+from stemma.memory.tiers.disk.record import RECORD_BYTES, Record, block_checksum, sound_records, with_last_use
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
+from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.prefix.keys import KeySpace
+
+SPACE = KeySpace("model-a", "layout-a", 16)
+SLOT_BYTES = new_manifest(SPACE, BLOCK_BYTES, 1 << 20).slot_bytes
+
+
+def size_for(capacity_blocks: int) -> int:
+    return 65536 + capacity_blocks * (SLOT_BYTES + RECORD_BYTES)
+
+
+def make_disk(
+    root: Path,
+    capacity_blocks: int = 64,
+    *,
+    space: KeySpace = SPACE,
+    clock: ManualClock | None = None,
+    files: FileLayer | None = None,
+    ttl_s: float | None = None,
+) -> DiskStore:
+    return DiskStore(
+        root,
+        space,
+        BLOCK_BYTES,
+        size_for(capacity_blocks),
+        LRUPolicy(),
+        clock or ManualClock(),
+        default_ttl_s=ttl_s,
+        files=files,
+    )
+
+
+class TestDiskStore(LocalStoreContract):
+    def make_store(self, tmp_path: Path, capacity_blocks: int) -> DiskStore:
+        return make_disk(tmp_path, capacity_blocks)
+
+
+def allocated_bytes(root: Path) -> int:
+    return sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
+
+
+def test_a_restart_finds_everything(tmp_path: Path) -> None:
+    blocks = chain("a", 5)
+    first = make_disk(tmp_path)
+    first.put_many(blocks)
+    first.close()
+    second = make_disk(tmp_path)
+    assert second.num_blocks == 5
+    assert read(second, keys(blocks)) == [ReadResult.HIT] * 5
+    second.check()
+    second.close()
+
+
+def test_a_restart_without_close_finds_everything(tmp_path: Path) -> None:
+    """What kill -9 leaves: nothing was flushed on the way out, and the lock is gone."""
+    blocks = chain("a", 5)
+    first = make_disk(tmp_path)
+    first.put_many(blocks)
+    first._space.release()
+    second = make_disk(tmp_path)
+    assert read(second, keys(blocks)) == [ReadResult.HIT] * 5
+    second.close()
+
+
+def test_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
+    clock = ManualClock(1000.0)
+    first = make_disk(tmp_path, 3, clock=clock)
+    a, b, c = (chain(name, 1)[0] for name in "abc")
+    first.put_many([a, b, c])
+    clock.now = 2000.0
+    read(first, [a.key])
+    first.close()
+    second = make_disk(tmp_path, 3, clock=clock)
+    second.put_many(chain("d", 2))
+    assert second.exists_many(keys([a, b, c])) == [True, False, False]
+    second.close()
+
+
+def test_removed_and_cleared_blocks_stay_away_after_a_restart(tmp_path: Path) -> None:
+    blocks = chain("a", 3)
+    store = make_disk(tmp_path)
+    store.put_many(blocks)
+    store.remove([blocks[2].key])
+    store.close()
+    store = make_disk(tmp_path)
+    assert store.exists_many(keys(blocks)) == [True, True, False]
+    assert store.clear() == 2
+    assert not list(store.path.glob("slab-*"))
+    assert store.put_many(blocks[:1]) == [PutResult.STORED]
+    store.close()
+    store = make_disk(tmp_path)
+    assert store.num_blocks == 1
+    store.close()
+
+
+def test_files_stay_within_the_limit(tmp_path: Path) -> None:
+    store = make_disk(tmp_path, 8)
+    for name in range(10):
+        store.put_many(chain(name, 3))
+        assert allocated_bytes(tmp_path) <= size_for(8)
+    assert store.num_blocks == 8
+    store.check()
+    store.close()
+
+
+def test_a_smaller_limit_after_a_restart_holds(tmp_path: Path) -> None:
+    store = make_disk(tmp_path, 8)
+    store.put_many(chain("a", 8))
+    store.close()
+    store = make_disk(tmp_path, 3)
+    assert store.num_blocks == 3
+    store.put_many(chain("b", 2))
+    assert store.num_blocks == 3
+    assert allocated_bytes(tmp_path) <= size_for(3) + 8 * RECORD_BYTES
+    store.check()
+    store.close()
+
+
+def test_another_model_never_sees_old_bytes(tmp_path: Path) -> None:
+    store = make_disk(tmp_path)
+    store.put_many(chain("a", 2))
+    store.close()
+    for space in (
+        KeySpace("model-b", "layout-a", 16),
+        KeySpace("model-a", "layout-b", 16),
+        KeySpace("model-a", "layout-a", 32),
+    ):
+        other = make_disk(tmp_path, space=space)
+        assert other.num_blocks == 0
+        other.close()
+    assert len(list_spaces(tmp_path)) == 4
+
+
+def test_another_models_unused_blocks_make_room_for_ours(tmp_path: Path) -> None:
+    old = make_disk(tmp_path, 8, space=KeySpace("old", "layout-a", 16))
+    old.put_many(chain("a", 8))
+    old.close()
+    store = make_disk(tmp_path, 8)
+    assert store.put_many(chain("b", 8)) == [PutResult.STORED] * 8
+    assert [space.path for space in list_spaces(tmp_path)] == [store.path]
+    store.close()
+
+
+def test_another_running_servers_blocks_stay(tmp_path: Path) -> None:
+    other = make_disk(tmp_path, 8, space=KeySpace("other", "layout-a", 16))
+    other.put_many(chain("a", 8))
+    store = make_disk(tmp_path, 8)
+    store.put_many(chain("b", 8))
+    assert read(other, keys(chain("a", 8))) == [ReadResult.HIT] * 8
+    with pytest.raises(StorageLocked):
+        remove_space(other.path)
+    other.close()
+    store.close()
+
+
+def test_a_second_server_is_refused(tmp_path: Path) -> None:
+    store = make_disk(tmp_path)
+    with pytest.raises(StorageLocked, match="another server"):
+        make_disk(tmp_path)
+    store.close()
+    make_disk(tmp_path).close()
+
+
+def test_a_renamed_sub_directory_is_a_mismatch(tmp_path: Path) -> None:
+    make_disk(tmp_path).close()
+    other = new_manifest(KeySpace("model-b", "layout-a", 16), BLOCK_BYTES, 1 << 20)
+    (tmp_path / new_manifest(SPACE, BLOCK_BYTES, 1 << 20).digest).rename(tmp_path / other.digest)
+    with pytest.raises(StorageMismatch, match="model_fingerprint is 'model-a', not 'model-b'"):
+        make_disk(tmp_path, space=KeySpace("model-b", "layout-a", 16))
+
+
+def test_a_damaged_manifest_starts_empty(tmp_path: Path) -> None:
+    store = make_disk(tmp_path)
+    store.put_many(chain("a", 2))
+    path = store.path
+    store.close()
+    (path / MANIFEST).write_text('{"model_fingerprint": ')
+    store = make_disk(tmp_path)
+    assert store.num_blocks == 0
+    assert store.put_many(chain("a", 2)) == [PutResult.STORED] * 2
+    store.close()
+    assert read_manifest(path) is not None
+
+
+def test_a_limit_below_one_block_and_an_unusable_path_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one block"):
+        make_disk(tmp_path, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        make_disk(tmp_path / "file")
+
+
+def test_default_and_own_time_to_live(tmp_path: Path) -> None:
+    clock = ManualClock(1000.0)
+    store = make_disk(tmp_path, clock=clock, ttl_s=60.0)
+    short, default = chain("short", 1)[0], chain("default", 1)[0]
+    store.put_many([BlockPut(short.key, ROOT, short.data, ttl_s=5.0), default])
+    store.close()
+    clock.now = 1010.0
+    store = make_disk(tmp_path, clock=clock, ttl_s=60.0)
+    assert store.exists_many([short.key, default.key]) == [False, True]
+    assert read(store, [short.key, default.key]) == [ReadResult.MISS, ReadResult.HIT]
+    assert store.expire() == 1
+    clock.now = 1071.0
+    assert store.expire() == 1
+    assert store.num_blocks == 0
+    store.close()
+
+
+def test_verify_drops_what_is_damaged(tmp_path: Path) -> None:
+    store = make_disk(tmp_path)
+    store.put_many(chain("a", 3))
+    with next(iter(store.path.glob("slab-*"))).open("r+b") as slab:
+        slab.seek(SLOT_BYTES + RECORD_BYTES + 7)
+        slab.write(b"!")
+    assert store.verify() == {"ok": 2, "checksum": 1}
+    assert store.verify() == {"ok": 2}
+    assert store.counters.reads[ReadResult.HIT] == 0
+    store.close()
+
+
+def test_record_round_trip_and_damage() -> None:
+    record = Record(3, key_of("k"), key_of("p"), 9, 77, BLOCK_BYTES, 1.0, 2.0, None, 50)
+    packed = record.pack()
+    assert len(packed) == RECORD_BYTES
+    later = with_last_use(packed, 5.0)
+    assert sound_records(memoryview(packed + later), 3, BLOCK_BYTES).tolist() == [0]
+    assert sound_records(memoryview(bytes(RECORD_BYTES) + later), 2, BLOCK_BYTES).tolist() == [1]
+    for at in range(0, RECORD_BYTES, 5):
+        damaged = bytearray(packed)
+        damaged[at] ^= 4
+        assert not len(sound_records(memoryview(damaged), 3, BLOCK_BYTES))
+
+
+def test_a_checksum_is_bound_to_key_and_generation() -> None:
+    data = memoryview(bytes(64))
+    sums = {block_checksum(key_of(k), g, data) for k in "ab" for g in (1, 2)}
+    assert len(sums) == 4
+
+
+def test_the_manifest_is_readable_json(tmp_path: Path) -> None:
+    store = make_disk(tmp_path)
+    fields = json.loads((store.path / MANIFEST).read_text())
+    assert fields["model_fingerprint"] == "model-a"
+    assert fields["block_bytes"] == BLOCK_BYTES
+    store.close()

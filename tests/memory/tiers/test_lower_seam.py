@@ -1,0 +1,156 @@
+"""PrefixCache above lower tiers: what it demotes, loads, and does when a load fails or is abandoned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from tests.memory.cache.test_prefix_cache import NS, compute_all, make_cache, run, tokens
+
+from stemma.memory.tiers.lower import DeviceBlock
+from stemma.types import BlockKey, Tier
+
+
+class DictTiers:
+    """Keeps demoted blocks in a dict; loads end when the test says so."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[BlockKey, np.ndarray] = {}
+        self.committed: list[DeviceBlock] = []
+        self.evicted: list[DeviceBlock] = []
+        self.loads: list[tuple[list[BlockKey], list[int], Future[int]]] = []
+        self.buffer = None
+
+    def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        found = 0
+        while found < len(keys) and keys[found] in self.blocks:
+            found += 1
+        return (Tier.HOST,) * found
+
+    def load(self, keys, block_ids) -> Future[int]:
+        future: Future[int] = Future()
+        future.set_running_or_notify_cancel()
+        self.loads.append((list(keys), list(block_ids), future))
+        return future
+
+    must_probe = False
+
+    def prefetch(self, parent, keys) -> None:
+        return None
+
+    def observe_prefill(self, num_tokens, seconds) -> None:
+        pass
+
+    def on_hit(self, blocks) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def stats(self) -> None:
+        return None
+
+    def on_commit(self, blocks) -> None:
+        self.committed += blocks
+
+    def on_evict(self, blocks) -> None:
+        self.evicted += blocks
+        for block in blocks:
+            self.blocks[block.key] = self.buffer.data[block.block_id].copy()
+
+    def finish(self, num_loaded: int | None = None) -> None:
+        keys, block_ids, future = self.loads.pop(0)
+        num_loaded = len(keys) if num_loaded is None else num_loaded
+        for key, block_id in list(zip(keys, block_ids, strict=True))[:num_loaded]:
+            self.buffer.data[block_id] = self.blocks[key]
+        future.set_result(num_loaded)
+
+
+@pytest.fixture
+def tiers() -> DictTiers:
+    return DictTiers()
+
+
+@pytest.fixture
+def cache(tiers):
+    cache = make_cache(4, 4, lower=tiers)
+    tiers.buffer = cache._buffer
+    return cache
+
+
+def push_down(cache) -> None:
+    """Fill the device with something else, so that all before it is demoted."""
+    run(cache, tokens(range(900, 915)))
+
+
+def test_committed_and_evicted_blocks_are_announced_with_their_parents(cache, tiers):
+    lease = cache.reserve(NS, tokens(range(9)), priority=70, ttl_s=5.0)
+    compute_all(cache, lease)
+    keys = [lease.key(0), lease.key(1)]
+    root = lease.root
+    cache.free(lease, 9)
+    assert [b.key for b in tiers.committed[:2]] == keys
+    assert [b.parent for b in tiers.committed] == [root, keys[0], keys[1]]
+    assert [b.num_tokens for b in tiers.committed] == [4, 4, 1]
+    assert {(b.priority, b.ttl_s) for b in tiers.committed} == {(70, 5.0)}
+    push_down(cache)
+    assert [b.key for b in tiers.evicted[1:3]] == [keys[1], keys[0]]
+
+
+def test_a_demoted_prefix_is_loaded_and_reported_by_tier(cache, tiers):
+    run(cache, tokens(range(12)))
+    push_down(cache)
+    lease = cache.reserve(NS, tokens(range(12), 50))
+    assert lease.pending.tiers == (Tier.HOST,) * 3
+    assert lease.num_cached_tokens == 0
+    tiers.finish()
+    cache.finish_load(lease)
+    assert lease.cached_by_tier == {Tier.HOST: 12}
+    cache._buffer.verify(lease, 12)
+    cache.check()
+    assert cache.match(NS, tokens(range(12), 51)) == 12
+    compute_all(cache, lease)
+    cache.free(lease, 13)
+    cache.check()
+
+
+def test_what_is_on_the_device_is_not_loaded(cache, tiers):
+    run(cache, tokens(range(12)))
+    push_down(cache)
+    first = cache.reserve(NS, tokens(range(5)))
+    tiers.finish()
+    cache.finish_load(first)
+    cache.free(first, 4)
+    second = cache.reserve(NS, tokens(range(12), 50))
+    assert second.pending.first == 1
+    tiers.finish()
+    cache.finish_load(second)
+    assert second.cached_by_tier == {Tier.DEVICE: 4, Tier.HOST: 8}
+    cache._buffer.verify(second, 12)
+    cache.free(second, 12)
+
+
+def test_a_load_that_breaks_off_is_a_smaller_hit(cache, tiers):
+    run(cache, tokens(range(12)))
+    push_down(cache)
+    lease = cache.reserve(NS, tokens(range(12), 50))
+    tiers.finish(num_loaded=1)
+    cache.finish_load(lease)
+    assert lease.cached_by_tier == {Tier.HOST: 4}
+    compute_all(cache, lease)
+    cache.free(lease, 13)
+    cache.check()
+
+
+def test_an_abandoned_load_keeps_its_blocks_until_it_is_over(cache, tiers):
+    run(cache, tokens(range(12)))
+    push_down(cache)
+    lease = cache.reserve(NS, tokens(range(12), 50))
+    cache.free(lease, 0)
+    cache.check()
+    assert cache.reserve(NS, tokens(700, 701)) is None
+    tiers.finish()
+    assert cache.reserve(NS, tokens(700, 701)) is not None
+    cache.check()

@@ -1,0 +1,418 @@
+"""TierTransfer over real stores and a small device buffer: what goes down, what comes up, what is counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contracts.block_store_suite import ROOT, bytes_of, key_of
+from tests.memory.manual_clock import ManualClock
+from tests.memory.tiers.test_disk import SPACE
+
+from stemma.errors import StorageError
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers import chunks
+from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.estimate import LoadEstimator
+from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.lower import DeviceBlock
+from stemma.memory.tiers.store import BlockPut, BlockStore, PutResult, ReadResult
+from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
+from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.types import BlockKey, Tier
+
+LAYOUT = KVLayout(2, 2, 16, 2, 8, "float32")
+BLOCK = LAYOUT.block_bytes
+TIMEOUT_S = 20.0
+
+
+class SlowStore(BlockStore):
+    """A pool whose calls wait until the test lets them go on, and give what the test says."""
+
+    tier = Tier.POOL
+
+    def __init__(self) -> None:
+        self._inner = HostStore(BLOCK, 64 * BLOCK, LRUPolicy(), ManualClock())
+        self.block_bytes = BLOCK
+        self.counters = self._inner.counters
+        self.gate = threading.Event()
+        self.gate.set()
+        self.results: list[ReadResult] | None = None
+
+    def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._inner.exists_many(keys)
+
+    def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
+        self.gate.wait(TIMEOUT_S)
+        results = self._inner.get_many(keys, into)
+        return results if self.results is None else self.results[: len(keys)]
+
+    def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
+        self.gate.wait(TIMEOUT_S)
+        return self._inner.put_many(blocks)
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        return self._inner.remove(keys)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Rig:
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.kv = DeviceKV(LAYOUT, 32)
+        self.clock = ManualClock()
+        self.opened: list[TierTransfer] = []
+
+    def host(self, num_blocks: int) -> HostStore:
+        return HostStore(BLOCK, num_blocks * BLOCK, LRUPolicy(), self.clock)
+
+    def disk(self) -> DiskStore:
+        return DiskStore(self.tmp_path, SPACE, BLOCK, 100 * BLOCK, LRUPolicy(), self.clock)
+
+    def open(self, *stores: BlockStore, **policy) -> TierTransfer:
+        writes = {Tier.HOST: "write_back", Tier.DISK: "write_through", Tier.POOL: "write_through"}
+        policy.setdefault("writes", writes)
+        policy.setdefault("load_timeout_s", 1000.0)
+        staging_bytes = policy.pop("staging_blocks", 16) * BLOCK
+        transfer = TierTransfer(
+            DeviceCopy(self.kv),
+            stores,
+            TransferPolicy(**policy),
+            self.clock,
+            block_size=16,
+            staging_bytes=staging_bytes,
+        )
+        self.opened.append(transfer)
+        return transfer
+
+    def fill(self, name: str, length: int, first_id: int = 0) -> list[DeviceBlock]:
+        """Compute a chain of blocks on the device."""
+        blocks, parent = [], ROOT
+        for n in range(length):
+            key = key_of(f"{name}/{n}")
+            data = torch.frombuffer(bytes_of(key, BLOCK), dtype=torch.uint8)
+            self.kv.block_bytes_view(first_id + n).copy_(data)
+            blocks.append(DeviceBlock(first_id + n, key, parent, 16, 50, None))
+            parent = key
+        return blocks
+
+    def wipe(self) -> None:
+        self.kv.data.zero_()
+
+    def content(self, block_id: int) -> bytes:
+        return self.kv.block_bytes_view(block_id).numpy().tobytes()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    for transfer in rig.opened:
+        transfer.check()
+        transfer.close()
+        transfer.close()
+
+
+def keys(blocks: Sequence[DeviceBlock]) -> list[BlockKey]:
+    return [block.key for block in blocks]
+
+
+def load(rig: Rig, transfer: TierTransfer, wanted: Sequence[BlockKey], first_id: int = 16) -> int:
+    """Load into the device, check the bytes, and return how many arrived."""
+    future = transfer.load(wanted, range(first_id, first_id + len(wanted)))
+    count = future.result(TIMEOUT_S)
+    for n, key in enumerate(wanted[:count]):
+        assert rig.content(first_id + n) == bytes_of(key, BLOCK)
+    return count
+
+
+def test_evicted_blocks_come_back_from_the_host(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8))
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    assert transfer.match(keys(blocks)) == []
+    transfer.on_evict(blocks[::-1])
+    rig.wipe()
+    assert transfer.match([*keys(blocks), key_of("absent")]) == [Tier.HOST] * 4
+    assert load(rig, transfer, keys(blocks)) == 4
+    assert transfer.match(keys(blocks)) == [Tier.HOST] * 4
+    stats = transfer.stats()
+    assert stats.loads.loaded_blocks == {Tier.HOST: 4}
+    assert stats.tiers[Tier.HOST].num_blocks == 4
+
+
+def test_exclusive_moves_instead_of_copying(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), exclusive=True)
+    blocks = rig.fill("a", 3)
+    transfer.on_evict(blocks[::-1])
+    assert load(rig, transfer, keys(blocks)) == 3
+    assert transfer.match(keys(blocks)) == []
+
+
+def test_partial_blocks_stay_on_the_device(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8))
+    (block,) = rig.fill("a", 1)
+    transfer.on_evict([DeviceBlock(block.block_id, block.key, ROOT, 7, 50, None)])
+    assert transfer.match([block.key]) == []
+
+
+def test_a_match_ends_at_the_first_gap(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8))
+    blocks = rig.fill("a", 3)
+    transfer.on_evict([blocks[2], blocks[0]])
+    assert transfer.match(keys(blocks)) == [Tier.HOST]
+
+
+def test_write_through_to_disk_survives_a_restart(rig: Rig) -> None:
+    transfer = rig.open(rig.disk())
+    blocks = rig.fill("a", 5)
+    transfer.on_commit(blocks)
+    assert transfer.drain(TIMEOUT_S)
+    transfer.close()
+    rig.wipe()
+    transfer = rig.open(rig.disk())
+    assert transfer.match(keys(blocks)) == [Tier.DISK] * 5
+    assert load(rig, transfer, keys(blocks)) == 5
+
+
+def test_write_back_reaches_the_disk_when_the_host_runs_full(rig: Rig) -> None:
+    writes = {Tier.HOST: "write_back", Tier.DISK: "write_back"}
+    transfer = rig.open(rig.host(16), rig.disk(), writes=writes)
+    chains = [rig.fill(name, 2, 2 * n) for n, name in enumerate("abcdefghijkl")]
+    for chain in chains:
+        transfer.on_evict(chain[::-1])
+        assert transfer.drain(TIMEOUT_S)
+    assert [transfer.match(keys(chain))[0] for chain in (chains[0], chains[-1])] == [Tier.DISK, Tier.HOST]
+    for chain in chains:
+        assert load(rig, transfer, keys(chain), first_id=28) == 2
+
+
+def test_selective_write_through_waits_for_the_second_use(rig: Rig) -> None:
+    transfer = rig.open(rig.disk(), writes={Tier.DISK: "write_through_selective"})
+    blocks = rig.fill("a", 2)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    assert transfer.match(keys(blocks)) == []
+    transfer.on_hit(blocks[:1])
+    transfer.drain(TIMEOUT_S)
+    assert transfer.match(keys(blocks)) == [Tier.DISK]
+
+
+def test_full_staging_drops_the_newest(rig: Rig) -> None:
+    pool = SlowStore()
+    transfer = rig.open(pool, staging_blocks=4)
+    pool.gate.clear()
+    transfer.on_commit(rig.fill("a", 6))
+    assert transfer.stats().num_dropped_writes == 2
+    pool.gate.set()
+
+
+def test_blocks_of_several_tiers_in_one_load(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), rig.disk(), writes={Tier.HOST: "write_back", Tier.DISK: "write_through"})
+    blocks = rig.fill("a", 6)
+    transfer.on_commit(blocks[2:])
+    transfer.on_evict(blocks[:3][::-1])
+    transfer.drain(TIMEOUT_S)
+    rig.wipe()
+    assert transfer.match(keys(blocks)) == [Tier.HOST] * 3 + [Tier.DISK] * 3
+    assert load(rig, transfer, keys(blocks)) == 6
+
+
+def test_a_corrupt_block_ends_the_load_and_is_counted(rig: Rig) -> None:
+    disk = rig.disk()
+    transfer = rig.open(disk)
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    slab = next(disk.path.glob("slab-*"))
+    data = bytearray(slab.read_bytes())
+    at = data.find(bytes_of(blocks[2].key, BLOCK)[:64])
+    data[at + 5] ^= 1
+    slab.write_bytes(data)
+    assert load(rig, transfer, keys(blocks)) == 2
+    assert transfer.stats().loads.lost_blocks == {(Tier.DISK, ReadResult.CORRUPT): 1}
+    assert transfer.match(keys(blocks)) == [Tier.DISK] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1, 4, 5, 10])
+@pytest.mark.parametrize("to_host", [False, True])
+def test_nothing_after_a_damaged_block_is_delivered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, bad: int, to_host: bool
+) -> None:
+    """Chunks of two: the next one is read already when the damage is found."""
+    monkeypatch.setattr(chunks, "CHUNK_BLOCKS", 2)
+    disk, host = rig.disk(), rig.host(16)
+    transfer = rig.open(*([host] if to_host else []), disk)
+    blocks = rig.fill("a", 11)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    slab = next(disk.path.glob("slab-*"))
+    data = bytearray(slab.read_bytes())
+    data[data.find(bytes_of(blocks[bad].key, BLOCK)[:64]) + 5] ^= 1
+    slab.write_bytes(data)
+    rig.wipe()
+    if to_host:
+        assert transfer.prefetch(ROOT, keys(blocks)) is not None
+        while transfer._loads.num_queued_blocks:
+            threading.Event().wait(0.005)
+        assert host.exists_many(keys(blocks)) == [True] * bad + [False] * (11 - bad)
+        buffers = [memoryview(bytearray(BLOCK)) for _ in range(bad)]
+        host.get_many(keys(blocks[:bad]), buffers)
+        assert [bytes(buffer) for buffer in buffers] == [bytes_of(key, BLOCK) for key in keys(blocks[:bad])]
+    else:
+        assert load(rig, transfer, keys(blocks)) == bad
+        assert all(rig.content(16 + n) == bytes(BLOCK) for n in range(bad, 11))
+    assert transfer.stats().loads.lost_blocks == {(Tier.DISK, ReadResult.CORRUPT): 1}
+    assert disk.remove(keys(blocks)) == 10, "no block is pinned any more"
+
+
+def test_a_block_lost_in_one_tier_is_taken_from_the_next(rig: Rig) -> None:
+    disk, pool = rig.disk(), SlowStore()
+    transfer = rig.open(disk, pool)
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    slab = next(disk.path.glob("slab-*"))
+    slab.write_bytes(bytes(slab.stat().st_size))
+    assert load(rig, transfer, keys(blocks)) == 4
+    assert transfer.stats().loads.loaded_blocks == {Tier.POOL: 4}
+
+
+def test_a_late_load_ends_at_its_limit_and_writes_nothing_afterwards(rig: Rig) -> None:
+    pool = SlowStore()
+    transfer = rig.open(pool, load_timeout_s=5.0)
+    blocks = rig.fill("a", 3)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    rig.wipe()
+    pool.gate.clear()
+    future = transfer.load(keys(blocks), [20, 21, 22])
+    assert not wait([future], timeout=0.05).done
+    rig.clock.now += 6.0
+    transfer._loads.wake()
+    assert future.result(TIMEOUT_S) == 0
+    pool.gate.set()
+    transfer._loads.close()
+    assert rig.content(20) == bytes(BLOCK)
+    assert transfer.stats().loads.num_late_loads == 1
+
+
+@pytest.mark.parametrize("result", [ReadResult.CORRUPT, ReadResult.ERROR, ReadResult.LATE])
+def test_failing_requests_instead_of_computing(rig: Rig, result: ReadResult) -> None:
+    pool = SlowStore()
+    transfer = rig.open(pool, fail_on_load_failure=True)
+    blocks = rig.fill("a", 2)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    pool.results = [ReadResult.HIT, result]
+    with pytest.raises(StorageError, match=str(result)):
+        transfer.load(keys(blocks), [20, 21]).result(TIMEOUT_S)
+
+
+def test_a_block_that_is_gone_is_no_failure(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), fail_on_load_failure=True)
+    blocks = rig.fill("a", 2)
+    transfer.on_evict(blocks[:1])
+    assert load(rig, transfer, keys(blocks)) == 1
+
+
+def test_prefetch_moves_disk_blocks_to_the_host_and_keeps_their_origin(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), rig.disk())
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    ahead = transfer.prefetch(ROOT, keys(blocks))
+    assert ahead is not None
+    assert ahead.probe.done()
+    host = transfer.stores[0]
+    while not all(host.exists_many(keys(blocks))):
+        threading.Event().wait(0.005)
+    while transfer._loads.num_queued_blocks:
+        threading.Event().wait(0.005)
+    assert transfer.match(keys(blocks)) == [Tier.DISK] * 4
+    assert load(rig, transfer, keys(blocks)) == 4
+    stats = transfer.stats().loads
+    assert stats.loaded_blocks == {Tier.HOST: 4}
+    assert stats.prefetched_blocks == {Tier.DISK: 4}
+
+
+def test_the_pool_is_probed_ahead_never_on_the_step_loop(rig: Rig) -> None:
+    pool = SlowStore()
+    transfer = rig.open(pool)
+    blocks = rig.fill("a", 2)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    transfer._whereabouts.clear()
+    assert transfer.match(keys(blocks)) == []
+    ahead = transfer.prefetch(ROOT, keys(blocks))
+    assert ahead is not None
+    ahead.probe.result(TIMEOUT_S)
+    assert transfer.match(keys(blocks)) == [Tier.POOL] * 2
+
+
+def test_best_effort_takes_only_what_the_host_has(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), rig.disk(), prefetch="best_effort")
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    transfer.on_evict(blocks[:2][::-1])
+    transfer.drain(TIMEOUT_S)
+    assert transfer.match(keys(blocks)) == [Tier.HOST] * 2
+
+
+def test_flush_leaves_nothing_behind(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), rig.disk())
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    transfer.on_evict(blocks[:3][::-1])
+    assert transfer.flush() == {Tier.HOST: 3, Tier.DISK: 4}
+    assert transfer.match(keys(blocks)) == []
+    assert transfer.lookup(keys(blocks)) == {Tier.HOST: [False] * 4, Tier.DISK: [False] * 4}
+
+
+def test_detach_and_attach(rig: Rig) -> None:
+    transfer = rig.open(rig.host(8), rig.disk())
+    blocks = rig.fill("a", 2)
+    transfer.on_commit(blocks)
+    finish = transfer.detach(Tier.DISK)
+    assert finish is not None
+    assert transfer.match(keys(blocks)) == []
+    finish()
+    transfer.attach(rig.disk())
+    assert transfer.match(keys(blocks)) == [Tier.DISK] * 2
+    assert transfer.detach(Tier.POOL) is None
+
+
+def test_estimates_decide_how_much_to_load() -> None:
+    clock = ManualClock()
+    estimator = LoadEstimator(16, clock)
+    slow_first = [Tier.HOST] * 3 + [Tier.DISK] * 5
+    assert estimator.num_worth_loading(slow_first) == 8
+    estimator.observe_prefill(1600, 1.0)
+    assert estimator.compute_s == pytest.approx(0.01)
+    estimator.observe_load(Tier.HOST, 10, 0.01)
+    assert estimator.num_worth_loading(slow_first) == 8
+    estimator.observe_load(Tier.DISK, 1, 0.05)
+    assert estimator.num_worth_loading(slow_first) == 3
+    assert not estimator.is_worth_loading(Tier.DISK)
+    assert estimator.num_worth_loading([Tier.DISK, Tier.HOST, Tier.HOST]) == 0
+    # A slow stretch is worth it if enough lies behind it.
+    assert estimator.num_worth_loading([Tier.DISK] + [Tier.HOST] * 9) == 10
+    # A tier that was slow is tried again some time.
+    clock.now += 200.0
+    assert estimator.is_worth_loading(Tier.DISK)
+
+
+def test_blocks_of_others_in_the_queue_count_as_waiting_time() -> None:
+    estimator = LoadEstimator(16, ManualClock())
+    estimator.observe_prefill(1600, 1.0)
+    estimator.observe_load(Tier.HOST, 10, 0.05)
+    assert estimator.num_worth_loading([Tier.HOST] * 4) == 4
+    assert estimator.num_worth_loading([Tier.HOST] * 4, num_queued=100) == 0
