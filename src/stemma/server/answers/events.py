@@ -1,0 +1,90 @@
+"""The parts of an answer, as a stream of events, and the answer that they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote while it was thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """The name of tool call number `index` is known."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next piece of the JSON text of the arguments of tool call number `index`."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments
+
+
+class AnswerParser(Protocol):
+    """Reads one answer. The events depend on the whole text only, not on how it was cut into pieces."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that `text`, the next piece of the answer, makes certain."""
+        ...
+
+    def end(self) -> list[Event]:
+        """Return the events of text that was held back; the answer is complete."""
+        ...
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+def fold(events: Iterable[Event]) -> Answer:
+    """Return the answer that `events` describe."""
+    answer = Answer()
+    for event in events:
+        match event:
+            case Content(text):
+                answer.content += text
+            case Reasoning(text):
+                answer.reasoning += text
+            case CallStart(_, name):
+                answer.calls.append(ToolCall(name))
+            case CallArguments(index, text):
+                answer.calls[index].arguments += text
+    return answer
+
+
+def parse(parser: AnswerParser, text: str) -> Answer:
+    """Return the whole answer whose text is `text`."""
+    return fold([*parser.feed(text), *parser.end()])
