@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+
+from stemma.model.demo import demo_model, missing_packages
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, and transformers imports Triton if it is there.
@@ -13,9 +16,21 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` need a device."""
-    if torch.cuda.is_available():
-        return
+    """Skip the tests whose marker names something that this machine doesn't have."""
+    lacks = {}
+    if not torch.cuda.is_available():
+        lacks["cuda"] = "needs a CUDA device"
+    if missing := missing_packages():
+        lacks["real_model"] = f"needs the real model: {' and '.join(missing)} not installed"
     for item in items:
-        if item.get_closest_marker("cuda") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker, reason in lacks.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """Return the checkpoint of SmolLM2-135M-Instruct (bfloat16); mark the tests that use it `real_model`."""
+    model = demo_model()
+    assert model.is_real
+    return model.path

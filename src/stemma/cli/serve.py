@@ -16,6 +16,7 @@ from stemma.config.loading import load_settings
 from stemma.config.settings import Settings
 from stemma.config.sizes import format_size
 from stemma.errors import ModelError
+from stemma.model.demo import is_demo
 
 if TYPE_CHECKING:
     from stemma.engine.build import EngineParts
@@ -31,10 +32,11 @@ def command(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Serve a Hugging Face checkpoint: OpenAI's API, TGI's /generate, metrics."""
+    """Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics."""
     settings = load_settings(file=config, environ=os.environ, flags=flags)
-    if not settings.engine.model.path.is_dir():
-        raise ModelError(f"no checkpoint directory at {settings.engine.model.path}")
+    path = settings.engine.model.path
+    if not path.is_dir() and not is_demo(path):
+        raise ModelError(f"no checkpoint directory at {path}")
     console = Console(soft_wrap=True, highlight=False)
     from stemma.server.runtime import listen, serve
 

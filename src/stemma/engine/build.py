@@ -24,6 +24,7 @@ from stemma.memory.device.kv import DeviceKV, num_blocks_for
 from stemma.memory.device.sizing import num_device_blocks
 from stemma.memory.tiers.opening import open_tiers
 from stemma.model.causal_lm import CausalLM
+from stemma.model.demo import is_demo, resolve_checkpoint
 from stemma.model.loading import Progress, load_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
@@ -57,9 +58,11 @@ class EngineParts:
 def build_engine(settings: EngineSettings, progress: Progress | None = None) -> EngineParts:
     """Load the checkpoint and set up cache and scheduler.
 
+    The name ``demo`` stands for the model of `model/demo.py`.
     Raises ModelError, UnsupportedModel or ConfigError.
     """
     check_role(settings)
+    settings = with_checkpoint(settings, progress)
     model = load_model(settings.model, progress)
     tokenizer = Tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
     trim_heap()
@@ -109,6 +112,16 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)
     return EngineParts(engine, model, tokenizer, name, device, key_space, pool)
+
+
+def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) -> EngineSettings:
+    """Return the settings with the directory of the demo's model in place of its name. Raises ModelError."""
+    if not is_demo(settings.model.path):
+        return settings
+    if progress is not None:
+        progress("preparing the demo's model", 0.0)
+    path = resolve_checkpoint(settings.model.path)
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
 
 
 def check_role(settings: EngineSettings) -> None:
