@@ -1,0 +1,125 @@
+"""Grammars: what they allow, step by step, and what clients are told of those that can't be compiled."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
+from stemma.errors import InvalidRequest
+from stemma.model.tiny import TURN_END, build_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, len(tokenizer) + 9, [tokenizer.convert_tokens_to_ids(TURN_END)])
+
+
+def write(compiler: GrammarCompiler, tokenizer, spec: GrammarSpec, seed: int, limit: int = 300) -> str | None:
+    """Return a random text that the grammar allows to its end, or None if it went on past the limit."""
+    generator = np.random.default_rng(seed)
+    state = compiler.compile(spec).start()
+    ids: list[int] = []
+    for _ in range(limit):
+        allowed = state.allowed()
+        assert allowed is not None
+        choices = np.flatnonzero(allowed)
+        assert len(choices) > 0
+        assert choices.max() < len(tokenizer)
+        token_id = int(generator.choice(choices))
+        if token_id == tokenizer.convert_tokens_to_ids(TURN_END):
+            return str(tokenizer.decode(ids))
+        ids.append(token_id)
+        state.append(token_id)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_choice_is_one_of_the_choices(compiler, tokenizer, seed):
+    choices = ["yes", "no", "a (maybe)"]
+    assert write(compiler, tokenizer, GrammarSpec("choice", json.dumps(choices)), seed) in choices
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_regex_is_followed(compiler, tokenizer, seed):
+    text = write(compiler, tokenizer, GrammarSpec("regex", r"[0-9]{3}-[a-c]+x"), seed)
+    assert text is None or re.fullmatch(r"[0-9]{3}-[a-c]+x", text)
+
+
+def test_a_schema_accepts_its_objects_alone(compiler, tokenizer):
+    state = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMA))).start()
+    good = tokenizer.encode('{"name": "Ada", "age": 36}')
+    assert state.num_valid(good) == len(good)
+    bad = tokenizer.encode('{"name": 3')
+    assert state.num_valid(bad) < len(bad)
+
+
+def test_masks_ahead_of_a_draft_are_those_after_its_tokens(compiler, tokenizer):
+    spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
+    draft = tokenizer.encode('{"name": "Ada"')
+    ahead, stepped = compiler.compile(spec).start(), compiler.compile(spec).start()
+    for position in range(len(draft) + 1):
+        allowed = stepped.allowed()
+        assert allowed is not None
+        np.testing.assert_array_equal(ahead.allowed(draft[:position]), allowed)
+        if position < len(draft):
+            stepped.append(draft[position])
+
+
+def test_nothing_follows_a_draft_that_breaks_the_grammar(compiler, tokenizer):
+    state = compiler.compile(GrammarSpec("choice", '["yes"]')).start()
+    assert state.allowed(tokenizer.encode("no")) is None
+    allowed = state.allowed()
+    assert allowed is not None
+    assert allowed.any()
+
+
+def test_a_copy_goes_its_own_way(compiler, tokenizer):
+    state = compiler.compile(GrammarSpec("choice", '["yes", "no"]')).start()
+    other = state.copy()
+    for token_id in tokenizer.encode("yes"):
+        state.append(token_id)
+    assert state.is_over
+    assert other.num_valid(tokenizer.encode("no")) == len(tokenizer.encode("no"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a(b"),
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "nothing"}'),
+        ("choice", "[]"),
+        ("choice", '["", "a"]'),
+        ("choice", "yes"),
+        ("grammar", "start: missing"),
+        ("grammar", "root ::= missing"),
+        ("json_schema", "x" * 70_000),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_the_fields_name(compiler, kind, text):
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.compile(GrammarSpec(kind, text, param="guided"))
+    assert caught.value.param == "guided"
+
+
+def test_grammars_are_remembered(compiler):
+    spec = GrammarSpec("regex", "[ab]{4}")
+    assert compiler.compile(spec) is compiler.compile(spec)
+
+
+def test_a_grammar_in_gbnf_is_followed(compiler, tokenizer):
+    assert write(compiler, tokenizer, GrammarSpec("grammar", 'root ::= "ab" | "cd"'), 1) in ("ab", "cd")
