@@ -31,7 +31,7 @@ from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
 from stemma.model.cpu.weights import linear_function
 from stemma.model.loading import load_model
 from stemma.model.paged import AttentionStep
-from stemma.native.library import load_kernels
+from stemma.native.library import forget_kernels, load_kernels
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 64
 LINEARS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
@@ -164,7 +164,7 @@ def bench_steps() -> list[Result]:
     times: list[list[float]] = []
     for native in ("1", "0"):
         os.environ["STEMMA_NATIVE"] = native
-        load_kernels.cache_clear()
+        forget_kernels()
         model = load_model(settings)
         times.append([])
         for case in STEPS:

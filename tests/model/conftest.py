@@ -26,12 +26,14 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
-    """Build and load a family once a session: `load_family(name, dtype, path)` -> (directory, model)."""
+    """Build and load a family once a session: `load_family(name, dtype, path, isa)` -> (directory, model)."""
     root = tmp_path_factory.mktemp("checkpoints")
-    loaded: dict[tuple[str, str, str], tuple[Path, CausalLM]] = {}
+    loaded: dict[tuple[str, ...], tuple[Path, CausalLM]] = {}
 
-    def load(family: str, dtype: str = "float32", path: str = NATIVE) -> tuple[Path, CausalLM]:
-        key = family, dtype, path
+    def load(
+        family: str, dtype: str = "float32", path: str = NATIVE, isa: str = "auto"
+    ) -> tuple[Path, CausalLM]:
+        key = family, dtype, path, isa
         if key not in loaded:
             checkpoint = root / family
             if not checkpoint.exists():
@@ -40,8 +42,8 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
                 if path != NATIVE:
                     patch.setattr(loading, "follows_pattern", lambda hf_model: False)
                 if path == TORCH:
-                    patch.setattr(loading, "load_kernels", lambda: None)
-                model = load_model(ModelSettings(path=checkpoint, dtype=dtype, device="cpu"))
+                    patch.setattr(loading, "load_kernels", lambda isa: None)
+                model = load_model(ModelSettings(path=checkpoint, dtype=dtype, device="cpu", isa=isa))
             loaded[key] = checkpoint, model
         return loaded[key]
 

@@ -41,6 +41,9 @@ class ModelSettings(SettingsModel):
     """Tokens of prompt plus output; default: what the checkpoint's config says."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the step loop; default: all cores."""
+    isa: Literal["auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = "auto"
+    """Instruction-set level of the CPU kernels; `auto` is the highest that the processor has. A higher one is
+    an error. `amx_emulated` is for tests: the code for AMX, slowly, on a processor without it."""
     cuda_graphs: bool = True
     """On CUDA, record decode steps as graphs; off saves their memory."""
 

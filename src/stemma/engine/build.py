@@ -76,7 +76,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
     kv = DeviceKV(layout, num_blocks, model.device)
     key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
     index = make_index(settings.cache, key_space)
-    device = DeviceCopy(kv, copy_function())
+    device = DeviceCopy(kv, copy_function(settings.model.isa))
     lower = None
     if index is not None or settings.role == "decode":
         lower = open_tiers(

@@ -56,7 +56,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
         torch.set_num_threads(settings.num_threads)
     report("reading the fingerprint", 0.0)
     # Compiling takes five seconds, once a machine; it goes on beside the loading.
-    compiling = ThreadPoolExecutor(1).submit(load_kernels) if device.type == "cpu" else None
+    compiling = ThreadPoolExecutor(1).submit(load_kernels, settings.isa) if device.type == "cpu" else None
     fingerprint = model_fingerprint(path)
     hf_model = _load_weights(settings, config, device, report)
     cache_latents(hf_model)

@@ -1,67 +1,45 @@
-// The two products of attention on Intel's tile unit (AMX-BF16): 16 x 16 results of 32 products per instruction.
+// The two products of attention on tiles: 16 x 16 results of 32 products per instruction.
 //
 // Everything keeps the layouts of attention.h: queries and values in pairs are just the order in which a tile
 // wants its right operand, keys are read from their block as the left one. Only the weights must be turned
 // from [pair][row] to [row][pair].
 #pragma once
 
+#include "tiles.h"
 #include "vec.h"
 
-#if STEMMA_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__)
-#define STEMMA_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-
-// The kernel lets a process use tiles only if it asks.
-static bool amx_ready() {
-    static const bool ready = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-    return ready;
-}
-
-struct TileScope {  // all eight tiles: 16 rows of 64 bytes
-    TileScope() {
-        struct alignas(64) Config {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-        _tile_loadconfig(&config);
-    }
-    ~TileScope() { _tile_release(); }
-};
-
+#if STEMMA_AMX
 // Scores of 16 keys against NB x 16 rows; dim is a multiple of 32, strides in elements.
 template <int NB>
-static inline void score_tile_amx(const float* query, const bf16* keys, int64_t key_stride, int dim,
+static inline void scoretile_amx(const float* query, const bf16* keys, int64_t key_stride, int dim,
                                   float* scores) {
     constexpr int W = NB * 16;
     asm volatile("" ::: "memory");
-    _tile_zero(0);
-    if constexpr (NB > 1) _tile_zero(1);
-    if constexpr (NB > 2) _tile_zero(2);
-    if constexpr (NB > 3) _tile_zero(3);
+    tile_zero(0);
+    if constexpr (NB > 1) tile_zero(1);
+    if constexpr (NB > 2) tile_zero(2);
+    if constexpr (NB > 3) tile_zero(3);
     for (int d = 0; d < dim; d += 32, query += 16 * W) {
-        _tile_loadd(4, keys + d, key_stride * 2);
-        _tile_loadd(5, query, W * 4);
-        _tile_dpbf16ps(0, 4, 5);
+        tile_loadd(4, keys + d, key_stride * 2);
+        tile_loadd(5, query, W * 4);
+        tile_dpbf16ps(0, 4, 5);
         if constexpr (NB > 1) {
-            _tile_loadd(6, query + 16, W * 4);
-            _tile_dpbf16ps(1, 4, 6);
+            tile_loadd(6, query + 16, W * 4);
+            tile_dpbf16ps(1, 4, 6);
         }
         if constexpr (NB > 2) {
-            _tile_loadd(7, query + 32, W * 4);
-            _tile_dpbf16ps(2, 4, 7);
+            tile_loadd(7, query + 32, W * 4);
+            tile_dpbf16ps(2, 4, 7);
         }
         if constexpr (NB > 3) {
-            _tile_loadd(5, query + 48, W * 4);
-            _tile_dpbf16ps(3, 4, 5);
+            tile_loadd(5, query + 48, W * 4);
+            tile_dpbf16ps(3, 4, 5);
         }
     }
-    _tile_stored(0, scores, W * 4);
-    if constexpr (NB > 1) _tile_stored(1, scores + 16, W * 4);
-    if constexpr (NB > 2) _tile_stored(2, scores + 32, W * 4);
-    if constexpr (NB > 3) _tile_stored(3, scores + 48, W * 4);
+    tile_stored(0, scores, W * 4);
+    if constexpr (NB > 1) tile_stored(1, scores + 16, W * 4);
+    if constexpr (NB > 2) tile_stored(2, scores + 32, W * 4);
+    if constexpr (NB > 3) tile_stored(3, scores + 48, W * 4);
 }
 
 // 16 x 16 dwords from [pair][row], `width` apart, to [row][pair].
@@ -93,7 +71,7 @@ static inline void turn_weights(const float* weights, int width, float* turned) 
 }
 
 // acc [16 rows][dim] += weights [pair][16 of width rows] x values [pair][dim]; pairs filled up to a multiple of 16.
-static inline void weigh_tile_amx(const float* weights, int width, const float* paired, int num_pairs, int dim,
+static inline void weightile_amx(const float* weights, int width, const float* paired, int num_pairs, int dim,
                                   float* acc) {
     alignas(64) float turned[2][256];
     int groups = num_pairs / 16;
@@ -102,38 +80,35 @@ static inline void weigh_tile_amx(const float* weights, int width, const float* 
     int64_t stride = int64_t(dim) * 4;
     int d = 0;
     for (; d + 64 <= dim; d += 64) {
-        _tile_loadd(0, acc + d, stride);
-        _tile_loadd(1, acc + d + 16, stride);
-        _tile_loadd(2, acc + d + 32, stride);
-        _tile_loadd(3, acc + d + 48, stride);
+        tile_loadd(0, acc + d, stride);
+        tile_loadd(1, acc + d + 16, stride);
+        tile_loadd(2, acc + d + 32, stride);
+        tile_loadd(3, acc + d + 48, stride);
         for (int g = 0; g < groups; g++) {
             const float* v = paired + int64_t(g) * 16 * dim + d;
-            _tile_loadd(4, turned[g], 64);
-            _tile_loadd(5, v, stride);
-            _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, v + 16, stride);
-            _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(7, v + 32, stride);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_loadd(5, v + 48, stride);
-            _tile_dpbf16ps(3, 4, 5);
+            tile_loadd(4, turned[g], 64);
+            tile_loadd(5, v, stride);
+            tile_dpbf16ps(0, 4, 5);
+            tile_loadd(6, v + 16, stride);
+            tile_dpbf16ps(1, 4, 6);
+            tile_loadd(7, v + 32, stride);
+            tile_dpbf16ps(2, 4, 7);
+            tile_loadd(5, v + 48, stride);
+            tile_dpbf16ps(3, 4, 5);
         }
-        _tile_stored(0, acc + d, stride);
-        _tile_stored(1, acc + d + 16, stride);
-        _tile_stored(2, acc + d + 32, stride);
-        _tile_stored(3, acc + d + 48, stride);
+        tile_stored(0, acc + d, stride);
+        tile_stored(1, acc + d + 16, stride);
+        tile_stored(2, acc + d + 32, stride);
+        tile_stored(3, acc + d + 48, stride);
     }
     for (; d < dim; d += 16) {
-        _tile_loadd(0, acc + d, stride);
+        tile_loadd(0, acc + d, stride);
         for (int g = 0; g < groups; g++) {
-            _tile_loadd(4, turned[g], 64);
-            _tile_loadd(5, paired + int64_t(g) * 16 * dim + d, stride);
-            _tile_dpbf16ps(0, 4, 5);
+            tile_loadd(4, turned[g], 64);
+            tile_loadd(5, paired + int64_t(g) * 16 * dim + d, stride);
+            tile_dpbf16ps(0, 4, 5);
         }
-        _tile_stored(0, acc + d, stride);
+        tile_stored(0, acc + d, stride);
     }
 }
-#else
-#define STEMMA_AMX 0
-struct TileScope {};
 #endif

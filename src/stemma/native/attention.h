@@ -50,7 +50,7 @@ static inline void score_floats(const float* query, const float* keys, int dim, 
     for (int d = 0; d < dim; d++)
         for (int b = 0; b < NB; b++) {
             v16f q = load(query + d * W + b * LANES);
-            for (int i = 0; i < K; i++) acc[i][b] += q * keys[i * dim + d];
+            for (int i = 0; i < K; i++) acc[i][b] = fma(q, splat(keys[i * dim + d]), acc[i][b]);
         }
     for (int i = 0; i < K; i++)
         for (int b = 0; b < NB; b++) store(scores + i * W + b * LANES, acc[i][b]);
@@ -101,7 +101,7 @@ static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, i
 #if STEMMA_AMX
     if (tiles && dim % 32 == 0)
         for (; t + 16 <= num_keys; t += 16)
-            score_tile_amx<NB>(query, keys[t], keys.stride, dim, scores + t * NB * LANES);
+            scoretile_amx<NB>(query, keys[t], keys.stride, dim, scores + t * NB * LANES);
 #endif
     (void)tiles;
     for (; t + K <= num_keys; t += K)
@@ -173,7 +173,7 @@ static void weigh_tiles(float* weights, int width, int rows, float* paired, int 
     std::memset(weights + num_pairs * width, 0, sizeof(float) * (padded - num_pairs) * width);
     std::memset(paired + int64_t(num_pairs) * dim, 0, sizeof(float) * (padded - num_pairs) * dim);
     for (int r = 0; r < rows; r += LANES)
-        weigh_tile_amx(weights + r, width, paired, padded, dim, acc + int64_t(r) * dim);
+        weightile_amx(weights + r, width, paired, padded, dim, acc + int64_t(r) * dim);
 }
 #endif
 #endif
@@ -187,7 +187,7 @@ static inline void weigh_floats_tile(const float* weights, int width, const floa
     for (int t = 0; t < num_keys; t++)
         for (int v = 0; v < V; v++) {
             v16f value = load(values + int64_t(t) * dim + v * LANES);
-            for (int r = 0; r < R; r++) sum[r][v] += value * weights[t * width + r];
+            for (int r = 0; r < R; r++) sum[r][v] = fma(value, splat(weights[t * width + r]), sum[r][v]);
         }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) store(acc + r * dim + v * LANES, sum[r][v]);
@@ -196,7 +196,7 @@ static inline void weigh_floats_tile(const float* weights, int width, const floa
 // acc [row][dim] += weights [key][row] x values [key][dim], in float
 static void weigh_floats(const float* weights, int width, int rows, const float* values, int num_keys, int dim,
                          float* acc) {
-    constexpr int R = 4, V = ACCUMULATORS / R;
+    constexpr int R = ACCUMULATORS < 8 ? 2 : 4, V = ACCUMULATORS / R;
     for (int r = 0; r < rows;) {
         int n = rows - r >= R ? R : 1, d = 0;
         const float* w = weights + r;
@@ -228,7 +228,7 @@ template <int NB>
 static void adjust(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked) {
     constexpr int W = NB * LANES;
     for (int b = 0; b < NB; b++) {
-        v16i low = *(const v16i*)(s.low + b * LANES), high = *(const v16i*)(s.high + b * LANES);
+        v16i low = load(s.low + b * LANES), high = load(s.high + b * LANES);
         for (int t = 0; t < num_keys; t++) {
             float* cell = s.scores.data() + t * W + b * LANES;
             v16f x = load(cell) * args.scale;
@@ -238,8 +238,8 @@ static void adjust(const AttendArgs& args, Scratch& s, int num_keys, int first_k
             }
             x *= LOG2_E;
             if (masked) {
-                v16i position = v16i{} + (first_key + t);
-                x = (position >= low) & (position < high) ? x : splat(MASKED);
+                v16i position = splat(int32_t(first_key + t));
+                x = select((position >= low) & (position < high), x, splat(MASKED));
             }
             store(cell, x);
         }
@@ -268,7 +268,7 @@ static void soften(Scratch& s, int num_keys, float factor) {
         v16f top = raise_max<NB>(s, b, column, num_keys, factor), total = load(s.sum + b * LANES);
         for (int t = 0; t < num_keys; t++, column += NB * LANES) {
             v16f x = load(column), p = vexp2(x * factor - top);
-            p = x > MASKED ? p : splat(0);
+            p = select(x > MASKED, p, splat(0.0f));
             total += p;
             store(column, p);
         }

@@ -4,16 +4,25 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(__SSE2__)
 #include <immintrin.h>
+#endif
 
 constexpr int64_t COPY_PAGE = 4096;
 constexpr int COPY_STREAMS = 4;  // pages copied side by side: keeps several banks of memory busy
 
-static inline void stream_lines(char* target, const char* source) {
-    const __m512i first = _mm512_loadu_si512(source);
-    const __m512i second = _mm512_loadu_si512(source + 64);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), first);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + 64), second);
+#if defined(__SSE2__)
+static inline void stream_lines(char* target, const char* source) {  // 128 bytes
+#if defined(__AVX512F__)
+    for (int at = 0; at < 128; at += 64)
+        _mm512_stream_si512((__m512i*)(target + at), _mm512_loadu_si512(source + at));
+#elif defined(__AVX2__)
+    for (int at = 0; at < 128; at += 32)
+        _mm256_stream_si256((__m256i*)(target + at), _mm256_loadu_si256((const __m256i*)(source + at)));
+#else
+    for (int at = 0; at < 128; at += 16)
+        _mm_stream_si128((__m128i*)(target + at), _mm_loadu_si128((const __m128i*)(source + at)));
+#endif
 }
 
 static inline void stream_copy(char* target, const char* source, int64_t num_bytes) {
@@ -37,3 +46,8 @@ static inline void stream_copy(char* target, const char* source, int64_t num_byt
     _mm_sfence();  // streamed stores are not ordered with those that follow
     std::memcpy(target + at, source + at, num_bytes - at);
 }
+#else
+static inline void stream_copy(char* target, const char* source, int64_t num_bytes) {
+    std::memcpy(target, source, num_bytes);
+}
+#endif

@@ -14,9 +14,12 @@ CopyBytes = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 """Copies the second array's bytes into the first; both contiguous and of one size. Releases the GIL."""
 
 
-def copy_function() -> CopyBytes:
-    """Return the fastest copy for arrays of some 100 kB and more that nobody reads right afterwards."""
-    kernels = load_kernels()
+def copy_function(isa: str = "auto") -> CopyBytes:
+    """Return the fastest copy for arrays of some 100 kB and more that nobody reads right afterwards.
+
+    `isa` is the level of the kernels, as in `load_kernels`.
+    """
+    kernels = load_kernels(isa)
     if kernels is None:
         return np.copyto
     native = kernels.copy

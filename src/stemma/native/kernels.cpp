@@ -3,6 +3,7 @@
 // steps.
 #include <omp.h>
 
+#include "abi.h"
 #include "attention.h"
 #include "copy.h"
 #include "decoder_step.h"
@@ -20,13 +21,6 @@ static void for_rows(int64_t rows, int64_t elements, int threads, F&& body) {
         for (int64_t i = 0; i < rows; i++) body(i);
     }
 }
-
-struct GateArgs {
-    const void* gate_up;  // [rows, 2 * dim]: gate, then up
-    void* output;         // [rows, dim]
-    int64_t rows, dim;
-    int32_t is_bf16, threads;
-};
 
 template <class T>
 static void add_rms_norm(const NormArgs& a) {
@@ -62,9 +56,20 @@ static void attend(Plan& plan, const AttendArgs& args) {
 
 extern "C" {
 
-int32_t stemma_abi() { return 2; }
+const char* stemma_structures() {
+    static const std::string text = describe_structures();
+    return text.c_str();
+}
 void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
 
+// Whether tiles may be used: the system may refuse them to a process although the processor has them.
+int32_t stemma_tiles_ready() {
+#if STEMMA_AMX
+    return amx_ready();
+#else
+    return 0;
+#endif
+}
 int32_t stemma_has_amx() { return STEMMA_AMX; }
 int32_t stemma_has_bf16_dot() { return STEMMA_BF16_DOT; }
 

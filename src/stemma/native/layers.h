@@ -14,10 +14,10 @@ static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
         v16f v = load(x + d);
-        parts += v * v;
+        parts = fma(v, v, parts);
     }
     for (; d < dim; d++) sum += to_float(x[d]) * to_float(x[d]);
-    for (int i = 0; i < LANES; i++) sum += parts[i];
+    sum += sum_lanes(parts);
     float factor = 1.0f / std::sqrt(sum / dim + eps);
     for (d = 0; d + LANES <= dim; d += LANES)
         store(out + d, load(weight + d) * rounded<T>(load(x + d) * factor));
@@ -73,8 +73,8 @@ static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T*
     int half = a.dim / 2, d = 0;
     for (; d + LANES <= half; d += LANES) {
         v16f x1 = load(x + d), x2 = load(x + d + half);
-        store(out + d, x1 * load(cos + d) - x2 * load(sin + d));
-        store(out + d + half, x2 * load(cos + d + half) + x1 * load(sin + d + half));
+        store(out + d, fma(x1, load(cos + d), -(x2 * load(sin + d))));
+        store(out + d + half, fma(x2, load(cos + d + half), x1 * load(sin + d + half)));
     }
     for (; d < half; d++) {
         float x1 = to_float(x[d]), x2 = to_float(x[d + half]);
@@ -105,9 +105,16 @@ static inline v16f silu(v16f x) {
         return x * (v16f)(y * _mm512_fnmadd_ps(d, y, _mm512_set1_ps(2.0f)));
     }
 #endif
-    v16f negated = -x < 80.0f ? -x : splat(80.0f);  // e^80 is finite
+    v16f negated = vmin(-x, splat(80.0f));  // e^80 is finite
     return x / (1.0f + vexp(negated));
 }
+
+struct GateArgs {
+    const void* gate_up;  // [rows, 2 * dim]: gate, then up
+    void* output;         // [rows, dim]
+    int64_t rows, dim;
+    int32_t is_bf16, threads;
+};
 
 // out[dim] from a gate and, behind it, an up of dim
 template <class T>
@@ -117,7 +124,7 @@ static void silu_and_multiply_row(const T* gate, T* out, int64_t dim) {
     for (; d + LANES <= dim; d += LANES)
         store(out + d, rounded<T>(silu<T>(load(gate + d))) * load(up + d));
     for (; d < dim; d++) {
-        float silent = silu<T>(splat(to_float(gate[d])))[0];
+        float silent = first_lane(silu<T>(splat(to_float(gate[d]))));
         out[d] = from_float<T>(to_float(from_float<T>(silent)) * to_float(up[d]));
     }
 }

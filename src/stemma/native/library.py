@@ -1,37 +1,30 @@
-"""Builds and loads the C++ kernels; without a compiler, or with ``STEMMA_NATIVE=0``, there are none.
+"""Loads the C++ kernels at the processor's instruction-set level; without them everything runs on torch.
 
-The library is compiled once per machine kind into ``$XDG_CACHE_HOME/stemma`` (default ``~/.cache/stemma``),
-under a name made of the hash of sources, flags and the processor's features. It links against the OpenMP
-runtime that torch brings: two runtimes in one process would have their threads wait for each other.
+`load_kernels` picks the level (levels.py), finds or compiles its library (building.py), and holds the
+structures that both sides exchange against the library's own description of them. ``STEMMA_NATIVE=0``
+switches the kernels off.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
+from stemma.native.building import BuildFailed, Compiler, Library, Origin, find_compiler, find_or_build
+from stemma.native.levels import (
+    LEVELS,
+    Choice,
+    Level,
+    available_levels,
+    choose_level,
+    processor_features,
+)
 
 _log = logging.getLogger(__name__)
-
-ABI = 2
-_SOURCES = (
-    *("vec.h", "amx.h", "plan.h", "attention.h", "copy.h"),
-    *("layers.h", "strips.h", "team.h", "decoder_step.h", "kernels.cpp"),
-)
-_FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"),
-    *("-Wno-psabi", "-w"),
-)
-_COMPILE_TIMEOUT_S = 120.0
 
 
 class BatchArgs(ctypes.Structure):
@@ -86,7 +79,7 @@ class RotateArgs(ctypes.Structure):
 
 
 class GateArgs(ctypes.Structure):
-    """`GateArgs` of kernels.cpp."""
+    """`GateArgs` of layers.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("gate_up", "output")),
@@ -137,7 +130,9 @@ class StepArgs(ctypes.Structure):
 class Kernels:
     """The loaded library; each function takes a pointer to its argument structure."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, level: str) -> None:
+        self.level = level
+        """Name of the instruction-set level they are compiled for."""
         self.plan_new = library.stemma_plan_new
         self.plan_new.restype = ctypes.c_void_p
         self.plan_new.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 3]
@@ -176,70 +171,127 @@ class Kernels:
             function.restype = None
 
 
-@cache
-def load_kernels() -> Kernels | None:
-    """Return the kernels, building them if need be; None where they are switched off or can't be built."""
-    if os.environ.get("STEMMA_NATIVE") == "0" or not _processor_fits():
-        return None
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        _log.info("no g++ found: attention runs on torch alone")
-        return None
-    try:
-        library = ctypes.CDLL(str(_build(compiler)))
-        if library.stemma_abi() != ABI:
-            raise OSError("the cached library is of another version")
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("native kernels can't be built, attention runs on torch alone: %s", error)
-        return None
-    return Kernels(library)
+_MIRRORS: dict[str, type[ctypes.Structure]] = {
+    "Batch": BatchArgs,
+    **{
+        mirror.__name__: mirror
+        for mirror in (AttendArgs, NormArgs, RotateArgs, GateArgs, Strips, LayerWeights, StepArgs)
+    },
+}
+"""Every structure that the library describes, by its name there."""
 
 
-def _build(compiler: str) -> Path:
-    """Return the compiled library, from the cache if it is there. Raises OSError or SubprocessError."""
-    folder = Path(__file__).parent
-    sources = [(folder / name).read_bytes() for name in _SOURCES]
-    key = hashlib.sha256(b"\0".join([*sources, repr(_FLAGS).encode(), compiler.encode(), _cpu_features()]))
-    name = f"kernels-{key.hexdigest()[:24]}.so"
-    cache_folder = _cache_folder()
-    target = cache_folder / name
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=cache_folder) as scratch:
-        output = Path(scratch) / name
-        runtime = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
-        extra = [str(runtime)] if runtime.exists() else []
-        subprocess.run(
-            [compiler, *_FLAGS, str(folder / "kernels.cpp"), *extra, "-o", str(output)],
-            check=True,
-            capture_output=True,
-            timeout=_COMPILE_TIMEOUT_S,
+class LibraryMismatch(Exception):
+    """A library whose structures differ from ours: it was compiled from other sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """How this process computes, for bug reports."""
+
+    features: tuple[str, ...]
+    """Those features of the processor that some level needs."""
+    levels: tuple[str, ...]
+    """Levels that the processor has, lowest first."""
+    level: str | None
+    """The level that runs; None: no kernels, torch computes everything."""
+    reason: str
+    """Why this level, or why none."""
+    origin: Origin | None
+    path: Path | None
+    """The loaded library."""
+    compiler: Compiler | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    kernels: Kernels | None
+    library: Library | None
+    problem: str | None
+
+
+def load_kernels(isa: str = "auto") -> Kernels | None:
+    """Return the kernels of a level (`auto`: ``STEMMA_ISA``, else the highest one), compiled if need be.
+
+    None where they are switched off or can't be built; one line in the log says so. Raises ConfigError if the
+    level is unknown, or higher than the processor's.
+    """
+    return _load(choose_level(isa)).kernels
+
+
+def report_kernels(isa: str = "auto") -> KernelReport:
+    """Load the kernels and say what they are and why. Raises ConfigError as `load_kernels` does."""
+    choice = choose_level(isa)
+    loaded = _load(choice)
+    kernels, library = loaded.kernels, loaded.library
+    needed = {feature for level in LEVELS for feature in level.features}
+    reason = choice.reason if loaded.problem is None else f"{choice.reason}; {loaded.problem}"
+    return KernelReport(
+        features=tuple(sorted(needed & processor_features())),
+        levels=tuple(level.name for level in available_levels()),
+        level=None if kernels is None else kernels.level,
+        reason=reason,
+        origin=None if library is None else library.origin,
+        path=None if library is None else library.path,
+        compiler=find_compiler(),
+    )
+
+
+def forget_kernels() -> None:
+    """Have the next `load_kernels` look for libraries anew; those loaded stay usable."""
+    _load_level.cache_clear()
+    _log_once.cache_clear()
+
+
+def _load(choice: Choice) -> _Loaded:
+    if os.environ.get("STEMMA_NATIVE") == "0":
+        return _Loaded(None, None, "STEMMA_NATIVE=0 switches the kernels off")
+    loaded = _load_level(choice.level)
+    if loaded.kernels is None and not choice.forced:
+        # An old compiler doesn't know the newest instructions, and a system may refuse tiles.
+        for level in reversed(available_levels()[:-1]):
+            lower = _load_level(level)
+            if lower.kernels is not None:
+                _log_once(f"kernels run at level {level.name}, not {choice.level.name}: {loaded.problem}")
+                return _Loaded(lower.kernels, lower.library, loaded.problem)
+    if loaded.kernels is None:
+        _log_once(
+            f"no native kernels ({loaded.problem}): everything runs on torch, at about half the speed, "
+            "and answers may depend on the batch in their last bits"
         )
-        output.replace(target)  # atomic: several processes may build at once
-    return target
+    return loaded
 
 
-def _cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stemma"
+@cache
+def _log_once(message: str) -> None:
+    _log.warning(message)
+
+
+@cache
+def _load_level(level: Level) -> _Loaded:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="stemma-"))  # private to this process; built anew each time
+        library = find_or_build(level)
+        loaded = ctypes.CDLL(str(library.path))
+        _check_structures(loaded)
+    except (BuildFailed, LibraryMismatch, OSError) as error:
+        return _Loaded(None, None, str(error))
+    if level == LEVELS[-1] and not loaded.stemma_tiles_ready():
+        return _Loaded(None, None, "the system doesn't let this process use AMX tiles")
+    return _Loaded(Kernels(loaded, level.name), library, None)
 
 
-def _processor_fits() -> bool:
-    """Whether this is Linux on x86 with AVX-512: with less, torch is faster than these kernels."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    return {b"avx512f", b"avx512bw", b"avx512vl"} <= set(_cpu_features().split())
+def _check_structures(library: ctypes.CDLL) -> None:
+    """Raise LibraryMismatch unless size and offsets of every structure are the same on both sides."""
+    library.stemma_structures.restype = ctypes.c_char_p
+    described = dict(line.split(" ", 1) for line in library.stemma_structures().decode().splitlines())
+    ours = {name: _layout_of(mirror) for name, mirror in _MIRRORS.items()}
+    for name in sorted({*described, *ours}):
+        if described.get(name) != ours.get(name):
+            raise LibraryMismatch(
+                f"structure {name} is {described.get(name)} in the library and {ours.get(name)} here"
+            )
 
 
-def _cpu_features() -> bytes:
-    """Return what ``-march=native`` depends on: a home directory may be shared by unlike machines."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(("flags", "Features")):
-            return line.encode()
-    return platform.machine().encode()
+def _layout_of(mirror: type[ctypes.Structure]) -> str:
+    offsets = (f"{field[0]}:{getattr(mirror, field[0]).offset}" for field in mirror._fields_)
+    return " ".join([str(ctypes.sizeof(mirror)), *offsets])

@@ -6,11 +6,21 @@
 
 #include <atomic>
 #include <cstdint>
-#include <immintrin.h>
 #include <memory>
 #include <omp.h>
 #include <sched.h>
 #include <vector>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+static inline void rest_a_little() {
+#if defined(__SSE2__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
 constexpr int SPINS_BEFORE_YIELD = 2000;  // some 20 us; then others may have the core
 
@@ -64,7 +74,7 @@ class Team {
             return;
         }
         for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++)
-            spins < SPINS_BEFORE_YIELD ? _mm_pause() : (void)sched_yield();
+            spins < SPINS_BEFORE_YIELD ? rest_a_little() : (void)sched_yield();
     }
 };
 

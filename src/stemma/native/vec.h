@@ -1,22 +1,41 @@
-// Vectors of 16 floats by the compiler's vector extension: one register of AVX-512. (Compilers can split them
-// for lesser processors, but do it so badly that torch is faster there; native/library.py doesn't load us.)
+// Vectors of 16 floats at every instruction-set level: one register of AVX-512, two of AVX2, four of SSE2 or NEON.
 // Element types: float, and bf16 as its upper 16 bits.
+//
+// The compiler must not fuse products and sums by itself (-ffp-contract=off): whether it did would depend on how
+// a loop was unrolled, and a row's result on how many rows surround it. fma() says where both are one instruction.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <type_traits>
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define STEMMA_AVX512 1
+#else
+#define STEMMA_AVX512 0
+#endif
+#if STEMMA_AVX512 && defined(__AVX512BF16__)
 #define STEMMA_BF16_DOT 1
 #else
 #define STEMMA_BF16_DOT 0
 #endif
 
-typedef float v16f __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t v16i __attribute__((vector_size(64), aligned(4), may_alias));
-
 constexpr int LANES = 16;
-constexpr int ACCUMULATORS = 16;  // v16f that fit in registers beside operands
+#if STEMMA_AVX512
+constexpr int NATIVE = 16;          // floats in a register
+constexpr int ACCUMULATORS = 16;    // v16f that fit in registers beside operands
+#elif defined(__AVX2__)
+constexpr int NATIVE = 8;
+constexpr int ACCUMULATORS = 6;
+#else
+constexpr int NATIVE = 4;
+constexpr int ACCUMULATORS = 3;
+#endif
 constexpr float MASKED = -1e30f;  // a score nobody sees; finite, so that differences stay defined
 
 struct bf16 {
@@ -44,30 +63,189 @@ inline bf16 from_float<bf16>(float x) {  // round to nearest even, as torch does
     return {uint16_t((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16)};
 }
 
-static inline v16f splat(float x) { return v16f{} + x; }
-static inline v16f load(const float* p) { return *reinterpret_cast<const v16f*>(p); }
-static inline void store(float* p, v16f x) { *reinterpret_cast<v16f*>(p) = x; }
+// One register, and several of them side by side: V is a register's vector or Twice of fewer.
+typedef float native_f __attribute__((vector_size(4 * NATIVE)));
+typedef int32_t native_i __attribute__((vector_size(4 * NATIVE)));
+typedef uint32_t native_u __attribute__((vector_size(4 * NATIVE)));
+typedef uint16_t native_h __attribute__((vector_size(2 * NATIVE)));
 
-// 16 bf16 as floats and back, rounding to nearest even as torch does
-typedef uint16_t v16h __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t v16u __attribute__((vector_size(64), aligned(4), may_alias));
-static inline v16f load(const bf16* p) {
-    return (v16f)(__builtin_convertvector(*reinterpret_cast<const v16h*>(p), v16u) << 16);
+template <class V>
+struct Twice {
+    V lo, hi;
+};
+
+template <class V>
+struct Element {
+    using type = std::decay_t<decltype(V{}[0])>;
+};
+template <class V>
+struct Element<Twice<V>> : Element<V> {};
+template <class S>
+using if_scalar = std::enable_if_t<std::is_arithmetic<S>::value, int>;
+
+#define STEMMA_EACH(OP)                                                                                      \
+    template <class V>                                                                                       \
+    static inline auto operator OP(Twice<V> a, Twice<V> b) -> Twice<decltype(a.lo OP b.lo)> {                \
+        return {a.lo OP b.lo, a.hi OP b.hi};                                                                 \
+    }                                                                                                        \
+    template <class V, class S, if_scalar<S> = 0>                                                            \
+    static inline auto operator OP(Twice<V> a, S s) -> Twice<decltype(a.lo OP a.lo)> {                       \
+        auto b = typename Element<V>::type(s);                                                               \
+        return {a.lo OP b, a.hi OP b};                                                                       \
+    }                                                                                                        \
+    template <class V, class S, if_scalar<S> = 0>                                                            \
+    static inline auto operator OP(S s, Twice<V> b) -> Twice<decltype(b.lo OP b.lo)> {                       \
+        auto a = typename Element<V>::type(s);                                                               \
+        return {a OP b.lo, a OP b.hi};                                                                       \
+    }
+STEMMA_EACH(+)
+STEMMA_EACH(-)
+STEMMA_EACH(*)
+STEMMA_EACH(/)
+STEMMA_EACH(&)
+STEMMA_EACH(|)
+STEMMA_EACH(<<)
+STEMMA_EACH(>>)
+STEMMA_EACH(<)
+STEMMA_EACH(>)
+STEMMA_EACH(<=)
+STEMMA_EACH(>=)
+#undef STEMMA_EACH
+template <class V>
+static inline Twice<V> operator-(Twice<V> a) {
+    return {-a.lo, -a.hi};
 }
+template <class V, class S>
+static inline Twice<V>& operator+=(Twice<V>& a, S b) {
+    return a = a + b;
+}
+template <class V, class S>
+static inline Twice<V>& operator*=(Twice<V>& a, S b) {
+    return a = a * b;
+}
+
+// a where mask is true (all bits set), else b
+static inline native_f select(native_i mask, native_f a, native_f b) { return mask ? a : b; }
+template <class M, class V>
+static inline Twice<V> select(Twice<M> mask, Twice<V> a, Twice<V> b) {
+    return {select(mask.lo, a.lo, b.lo), select(mask.hi, a.hi, b.hi)};
+}
+
+// a * b + c; one rounding where the processor has such an instruction
+static inline native_f fma(native_f a, native_f b, native_f c) {
+#if STEMMA_AVX512
+    return (native_f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (native_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (native_f)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+template <class V>
+static inline Twice<V> fma(Twice<V> a, Twice<V> b, Twice<V> c) {
+    return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+
+static inline native_f as_float(native_i x) { return (native_f)x; }
+static inline native_f as_float(native_u x) { return (native_f)x; }
+static inline native_i as_int(native_f x) { return (native_i)x; }
+static inline native_u as_bits(native_f x) { return (native_u)x; }
+#define STEMMA_EACH(NAME)                                                     \
+    template <class V>                                                        \
+    static inline auto NAME(Twice<V> x) -> Twice<decltype(NAME(x.lo))> {      \
+        return {NAME(x.lo), NAME(x.hi)};                                      \
+    }
+STEMMA_EACH(as_float)
+STEMMA_EACH(as_int)
+STEMMA_EACH(as_bits)
+#undef STEMMA_EACH
+
+// From and to memory, which needs no alignment. bf16 are rounded to nearest even, as torch does.
+template <class V>
+struct Memory {
+    using E = typename Element<V>::type;
+    typedef V unaligned __attribute__((aligned(1), may_alias));
+    static constexpr int lanes = NATIVE;
+    static V load(const E* p) { return *(const unaligned*)p; }
+    static void store(E* p, V x) { *(unaligned*)p = x; }
+    static native_u widen(const uint16_t* p) {
+#if STEMMA_AVX512
+        return (native_u)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+        return (native_u)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+        native_h half;
+        std::memcpy(&half, p, sizeof half);
+        return __builtin_convertvector(half, native_u);
+#endif
+    }
+    static void narrow(uint16_t* p, native_u x) {  // x < 2^16
+#if STEMMA_AVX512
+        _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(__AVX2__)
+        __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);
+        _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+        native_h half = __builtin_convertvector(x, native_h);
+        std::memcpy(p, &half, sizeof half);
+#endif
+    }
+};
+template <class V>
+struct Memory<Twice<V>> {
+    using E = typename Element<V>::type;
+    static constexpr int lanes = 2 * Memory<V>::lanes;
+    static Twice<V> load(const E* p) { return {Memory<V>::load(p), Memory<V>::load(p + lanes / 2)}; }
+    static void store(E* p, Twice<V> x) { Memory<V>::store(p, x.lo), Memory<V>::store(p + lanes / 2, x.hi); }
+    static Twice<V> widen(const uint16_t* p) { return {Memory<V>::widen(p), Memory<V>::widen(p + lanes / 2)}; }
+    static void narrow(uint16_t* p, Twice<V> x) {
+        Memory<V>::narrow(p, x.lo), Memory<V>::narrow(p + lanes / 2, x.hi);
+    }
+};
+
+template <class V>
+struct Sixteen {
+    using type = std::conditional_t<NATIVE == 16, V,
+                                    std::conditional_t<NATIVE == 8, Twice<V>, Twice<Twice<V>>>>;
+};
+using v16f = Sixteen<native_f>::type;
+using v16i = Sixteen<native_i>::type;
+using v16u = Sixteen<native_u>::type;
+
+static inline v16f splat(float x) { return v16f{} + x; }
+static inline v16i splat(int32_t x) { return v16i{} + x; }
+static inline v16f load(const float* p) { return Memory<v16f>::load(p); }
+static inline v16i load(const int32_t* p) { return Memory<v16i>::load(p); }
+static inline v16u load(const uint32_t* p) { return Memory<v16u>::load(p); }
+static inline v16f load(const bf16* p) { return as_float(Memory<v16u>::widen((const uint16_t*)p) << 16); }
+static inline void store(float* p, v16f x) { Memory<v16f>::store(p, x); }
 static inline v16u round_bits(v16f x) {
-    v16u wide = (v16u)x;
+    v16u wide = as_bits(x);
     return (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
 }
-static inline void store(bf16* p, v16f x) {
-    *reinterpret_cast<v16h*>(p) = __builtin_convertvector(round_bits(x), v16h);
-}
+static inline void store(bf16* p, v16f x) { Memory<v16u>::narrow((uint16_t*)p, round_bits(x)); }
 // What x becomes when it is kept as a T
 template <class T>
 static inline v16f rounded(v16f x) {
     if (sizeof(T) == sizeof(float)) return x;
-    return (v16f)(round_bits(x) << 16);
+    return as_float(round_bits(x) << 16);
 }
-static inline v16f vmax(v16f a, v16f b) { return a > b ? a : b; }
+static inline v16f vmax(v16f a, v16f b) { return select(a > b, a, b); }
+static inline v16f vmin(v16f a, v16f b) { return select(a < b, a, b); }
+static inline float first_lane(v16f x) {
+    float lanes[LANES];
+    store(lanes, x);
+    return lanes[0];
+}
+// The sum of all lanes, in their order
+static inline float sum_lanes(v16f x) {
+    float lanes[LANES], sum = 0;
+    store(lanes, x);
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    return sum;
+}
 
 // 2^x: a power of two times a polynomial on [-1/2, 1/2]; relative error 2e-7. Arguments below -126 give
 // (nearly) 0.
@@ -76,13 +254,13 @@ static inline v16f vexp2(v16f x) {
     const v16f magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     v16f shifted = x + magic;
     v16f r = x - (shifted - magic), p = splat(1.540353e-4f);
-    p = p * r + 1.333356e-3f;
-    p = p * r + 9.618129e-3f;
-    p = p * r + 5.550411e-2f;
-    p = p * r + 2.402265e-1f;
-    p = p * r + 6.931472e-1f;
-    p = p * r + 1.0f;
-    return (v16f)((v16i)p + ((v16i)shifted << 23));
+    p = fma(p, r, splat(1.333356e-3f));
+    p = fma(p, r, splat(9.618129e-3f));
+    p = fma(p, r, splat(5.550411e-2f));
+    p = fma(p, r, splat(2.402265e-1f));
+    p = fma(p, r, splat(6.931472e-1f));
+    p = fma(p, r, splat(1.0f));
+    return as_float(as_int(p) + (as_int(shifted) << 23));
 }
 
 #if STEMMA_BF16_DOT

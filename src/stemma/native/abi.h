@@ -1,0 +1,48 @@
+// What the argument structures look like in memory, as text: Python's mirrors of them are held against it when
+// the library is loaded (library.py). One line a structure: its name, its size, then `field:offset` of each.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "decoder_step.h"
+#include "layers.h"
+
+template <class S>
+class Described {
+  public:
+    explicit Described(const char* name) : line_(std::string(name) + " " + std::to_string(sizeof(S))) {}
+    Described& field(const char* name, size_t offset) {
+        line_ += std::string(" ") + name + ":" + std::to_string(offset);
+        return *this;
+    }
+    operator std::string() const { return line_ + "\n"; }
+
+  private:
+    std::string line_;
+};
+
+static std::string describe_structures() {
+    std::string text;
+#define BEGIN(NAME) { using S = NAME; text += Described<S>(#NAME)
+#define F(FIELD) .field(#FIELD, offsetof(S, FIELD))
+#define END ; }
+    BEGIN(Batch) F(num_seqs) F(query_starts) F(context_lens) F(tables) F(table_stride) F(block_size) END
+    BEGIN(AttendArgs) F(query) F(keys) F(values) F(output) F(query_token_stride) F(query_head_stride)
+        F(block_stride) F(token_stride) F(head_stride) F(key_dim) F(value_dim) F(window) F(is_bf16) F(scale)
+        F(softcap) END
+    BEGIN(NormArgs) F(delta) F(residual) F(weight) F(output) F(rows) F(dim) F(is_bf16) F(threads) F(eps) END
+    BEGIN(RotateArgs) F(qkv) F(cos) F(sin) F(q_norm) F(k_norm) F(query) F(keys) F(values) F(slots) F(tokens)
+        F(block_stride) F(token_stride) F(head_stride) F(heads) F(kv_heads) F(dim) F(block_size) F(is_bf16)
+        F(threads) F(eps) END
+    BEGIN(GateArgs) F(gate_up) F(output) F(rows) F(dim) F(is_bf16) F(threads) END
+    BEGIN(Strips) F(data) F(bias) F(n) F(k) END
+    BEGIN(LayerWeights) F(qkv) F(output) F(gate_up) F(down) F(input_norm) F(post_norm) F(q_norm) F(k_norm)
+        F(window) F(scale) END
+    BEGIN(StepArgs) F(layers) F(num_layers) F(threads) F(final_norm) F(head) F(rows) F(num_logits) F(logits_rows)
+        F(hidden_dim) F(hidden) F(logits) F(room) F(layer_bytes) F(rotate) F(attend) F(eps) END
+#undef BEGIN
+#undef F
+#undef END
+    return text;
+}

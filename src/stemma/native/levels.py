@@ -1,0 +1,113 @@
+"""Instruction-set levels: the same C++ sources compiled for several sets of processor features.
+
+Each level includes those below it. A level fixes how sums are rounded, so answers are the same on all
+machines that run it, but may differ between levels. `amx_emulated` runs the code for AMX with its tiles
+computed by other instructions: it is slow and serves tests.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from stemma.errors import ConfigError
+
+ISA_VARIABLE = "STEMMA_ISA"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One set of processor features and how the compiler is told of it."""
+
+    name: str
+    features: tuple[str, ...]
+    """What the processor must have, as /proc/cpuinfo calls it."""
+    flags: tuple[str, ...]
+    """Of the compiler; they name instructions, never the machine that compiles."""
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_BF16 = (*_AVX512, "-mavx512bf16")
+_AVX2_FEATURES = ("avx2", "fma", "f16c")
+_AVX512_FEATURES = (*_AVX2_FEATURES, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_BF16_FEATURES = (*_AVX512_FEATURES, "avx512_bf16")
+_TILE_FEATURES = ("amx_tile", "amx_bf16", "amx_int8")
+
+LEVELS = (
+    Level("portable", (), ()),
+    Level("avx2", _AVX2_FEATURES, _AVX2),
+    Level("avx512", _AVX512_FEATURES, _AVX512),
+    Level("avx512_bf16", _BF16_FEATURES, _BF16),
+    Level("amx", (*_BF16_FEATURES, *_TILE_FEATURES), (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+)
+"""From the lowest to the highest."""
+EMULATED = Level("amx_emulated", _BF16_FEATURES, (*_BF16, "-DSTEMMA_EMULATE_TILES"))
+_BY_NAME = {level.name: level for level in (*LEVELS, EMULATED)}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The level that the kernels of this process are compiled for."""
+
+    level: Level
+    reason: str
+    """For people, e.g. "the highest of this processor"."""
+    forced: bool
+    """By a setting or the environment: then no other level takes its place."""
+
+
+@cache
+def processor_features() -> frozenset[str]:
+    """Return the features of this machine's processor as /proc/cpuinfo lists them; empty without it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def missing_features(level: Level) -> tuple[str, ...]:
+    """Return what the processor lacks for `level`; empty if it runs here."""
+    features = processor_features() if platform.machine() in ("x86_64", "AMD64") else frozenset()
+    return tuple(name for name in level.features if name not in features)
+
+
+def available_levels() -> tuple[Level, ...]:
+    """Return the levels that this processor has, lowest first; the emulated one isn't among them."""
+    return tuple(level for level in LEVELS if not missing_features(level))
+
+
+def level_named(name: str) -> Level:
+    """Return the level of that name. Raises ConfigError."""
+    level = _BY_NAME.get(name)
+    if level is None:
+        known = ", ".join(level.name for level in LEVELS)
+        raise ConfigError(f"unknown instruction-set level {name!r}; use auto or one of {known}")
+    return level
+
+
+def choose_level(isa: str = "auto") -> Choice:
+    """Return the level to run: the one named, by the environment if `isa` is `auto`, else the highest.
+
+    Raises ConfigError if the name is unknown or the processor lacks a feature of that level.
+    """
+    asked, origin = isa, "the setting isa"
+    if asked == "auto":
+        asked, origin = os.environ.get(ISA_VARIABLE) or "auto", ISA_VARIABLE
+    if asked == "auto":
+        return Choice(available_levels()[-1], "the highest level of this processor", forced=False)
+    level = level_named(asked)
+    missing = missing_features(level)
+    if missing:
+        raise ConfigError(
+            f"{origin} asks for {level.name}, but this processor lacks {', '.join(missing)}; "
+            f"the highest level here is {available_levels()[-1].name}"
+        )
+    return Choice(level, f"{origin} asks for it", forced=True)

@@ -1,0 +1,21 @@
+"""Levels as test parameters: skipped by the name of the feature that a processor lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from stemma.native.building import find_compiler
+from stemma.native.levels import EMULATED, LEVELS, Level, missing_features
+
+
+def level_params(*, emulated: bool = True) -> list[object]:
+    """Return a parameter for every level, by name; with `emulated` also for AMX's code on emulated tiles."""
+    return [_param(level) for level in (*LEVELS, *([EMULATED] if emulated else []))]
+
+
+def _param(level: Level) -> object:
+    missing = missing_features(level)
+    reason = f"needs {', '.join(missing)}" if missing else "needs a C++ compiler"
+    return pytest.param(
+        level.name, marks=pytest.mark.skipif(bool(missing) or find_compiler() is None, reason=reason)
+    )

@@ -1,0 +1,193 @@
+"""Instruction-set levels: chosen, found, compiled, and life without them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stemma.errors import ConfigError
+from stemma.native import building, levels, library
+from stemma.native.building import BuildFailed, build, find_or_build, library_name
+from stemma.native.levels import LEVELS, available_levels, choose_level, level_named, missing_features
+from stemma.native.library import LibraryMismatch, forget_kernels, load_kernels, report_kernels
+
+PORTABLE = level_named("portable")
+
+needs_compiler = pytest.mark.skipif(building.find_compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _no_level_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(levels.ISA_VARIABLE, raising=False)
+    monkeypatch.delenv("STEMMA_NATIVE", raising=False)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder, and no library remembered from before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "PREBUILT", tmp_path / "prebuilt")
+    forget_kernels()
+    yield tmp_path / "stemma"
+    forget_kernels()
+
+
+@pytest.fixture
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A "compiler" whose output is always the portable library, compiled before."""
+    ready = find_or_build(PORTABLE).path
+    script = tmp_path / "compiler"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo quick 1.0 && exit\n'
+        f'for last; do :; done\ncp "{ready}" "$last"\n'
+    )
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+def processor_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
+    monkeypatch.setattr(levels, "processor_features", lambda: frozenset(features))
+    monkeypatch.setattr(levels.platform, "machine", lambda: "x86_64")
+
+
+def test_the_highest_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level in LEVELS:
+        processor_with(monkeypatch, *level.features, "sse2")
+        assert choose_level().level is level
+        assert [other.name for other in available_levels()][-1] == level.name
+
+
+def test_other_processors_are_portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels.platform, "machine", lambda: "aarch64")
+    assert choose_level().level is PORTABLE
+
+
+def test_setting_beats_environment_beats_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor_with(monkeypatch, *level_named("avx512").features)
+    monkeypatch.setenv(levels.ISA_VARIABLE, "avx2")
+    assert choose_level().level.name == "avx2"
+    assert choose_level("portable").level is PORTABLE
+    monkeypatch.setenv(levels.ISA_VARIABLE, "auto")
+    assert choose_level().level.name == "avx512"
+
+
+def test_an_unknown_level_is_an_error_that_names_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(levels.ISA_VARIABLE, "sse9")
+    with pytest.raises(ConfigError, match=r"'sse9'.*portable, avx2, avx512, avx512_bf16, amx"):
+        load_kernels()
+
+
+def test_a_level_too_high_is_an_error_that_names_what_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor_with(monkeypatch, *level_named("avx2").features)
+    with pytest.raises(ConfigError, match=r"the setting isa asks for avx512, .* lacks avx512f.* is avx2"):
+        load_kernels("avx512")
+
+
+def test_switched_off(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEMMA_NATIVE", "0")
+    assert load_kernels() is None
+    assert "STEMMA_NATIVE" in report_kernels().reason
+    assert not fresh_cache.exists()
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler", "/bin/true"])
+def test_a_broken_compiler_is_no_failure(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    """Building fails, is reported once, and leaves nothing behind."""
+    monkeypatch.setenv("CXX", compiler)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels() is None
+        assert load_kernels() is None
+    assert len(caplog.records) == 1
+    assert "everything runs on torch" in caplog.text
+    assert not list(fresh_cache.iterdir())
+
+
+def test_without_a_compiler_one_line_says_what_is_lost(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels() is None
+        assert report_kernels().level is None
+    assert [record.message.count("no C++ compiler found") for record in caplog.records] == [1]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick_compiler", "fresh_cache")
+def test_prebuilt_then_cached_then_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = find_or_build(PORTABLE)
+    assert compiled.origin == "compiled"
+    cached = find_or_build(PORTABLE)
+    assert (cached.origin, cached.path) == ("cached", compiled.path)
+    prebuilt = building.PREBUILT
+    prebuilt.mkdir()
+    compiled.path.rename(prebuilt / library_name(PORTABLE))
+    monkeypatch.setattr(building, "find_compiler", lambda: None)
+    assert find_or_build(PORTABLE).origin == "prebuilt"
+    (prebuilt / library_name(PORTABLE)).rename(compiled.path)
+    assert find_or_build(PORTABLE).origin == "cached"  # whichever compiler made it
+    compiled.path.unlink()
+    with pytest.raises(BuildFailed, match="no C\\+\\+ compiler"):
+        find_or_build(PORTABLE)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_wheel_builds_what_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "PREBUILT", tmp_path / "prebuilt")
+    path = build(PORTABLE, building.PREBUILT)
+    assert find_or_build(PORTABLE).path == path
+    assert [file.name for file in building.PREBUILT.iterdir()] == [path.name]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick_compiler", "fresh_cache")
+def test_a_level_that_cannot_be_built_gives_way_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old compiler doesn't know the newest instructions."""
+    highest = available_levels()[-1]
+    real = building.find_or_build
+
+    def old_compiler(level: levels.Level) -> building.Library:
+        if level is not PORTABLE:
+            raise BuildFailed("unknown option")
+        return real(level)
+
+    monkeypatch.setattr(library, "find_or_build", old_compiler)
+    kernels = load_kernels()
+    assert kernels is not None
+    assert kernels.level == "portable"
+    if highest is not PORTABLE:
+        assert "unknown option" in report_kernels().reason
+        assert load_kernels(highest.name) is None
+
+
+@needs_compiler
+def test_structures_are_compared_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    class GateArgs(ctypes.Structure):
+        _fields_ = (("output", ctypes.c_void_p), ("gate_up", ctypes.c_void_p))
+
+    loaded = ctypes.CDLL(str(find_or_build(PORTABLE).path))
+    library._check_structures(loaded)
+    monkeypatch.setitem(library._MIRRORS, "GateArgs", GateArgs)
+    with pytest.raises(LibraryMismatch, match="structure GateArgs"):
+        library._check_structures(loaded)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_every_level_of_this_machine_loads(level: levels.Level) -> None:
+    missing = missing_features(level)
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    if building.find_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    report = report_kernels(level.name)
+    assert report.level == level.name
+    assert report.path is not None
