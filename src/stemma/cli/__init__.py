@@ -17,7 +17,7 @@ EXIT_USAGE = 2
 
 def make_app() -> typer.Typer:
     """Return the command line: a file of this package per command, a line here for each."""
-    from stemma.cli import bench, cache, chat, demo, order, plan, pool, route, serve, usage
+    from stemma.cli import bench, cache, chat, config, demo, order, plan, pool, route, serve, usage
     from stemma.cli.replay import replay_command
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -33,13 +33,19 @@ def make_app() -> typer.Typer:
     app.command("usage")(usage.command)
     app.add_typer(cache.app, name="cache")
     app.add_typer(pool.app, name="pool")
+    app.add_typer(config.app, name="config")
     return app
 
 
 def main() -> None:
+    """Run a command of `stemma`."""
+    run(make_app())
+
+
+def run(app: typer.Typer) -> None:
     """Run a command. An error that Stemma raises on purpose is one line on stderr and exit status 2."""
     try:
-        make_app()()
+        app()
     except StemmaError as error:
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         console.print(f"error: {error}", style="red")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from stemma.cli.options import with_settings_flags
@@ -28,16 +30,29 @@ READY = "Ready:"
 @with_settings_flags
 def command(
     config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file; flags and STEMMA_... variables beat it.")
+        Path | None,
+        typer.Option(
+            "--config", help="TOML, or MindIE's config.json; flags and STEMMA_... variables beat it."
+        ),
     ] = None,
     **flags: Any,
 ) -> None:
     """Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics."""
-    settings = load_settings(file=config, environ=os.environ, flags=flags)
+    serve_from(config, flags)
+
+
+def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
+    """Serve what a file, the environment and flags say, until a signal; end the process' command."""
+    console = Console(soft_wrap=True, highlight=False)
+    settings = load_settings(
+        file=config,
+        environ=os.environ,
+        flags=flags,
+        note=lambda line: console.print(f"[yellow]{escape(line)}[/]"),
+    )
     path = settings.engine.model.path
     if not path.is_dir() and not is_demo(path):
         raise ModelError(f"no checkpoint directory at {path}")
-    console = Console(soft_wrap=True, highlight=False)
     from stemma.server.runtime import listen, serve
 
     listener = listen(settings.server.host, settings.server.port)

@@ -1,4 +1,6 @@
-"""Settings from a TOML file, the environment and command-line flags; a flag beats a variable beats the file.
+"""Settings from a file, the environment and command-line flags; a flag beats a variable beats the file.
+
+The file is TOML, or MindIE's ``config.json`` (`mindie/`).
 
 A setting has one flat name everywhere: ``block_size`` is ``block_size`` in the file's ``[cache]`` table,
 ``STEMMA_BLOCK_SIZE`` in the environment and ``--block-size`` on the command line. The names come from the
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from stemma.config.mindie.translate import translate_mindie
 from stemma.config.settings import Settings, SettingsModel
 from stemma.errors import ConfigError
 
@@ -89,14 +92,18 @@ def load_settings(
     file: Path | None = None,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Settings:
     """Return the settings; `flags` holds flat names, None meaning "not given".
 
+    `note` is told what an operator should know of a file that is accepted, one line each.
     Raises ConfigError naming the unknown key and the nearest known one, or the value that doesn't fit
     and where it came from.
     """
     given: dict[tuple[str, ...], _Given] = {}
-    if file is not None:
+    if file is not None and file.suffix == ".json":
+        given.update(_from_mindie(file, environ or {}, note))
+    elif file is not None:
         given.update(_from_file(file))
     given.update(_from_environ(environ or {}))
     given.update(_from_flags(flags or {}))
@@ -128,6 +135,17 @@ def _from_file(file: Path) -> dict[tuple[str, ...], _Given]:
             raise ConfigError(f"{file}: " + _unknown(".".join(place), known))
         given[by_place[place].path] = _Given(value, f"{file}: {'.'.join(place)}")
     return given
+
+
+def _from_mindie(
+    file: Path, environ: Mapping[str, str], note: Callable[[str], None] | None
+) -> dict[tuple[str, ...], _Given]:
+    translation = translate_mindie(file, environ)
+    if note is not None:
+        for line in translation.notes:
+            note(f"{file.name}: {line}")
+    fields = setting_fields()
+    return {fields[name].path: _Given(*item) for name, item in translation.values.items()}
 
 
 def _entries(

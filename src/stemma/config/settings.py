@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stemma.config.sizes import ByteSize
+
+
+def _split_paths(given: Any) -> Any:
+    return tuple(part for part in given.split(os.pathsep) if part) if isinstance(given, str) else given
+
+
+PathList = Annotated[tuple[Path, ...], BeforeValidator(_split_paths)]
+"""Paths; in a flag or a variable separated by colons."""
 
 
 class SettingsModel(BaseModel):
@@ -184,6 +193,71 @@ class ServerSettings(SettingsModel):
     """Largest request body."""
 
 
+class RequestSettings(SettingsModel):
+    """What requests may ask for, beyond what the model can hold, and how answers are shaped."""
+
+    max_input_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a prompt; what happens to a longer one is `truncation`."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """A longer prompt is refused, or loses its first (`left`) or its last (`right`) tokens."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of an answer, whatever the request says."""
+    max_n: int | None = Field(default=None, ge=1)
+    """Largest `n` and `best_of`; default: as many as can run at once."""
+    dialect: Literal["stemma", "mindie"] = "stemma"
+    """Where clients of one API expect different things, e.g. a list of ids in an event: whose they are."""
+
+
+class PlaneSettings(SettingsModel):
+    """Ports of their own for management and metrics; without them one port serves everything."""
+
+    management_host: str | None = None
+    """Address of both; default: `host`."""
+    management_port: int | None = Field(default=None, ge=0, le=65535)
+    """Health, configuration, administration. 0: any free port."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Prometheus' numbers. 0: any free port."""
+
+
+class TLSSettings(SettingsModel):
+    """HTTPS, read again on SIGHUP."""
+
+    flag_prefix: ClassVar[str] = "tls_"
+
+    cert: Path | None = None
+    """Certificate of the server, PEM, with those between it and the CA. Given: HTTPS."""
+    key: Path | None = None
+    """Its private key, PEM."""
+    key_password_file: Path | None = None
+    """Holds the passphrase of the key, if it is encrypted."""
+    ca: PathList | None = None
+    """CA certificates, PEM, separated by colons. Given: clients must present a certificate."""
+    crl: PathList | None = None
+    """Certificate revocation lists, PEM, separated by colons."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.cert is None and any((self.key, self.key_password_file, self.ca, self.crl)):
+            raise ValueError("TLS needs a certificate: tls_cert")
+        if self.cert is not None and self.key is None:
+            raise ValueError("tls_cert needs its key: tls_key")
+        if self.crl and not self.ca:
+            raise ValueError("tls_crl needs tls_ca: without it, clients present no certificates")
+        return self
+
+
+class ManagementTLSSettings(TLSSettings):
+    """HTTPS of the management port; default: that of the main port."""
+
+    flag_prefix: ClassVar[str] = "management_tls_"
+
+
+class MetricsTLSSettings(TLSSettings):
+    """HTTPS of the metrics port; default: that of the main port."""
+
+    flag_prefix: ClassVar[str] = "metrics_tls_"
+
+
 class EngineSettings(SettingsModel):
     """Everything the engine needs."""
 
@@ -201,3 +275,8 @@ class Settings(SettingsModel):
 
     engine: EngineSettings
     server: ServerSettings = ServerSettings()
+    requests: RequestSettings = RequestSettings()
+    planes: PlaneSettings = PlaneSettings()
+    tls: TLSSettings = TLSSettings()
+    management_tls: ManagementTLSSettings = ManagementTLSSettings()
+    metrics_tls: MetricsTLSSettings = MetricsTLSSettings()

@@ -14,6 +14,7 @@ from stemma.engine.beam_search import run_beam_search
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError
 from stemma.server.context import ServerContext
 from stemma.server.disconnect import unless_disconnected
+from stemma.server.limits import cap_output
 from stemma.types import FinishReason
 
 
@@ -26,6 +27,7 @@ async def run_one(
     """
     if context.draining:
         raise ShuttingDown("the server is shutting down")
+    request = cap_output(context.settings.requests, request)
     watch = context.metrics.watch(api)
     outcome = "aborted"
     engine = context.engine

@@ -9,6 +9,7 @@ import orjson
 
 from stemma.errors import InvalidRequest, PromptTooLong, UnknownModel
 from stemma.server.context import ServerContext
+from stemma.server.limits import fit_prompt
 from stemma.server.schemas.openai import ChatRequest, Message
 from stemma.types import TokenArray, as_tokens
 
@@ -28,6 +29,7 @@ def check_tokens(context: ServerContext, tokens: TokenArray, param: str = "promp
     """Return `tokens`; raise InvalidRequest if there are none, or more than the context can hold."""
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty", param=param)
+    tokens = fit_prompt(context.settings.requests, tokens, param)
     limit = context.engine.max_model_len
     if len(tokens) >= limit:
         raise PromptTooLong(

@@ -10,6 +10,7 @@ from typing import Any
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext
+from stemma.server.limits import largest_n
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from stemma.server.schemas.tgi import MAX_SEED, MAX_STOP_CHARS, TGIParameters, VLLMGenerateRequest
 
@@ -65,7 +66,7 @@ def _openai_sampling(
 def check_n(context: ServerContext, n: int | None) -> int:
     """Return the number of sequences; raise InvalidRequest if they could never run together."""
     wanted = 1 if n is None else n
-    limit = context.settings.engine.scheduler.max_num_seqs
+    limit = largest_n(context.settings)
     if not 1 <= wanted <= limit:
         raise InvalidRequest(f"n must be between 1 and {limit} on this server, got {wanted}", param="n")
     return wanted
@@ -77,7 +78,7 @@ def widen_to_best_of(
     """Return `params` for `best_of` sequences, of which `best_of.keep_best` keeps `params.n`."""
     if best_of is None or best_of == params.n:
         return params
-    limit = context.settings.engine.scheduler.max_num_seqs
+    limit = largest_n(context.settings)
     if not params.n < best_of <= limit:
         raise InvalidRequest(f"best_of must be between n and {limit}, got {best_of}", param="best_of")
     if stream:

@@ -1,0 +1,98 @@
+"""``stemma config``: check a configuration file, explain a key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic_core import PydanticUndefined
+from rich.console import Console
+from rich.markup import escape
+
+from stemma.config.loading import ENV_PREFIX, SettingField, flag_of, load_settings, setting_fields
+from stemma.config.mindie.explain import KeyRow, key_rows
+from stemma.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explain a setting or a key.")
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="TOML, or MindIE's config.json.")],
+) -> None:
+    """Read FILE as `stemma serve --config` would and print what it sets; exit status 2 if it is wrong."""
+    console = Console(soft_wrap=True, highlight=False)
+    notes: list[str] = []
+    settings = load_settings(file=file, environ=os.environ, note=notes.append)
+    defaults = {name: setting.info.default for name, setting in setting_fields().items()}
+    for name, setting in setting_fields().items():
+        value: object = settings
+        for part in setting.path:
+            value = None if value is None else getattr(value, part)
+        if value is not None and value != defaults[name]:
+            console.print(f"  {name} = {escape(_shown(value))}")
+    for line in notes:
+        console.print(f"[yellow]{escape(line)}[/]")
+    console.print(f"[green]{escape(str(file))} is right[/]")
+
+
+@app.command()
+def explain(
+    key: Annotated[
+        str | None, typer.Argument(help="A setting (block_size) or a MindIE key (cacheBlockSize); none: all.")
+    ] = None,
+) -> None:
+    """Say what a setting or a key of MindIE's config.json means: range, default, what it does here."""
+    console = Console(soft_wrap=True, highlight=False)
+    rows, fields = key_rows(), setting_fields()
+    if key is None:
+        for setting in fields.values():
+            console.print(f"{setting.name}: {escape(_help(setting))}")
+        for row in rows:
+            console.print(f"{row.name}: {row.does}, {escape(row.detail)}")
+        return
+    wanted = key.rpartition(".")[2]
+    found = [row for row in rows if row.key == wanted and (row.name.endswith(key))]
+    flat = wanted.removeprefix(ENV_PREFIX).lower().lstrip("-").replace("-", "_")
+    if flat in fields:
+        _print_setting(console, fields[flat])
+    for row in found:
+        _print_row(console, row)
+    if flat not in fields and not found:
+        known = [*fields, *(row.key for row in rows)]
+        [nearest] = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
+        raise ConfigError(f"nothing is called {key!r}; the nearest known name is {nearest!r}")
+
+
+def _print_setting(console: Console, setting: SettingField) -> None:
+    default = setting.info.default
+    table = ".".join(setting.table)
+    console.print(f"[bold]{setting.name}[/]: {escape(_help(setting))}")
+    console.print(f"  default: {escape('required' if default is PydanticUndefined else _shown(default))}")
+    console.print(
+        f"  flag {flag_of(setting.name)}, variable {ENV_PREFIX}{setting.name.upper()}, "
+        f"in the file: {escape(f'[{table}] ' if table else '')}{setting.path[-1]}"
+    )
+
+
+def _print_row(console: Console, row: KeyRow) -> None:
+    console.print(f"[bold]{row.name}[/] (MindIE): {row.does}")
+    if row.description:
+        console.print(f"  {escape(row.description)}")
+    limits = f"; {row.limits}" if row.limits else ""
+    console.print(f"  default: {escape(row.default)}{limits}")
+    console.print(f"  {'becomes' if row.does == 'works' else 'because'}: {escape(row.detail)}")
+
+
+def _help(setting: SettingField) -> str:
+    return " ".join((setting.info.description or "").split())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ":".join(map(str, value))
+    return str(value) if isinstance(value, Path) else json.dumps(value, default=str)

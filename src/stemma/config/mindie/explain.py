@@ -1,0 +1,105 @@
+"""Every key of ``config.json`` as a row: type, range, default, and what it does here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from stemma.config.mindie.base import MindIESection
+from stemma.config.mindie.document import MindIEConfig
+
+WORKS, NO_EFFECT = "works", "accepted without effect"
+_BOUNDS = (("ge", "at least"), ("le", "at most"), ("max_length", "up to"))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """One key."""
+
+    section: str
+    key: str
+    default: str
+    limits: str
+    does: str
+    """`WORKS` or `NO_EFFECT`."""
+    detail: str
+    """The setting that it becomes, or why it has no effect."""
+    description: str
+
+    @property
+    def name(self) -> str:
+        """Section and key."""
+        return f"{self.section}.{self.key}" if self.section else self.key
+
+
+def key_rows() -> list[KeyRow]:
+    """Return all keys in the order of the file."""
+    return list(_rows(MindIEConfig))
+
+
+def _rows(section: type[MindIESection]) -> Iterator[KeyRow]:
+    inner: list[type[MindIESection]] = []
+    for name, info in section.model_fields.items():
+        nested = _section(info.annotation)
+        if nested is not None:
+            inner.append(nested)
+            continue
+        extra = info.json_schema_extra
+        assert isinstance(extra, dict), f"{section.__name__}.{name} doesn't say what it does"
+        works = "becomes" in extra
+        detail = str(extra["becomes"] if works else extra["no_effect"])
+        yield KeyRow(
+            section.section,
+            info.alias or name,
+            "required" if info.default is PydanticUndefined else json.dumps(info.default),
+            _limits(info),
+            WORKS if works else NO_EFFECT,
+            detail,
+            " ".join((info.description or "").split()),
+        )
+    for nested in dict.fromkeys(inner):
+        if section is not MindIEConfig or nested.section not in ("ModelDeployConfig", "ScheduleConfig"):
+            yield from _rows(nested)
+
+
+def _section(annotation: Any) -> type[MindIESection] | None:
+    """Return the section that a field holds, maybe in a list, a table or as an option."""
+    if isinstance(annotation, type) and issubclass(annotation, MindIESection):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section(inner))), None)
+
+
+def _limits(info: FieldInfo) -> str:
+    parts = []
+    for item in info.metadata:
+        for name, word in _BOUNDS:
+            bound = getattr(item, name, None)
+            if bound is not None:
+                unit = (
+                    ""
+                    if name != "max_length"
+                    else " files"
+                    if isinstance(info.default, list)
+                    else " characters"
+                )
+                parts.append(f"{word} {bound}{unit}")
+    return ", ".join(parts)
+
+
+def markdown_table() -> str:
+    """Return the table that docs/compatibility.md shows."""
+    lines = ["| key | default | range | here | |", "|---|---|---|---|---|"]
+    for row in key_rows():
+        about = f"becomes {row.detail}" if row.does == WORKS else row.detail
+        about = about.replace("a check at the start", "checked at the start").replace(
+            "becomes checked", "checked"
+        )
+        text = f"{about}. {row.description}" if row.description else about
+        cells = (f"`{row.name}`", f"`{row.default}`", row.limits, row.does, text.replace("|", "\\|"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,211 @@
+"""MindIE's config.json: the manuals' own examples, defaults, ranges, and what each key becomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stemma.config.loading import load_settings
+from stemma.config.mindie.document import read_mindie_config
+from stemma.config.mindie.explain import NO_EFFECT, WORKS, key_rows, markdown_table
+from stemma.config.settings import Settings
+from stemma.errors import ConfigError
+
+PRINTED = Path(__file__).parent.parent / "data" / "mindie"
+DOCS = Path(__file__).parents[2] / "docs"
+CACHE_ON = '{"plugin_type":"prefix_cache"}'
+
+Load = Callable[..., Settings]
+
+
+def config(
+    model: dict[str, Any] | None = None, deploy: dict[str, Any] | None = None, **sections: Any
+) -> dict[str, Any]:
+    """Return a small configuration: HTTPS off, one model."""
+    one = {"modelWeightPath": "/weights", "plugin_params": CACHE_ON, **(model or {})}
+    backend = {"ModelDeployConfig": {**(deploy or {}), "ModelConfig": [one]}, **sections.pop("backend", {})}
+    server = {"httpsEnabled": False, **sections.pop("server", {})}
+    return {"ServerConfig": server, "BackendConfig": backend, **sections}
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def load(tmp_path: Path, notes: list[str]) -> Load:
+    def write_and_load(content: dict[str, Any] | str, **given: Any) -> Settings:
+        file = tmp_path / "config.json"
+        text = content if isinstance(content, str) else json.dumps(content, indent=1)
+        file.write_text(text, encoding="utf-8")
+        return load_settings(file=file, note=notes.append, **given)
+
+    return write_and_load
+
+
+def test_the_prefix_cache_manuals_example(load: Load, notes: list[str], tmp_path: Path) -> None:
+    printed = (PRINTED / "prefix_cache_as_printed.txt").read_text(encoding="utf-8").rstrip().rstrip(",")
+    settings = load("{" + printed + "}")
+
+    assert settings.engine.model.path == Path("/data/weights/DeepSeek-R1_w8a8")
+    assert settings.engine.model.served_name == "DeepSeek-R1_w8a8"
+    assert settings.engine.model.max_model_len == 2560
+    assert settings.engine.cache.enable_prefix_cache
+    assert settings.engine.cache.block_size == 128
+    assert settings.engine.tiers.host_cache == 5 * 2**30
+    assert settings.engine.speculation.mode == "off"
+    assert (settings.requests.max_input_tokens, settings.requests.truncation) == (2048, "error")
+    assert settings.requests.max_output_tokens == 512
+    assert (settings.server.host, settings.server.port) == ("127.0.0.1", 1025)
+    assert settings.planes.management_host == "127.0.0.2"
+    assert (settings.planes.management_port, settings.planes.metrics_port) == (1026, 1027)
+    assert settings.tls.cert == tmp_path / "security/certs/server.pem"
+    assert settings.tls.ca == (tmp_path / "security/ca/ca.pem",)
+    assert settings.tls.crl is None, "the default file isn't there"
+    [line] = notes
+    assert line.startswith("config.json: accepted without effect: worldSize, backendType, enable_nz")
+
+
+def test_the_pool_manuals_example_with_its_faults_corrected(load: Load, notes: list[str]) -> None:
+    printed = (PRINTED / "pool_as_printed.txt").read_text(encoding="utf-8").rstrip().rstrip(",")
+    settings = load("{" + printed.replace('"backend""', '"backend":"') + "}}")
+
+    pool = settings.engine.cache.pool
+    assert pool is not None
+    assert (pool.name, pool.config) == ("kv_pool_backend_name", Path("/path/to/your/config/file"))
+    assert not pool.async_write, "absent asyncWrite means synchronous"
+    assert settings.engine.tiers.host_cache is None, "cpuMemSize 0"
+    assert settings.engine.model.max_model_len == 20000
+    [line] = notes
+    for key in ("npuDeviceIds", "interNodeTLSEnabled", "dp", "sp", "tp", "moe_ep", "enable_mlapo_prefetch"):
+        assert f" {key}" in line
+
+
+def test_a_flag_beats_a_variable_beats_the_file(load: Load) -> None:
+    environ = {"STEMMA_BLOCK_SIZE": "32", "MIES_CONTAINER_IP": "127.0.0.9"}
+    settings = load(config(), environ=environ, flags={"max_num_seqs": 7})
+
+    assert settings.engine.cache.block_size == 32
+    assert settings.server.host == "127.0.0.9"
+    assert settings.engine.scheduler.max_num_seqs == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(False, "error"), (0, "error"), (True, "right"), (-1, "right"), (1, "left")]
+)
+def test_truncation_is_a_bool_or_a_number(load: Load, given: bool | int, expected: str) -> None:
+    assert load(config(deploy={"truncation": given})).requests.truncation == expected
+
+
+def test_without_plugin_params_plugins_are_off(load: Load) -> None:
+    content = config()
+    del content["BackendConfig"]["ModelDeployConfig"]["ModelConfig"][0]["plugin_params"]
+    settings = load(content)
+
+    assert not settings.engine.cache.enable_prefix_cache
+    assert settings.engine.speculation.mode == "off"
+    assert settings.engine.tiers.host_cache is None
+
+
+def test_splitfuse_takes_its_own_number_of_tokens_a_step(load: Load) -> None:
+    backend = {"ScheduleConfig": {"splitChunkTokens": 256, "maxPrefillTokens": 4096}}
+    assert load(config(backend=backend)).engine.scheduler.max_batch_tokens == 4096
+    model = {"plugin_params": '{"plugin_type": "splitfuse,prefix_cache"}'}
+    assert load(config(model, backend=backend)).engine.scheduler.max_batch_tokens == 256
+
+
+@pytest.mark.parametrize("name", ["kv_cache_option", "kv_cache_options"])
+def test_both_names_of_the_kv_cache_options(load: Load, notes: list[str], name: str) -> None:
+    load(config({"models": {"deepseekv2": {name: {"enable_nz": True}}}}))
+    assert "enable_nz" in notes[0]
+
+
+def test_an_empty_backend_turns_the_pool_off(load: Load) -> None:
+    off = config(backend={"kvPoolConfig": {"backend": "", "configPath": ""}})
+    as_text = config(backend={"kvPoolConfig": '{"backend": "directory", "asyncWrite": true}'})
+
+    assert load(off).engine.cache.pool is None
+    pool = load(as_text).engine.cache.pool
+    assert pool is not None
+    assert pool.async_write
+
+
+def test_notes(load: Load, notes: list[str]) -> None:
+    backend = {
+        "npuDeviceIds": [list(range(600))],
+        "kvPoolConfig": {"backend": "directory"},
+        "ScheduleConfig": {"enablePrefixCache": True, "prefillPolicyType": 3},
+        "layerwiseDisaggregatedMasterPort": 1,
+    }
+    load(config(backend=backend))
+
+    text = "\n".join(notes)
+    assert "enablePrefixCache is obsolete" in text
+    assert "unknown keys, ignored: BackendConfig.layerwiseDisaggregatedMasterPort (line " in text
+    assert "600 devices share a pool" in text
+    assert "prefillPolicyType" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            config(server={"port": 80}),
+            r"line 4, column 3: ServerConfig.port = 80: .* greater than or equal to 1024",
+        ),
+        (config(server={"port": "1025"}), "ServerConfig.port = '1025': .*valid integer"),
+        (config(server={"ipAddress": "0.0.0.0"}), "needs allowAllZeroIpListening"),
+        (config(server={"inferMode": "dmi"}), "--role prefill"),
+        (config({"modelInstanceType": "StandardMock"}), "without a model, is not supported"),
+        (config({"modelWeightPaht": "x"}), r"unknown key .*modelWeightPaht \(line .*'modelWeightPath'"),
+        (
+            config({"plugin_params": '{"plugin_type":"mtp,prefix_cache","num_speculative_tokens": 1}'}),
+            "line .*mtp",
+        ),
+        (config(deploy={"truncation": 2}), "true, false, 0, 1 or -1"),
+        (config(deploy={"maxSeqLen": 100, "maxInputTokenLen": 200}), "more than maxSeqLen"),
+        (config(backend={"ScheduleConfig": {"cacheBlockSize": 100}}), "multiple of 16"),
+        (config(backend={"ScheduleConfig": {"maxPrefillBatchSize": 300}}), "more than maxBatchSize"),
+        (config(backend={"kvPoolConfig": {"backend": "memcache"}}), "Use 'mooncake'"),
+        (config(backend={"kvPoolConfig": {"backend": "unifiedcache"}}), "Use 'mooncake'"),
+        (
+            config({"plugin_params": ""}, backend={"kvPoolConfig": {"backend": "redis"}}),
+            "needs the prefix cache",
+        ),
+        ({"ServerConfig": {}}, "no ModelDeployConfig"),
+        (
+            {**config(), "ModelDeployConfig": {"ModelConfig": [{"modelWeightPath": "x"}]}},
+            "both in BackendConfig",
+        ),
+        ('{"BackendConfig": }', "line 1, column 19: expected a value"),
+    ],
+)
+def test_faults_are_named_with_their_place(load: Load, content: dict[str, Any] | str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load(content)
+
+
+def test_certificates_start_at_the_installation_above_conf(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    file = tmp_path / "conf" / "config.json"
+    file.write_text(json.dumps(config(server={"httpsEnabled": True, "tlsCrlFiles": ["revoked.pem"]})))
+    settings = load_settings(file=file)
+
+    assert settings.tls.key == tmp_path / "security/keys/server.key.pem"
+    assert settings.tls.crl == (tmp_path / "security/certs/revoked.pem",), (
+        "a file that is named must be there"
+    )
+    assert read_mindie_config(file).base == tmp_path
+
+
+def test_every_key_says_what_it_does_and_the_docs_list_it() -> None:
+    rows = key_rows()
+
+    assert len({row.name for row in rows}) == len(rows) > 115
+    assert {row.does for row in rows} == {WORKS, NO_EFFECT}
+    assert markdown_table() in (DOCS / "compatibility.md").read_text(encoding="utf-8")
