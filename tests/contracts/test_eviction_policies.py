@@ -161,5 +161,6 @@ def test_both_indexes_evict_the_same(name: str, seed: int, block_size: int) -> N
             index.insert(DEFAULT_NAMESPACE, tokens, ids, float(now), traits)
             index.unpin(chain)
             index.check()
+            assert index.num_policy_failures == 0
     for index in indexes:
         assert len(index.evict(99, 99.0)) == 40 - len(free)

@@ -155,6 +155,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         for index, policy in zip(self.indexes, self.policies, strict=True):
             index.check()
+            assert index.num_policy_failures == 0
             assert index.num_blocks == len(self.model.blocks)
             pinned = sum(block.num_pins > 0 for block in self.model.blocks.values())
             assert index.num_evictable == len(self.model.blocks) - pinned

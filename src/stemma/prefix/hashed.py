@@ -133,8 +133,8 @@ class HashIndex(LedgerIndex):
         if not first and namespace not in self._roots:
             self._add_root(namespace, parent, root_key)
         dropped = NO_BLOCKS
+        covered = -1
         if partial >= 0:
-            self._policy.forget(partial, now, evicted=False)
             self._childless.discard(partial)
             self._unlink(partial)
             if grown:
@@ -145,20 +145,19 @@ class HashIndex(LedgerIndex):
         elif parent in self._childless:
             self._childless.remove(parent)
             if not self._ledger.pins[parent]:
-                self._policy.withdraw(parent)
+                covered = parent
         self._ledger.add(added)
         self._link(parent, tokens[first * self.block_size :], offered, keys[first:])
         tail = int(offered[-1])
         if len(tokens) % self.block_size:
             self._ledger.set_partial(tail, True)
         self._childless.add(tail)
-        self._policy.insert(offered, now, traits_from(traits, first, int(parent) if first else -1))
-        self._policy.offer(tail)
+        behind = traits_from(traits, first, int(parent) if first else -1)
+        self._tell_policy(offered, now, behind, forgotten=partial, withdrawn=covered)
         canonical = np.concatenate((np.array(present, dtype=np.int32), offered))
         return Inserted(canonical, added.copy(), dropped)
 
-    def evict(self, num_blocks: int, now: float) -> BlockIds:
-        """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+    def _evict(self, num_blocks: int, now: float, evicted: list[int]) -> None:
         policy, childless, pins = self._policy, self._childless, self._ledger.pins
         parents, keys, table, children = (
             self._contents.parents,
@@ -166,14 +165,13 @@ class HashIndex(LedgerIndex):
             self._table,
             self._children,
         )
-        evicted: list[int] = []
         while len(evicted) < num_blocks:
             victim = policy.victim(now)
             if victim is None:
                 break
             policy.forget(victim, now, evicted=True)
-            evicted.append(victim)
             childless.remove(victim)
+            evicted.append(victim)
             table.pop(keys[victim], None)
             parent = parents.item(victim)
             if len(children[parent]) > 1:
@@ -186,10 +184,6 @@ class HashIndex(LedgerIndex):
             childless.add(parent)
             if not pins[parent]:
                 policy.offer(parent)
-        if not evicted:
-            return NO_BLOCKS
-        self._ledger.remove(evicted)
-        return np.array(evicted, dtype=np.int32)
 
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:
         """Yield every cached chain from root to leaf: its namespace, tokens and blocks."""

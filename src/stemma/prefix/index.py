@@ -11,6 +11,7 @@ Rules that every implementation keeps, and that `check()` proves:
 * A pinned block is never evicted. Pins are taken on chains from the root, so no pinned block hangs below
   an unpinned one. Only full blocks can be pinned: a request that reuses part of a block copies it.
 * `match` changes nothing: no split, no recency, no counters.
+* A policy that raises, at whatever call, breaks nothing of this: the call succeeds, and LRU takes over.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class PrefixIndex(ABC):
     """Which token prefixes are cached. Not thread-safe: one owner, the step loop."""
 
     block_size: int
+    num_policy_failures: int
+    """How often the policy raised and LRU took over: 0, or 1."""
 
     @abstractmethod
     def match(self, namespace: Namespace, tokens: TokenArray) -> Match:

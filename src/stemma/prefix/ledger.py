@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import IntegrityError
+from stemma.prefix.eviction.fallback import fall_back
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.index import PrefixIndex
@@ -117,7 +118,7 @@ class BlockLedger:
 
 
 class LedgerIndex(PrefixIndex):
-    """What the indexes share: pins, uses and counts, by block id. A subclass owns the structure.
+    """What the indexes share: pins, uses, counts and the policy, by block id. A subclass owns the structure.
 
     `_tails` holds the blocks without descendants; those of them that nobody pins are what the policy is
     offered.
@@ -131,6 +132,7 @@ class LedgerIndex(PrefixIndex):
         self.block_size = block_size
         self._policy: EvictionPolicy = LRUPolicy() if policy is None else policy
         self._ledger = BlockLedger()
+        self.num_policy_failures = 0
 
     @abstractmethod
     def check(self) -> None:
@@ -140,21 +142,78 @@ class LedgerIndex(PrefixIndex):
         """Tell the policy that a chain of blocks (in order from the root) was used."""
         if len(block_ids):
             self._ledger.states_of(block_ids)
-            self._policy.access(block_ids, now)
+            try:
+                self._policy.access(block_ids, now)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
 
     def pin(self, block_ids: BlockIds) -> None:
         """Forbid eviction of a chain of full, distinct blocks, in order from the root; pins nest."""
         if len(block_ids):
-            for block_id in self._ledger.pin(block_ids):
-                if block_id in self._tails:
-                    self._policy.withdraw(block_id)
+            pinned = self._ledger.pin(block_ids)
+            try:
+                for block_id in pinned:
+                    if block_id in self._tails:
+                        self._policy.withdraw(block_id)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
 
     def unpin(self, block_ids: BlockIds) -> None:
         """Take back one `pin` of each block. Raises ValueError if a block isn't pinned."""
         if len(block_ids):
-            for block_id in self._ledger.unpin(block_ids):
-                if block_id in self._tails:
-                    self._policy.offer(block_id)
+            unpinned = self._ledger.unpin(block_ids)
+            try:
+                for block_id in unpinned:
+                    if block_id in self._tails:
+                        self._policy.offer(block_id)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
+
+    def evict(self, num_blocks: int, now: float) -> BlockIds:
+        """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+        evicted: list[int] = []
+        while True:
+            try:
+                self._evict(num_blocks, now, evicted)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
+                continue
+            if not evicted:
+                return NO_BLOCKS
+            self._ledger.remove(evicted)
+            return np.array(evicted, dtype=np.int32)
+
+    @abstractmethod
+    def _evict(self, num_blocks: int, now: float, evicted: list[int]) -> None:
+        """Take blocks out of the structure and add them to `evicted` until it holds `num_blocks`.
+
+        The structure is whole, and has lost exactly what is in `evicted`, also if the policy raises.
+        """
+
+    def _tell_policy(
+        self, inserted: BlockIds, now: float, traits: BlockTraits, *, forgotten: int, withdrawn: int
+    ) -> None:
+        """Report an insert that the structure has made: what it cost other blocks, if anything (else -1)."""
+        try:
+            if forgotten >= 0:
+                self._policy.forget(forgotten, now, evicted=False)
+            if withdrawn >= 0:
+                self._policy.withdraw(withdrawn)
+            self._policy.insert(inserted, now, traits)
+            self._policy.offer(int(inserted[-1]))
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
+
+    def _policy_failed(self, error: Exception) -> None:
+        """Go on with LRU; the structure is whole. Raises `error` if LRU was in use already."""
+        blocks: list[int] = []
+        tails: list[int] = []
+        for _, _, chain in self.walk():
+            blocks += chain.tolist()
+            if not self._ledger.pins[chain[-1]]:
+                tails.append(int(chain[-1]))
+        self._policy = fall_back(self._policy, error, blocks, tails)
+        self.num_policy_failures += 1
 
     @property
     def num_blocks(self) -> int:

@@ -128,39 +128,38 @@ class RadixIndex(LedgerIndex):
             root = self._roots[namespace] = _Root(namespace)
         dropped = NO_BLOCKS
         if partial >= 0:
-            self._policy.forget(partial, now, evicted=False)
             if grown:
                 self._ledger.set_partial(partial, False)
             else:
                 dropped = np.array([partial], dtype=np.int32)
                 self._ledger.remove(dropped)
         self._ledger.add(added)
-        self._attach(path[-1] if path else root, tokens, num_present, offered)
-        tail = int(offered[-1])
+        covered = self._attach(path[-1] if path else root, tokens, num_present, offered)
         if len(tokens) % self.block_size:
-            self._ledger.set_partial(tail, True)
+            self._ledger.set_partial(int(offered[-1]), True)
         after = int(present[first - 1]) if first else -1
-        self._policy.insert(offered, now, traits_from(traits, first, after))
-        self._policy.offer(tail)
+        self._tell_policy(
+            offered, now, traits_from(traits, first, after), forgotten=partial, withdrawn=covered
+        )
         return Inserted(np.concatenate((present[:first], offered)), added.copy(), dropped)
 
-    def evict(self, num_blocks: int, now: float) -> BlockIds:
-        """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
-        evicted: list[int] = []
-        victim = self._policy.victim(now) if num_blocks > 0 else None
+    def _evict(self, num_blocks: int, now: float, evicted: list[int]) -> None:
+        victim = self._policy.victim(now) if num_blocks > len(evicted) else None
         while victim is not None:
             leaf = self._leaves.pop(victim)
-            victim = self._evict_tail(leaf, victim, num_blocks, now, evicted)
-            if not leaf.blocks:
-                self._remove(leaf)
-                continue
-            end = (leaf.start // self.block_size + len(leaf.blocks)) * self.block_size
-            del leaf.tokens[end - leaf.start :]
-            self._leaves[leaf.blocks[-1]] = leaf
-        if not evicted:
-            return NO_BLOCKS
-        self._ledger.remove(evicted)
-        return np.array(evicted, dtype=np.int32)
+            try:
+                victim = self._evict_tail(leaf, victim, num_blocks, now, evicted)
+            finally:
+                self._trim(leaf)
+
+    def _trim(self, leaf: _Node) -> None:
+        """Bring a leaf, and the tree around it, in line with the blocks that it has left."""
+        if not leaf.blocks:
+            self._remove(leaf)
+            return
+        end = (leaf.start // self.block_size + len(leaf.blocks)) * self.block_size
+        del leaf.tokens[end - leaf.start :]
+        self._leaves[leaf.blocks[-1]] = leaf
 
     def _evict_tail(
         self, leaf: _Node, victim: int, num_blocks: int, now: float, evicted: list[int]
@@ -317,8 +316,12 @@ class RadixIndex(LedgerIndex):
     def _ends_in_leaf(self, path: list[_Node], num_tokens: int) -> bool:
         return bool(path) and not path[-1].children and num_tokens == path[-1].start + len(path[-1].tokens)
 
-    def _attach(self, node: _Node, tokens: TokenArray, start: int, block_ids: BlockIds) -> None:
-        """Hang ``tokens[start:]`` and their blocks below token `start` of the chain that ends in `node`."""
+    def _attach(self, node: _Node, tokens: TokenArray, start: int, block_ids: BlockIds) -> int:
+        """Hang ``tokens[start:]`` and their blocks below token `start` of the chain that ends in `node`.
+
+        Returns the block that is no candidate any more because it has a descendant now, or -1.
+        """
+        covered = -1
         rest, blocks = _int_array(tokens[start:]), _int_array(block_ids)
         if node.parent is not None and start < node.start + len(node.tokens):
             node = self._split(node, start - node.start)
@@ -328,7 +331,7 @@ class RadixIndex(LedgerIndex):
             if start % self.block_size:
                 node.blocks.pop()
             elif not self._ledger.pins[tail]:
-                self._policy.withdraw(tail)
+                covered = tail
             node.tokens.extend(rest)
             node.blocks.extend(blocks)
             leaf = node
@@ -337,6 +340,7 @@ class RadixIndex(LedgerIndex):
             node.children[rest[0]] = leaf
             node.recent = leaf
         self._leaves[blocks[-1]] = leaf
+        return covered
 
     def _split(self, lower: _Node, length: int) -> _Node:
         """Cut `lower` after `length` tokens; return the new node that holds the part above."""

@@ -350,3 +350,36 @@ def test_cached_tokens_are_reported_by_tier(kind):
     run(cache, tokens(range(6)))
     lease = cache.reserve(NS, tokens(range(6)))
     assert lease.cached_by_tier == {Tier.DEVICE: 5}
+
+
+def test_a_sequence_may_grow_to_what_pins_leave():
+    cache = make_cache(num_blocks=8, block_size=4)
+    pinned = tokens(range(20))
+    run(cache, pinned)
+    held = cache.hold(NS, pinned)  # 5 blocks
+    assert cache.max_tokens(NS, tokens(range(100, 110))) == 3 * 4
+    # What it shares with the pin it needn't have room for: 4 blocks, for the last token is always computed.
+    assert cache.max_tokens(NS, pinned) == (3 + 4) * 4
+    assert cache.max_tokens(Namespace(salt="other"), pinned) == 3 * 4
+    twice = cache.hold(NS, pinned[:8])
+    assert cache.max_tokens(NS, tokens(range(100, 110))) == 3 * 4
+    assert cache.reserve(NS, tokens(range(100, 113)), 0) is None
+    for lease in (held, twice):
+        cache.free(lease, lease.num_tokens)
+    assert cache.max_tokens(NS, tokens(range(100, 110))) == 8 * 4
+
+
+def test_the_tail_of_a_sequence_that_a_step_still_uses_is_not_available():
+    """Evicting it frees nothing, so the whole cache would go for a prompt that can't be had."""
+    cache = make_cache(num_blocks=4, block_size=4)
+    run(cache, tokens(range(50, 54)))  # one block that could be evicted
+    lease = cache.reserve(NS, tokens(range(6)), 0)
+    compute_all(cache, lease)
+    cache.open_fence()
+    cache.free(lease, lease.num_tokens)  # ended; its step is still under way
+    assert cache.num_available == 2
+    assert cache.reserve(NS, tokens(range(100, 112)), 0) is None
+    assert cache.stats().num_evicted_blocks == 0
+    cache.close_fence()
+    assert cache.num_available == 4
+    cache.check()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from tests.memory.buffers import HashBuffer
+from tests.prefix.failing_policy import FailingPolicy
 
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
@@ -32,6 +34,7 @@ class CacheMachine(RuleBasedStateMachine):
     running = Bundle("running")
     block_size = 3
     num_blocks = 10
+    max_policy_failures = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,6 +147,17 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def who_holds_what_adds_up(self):
         self.cache.check()
+        assert self.cache.stats().num_policy_failures <= self.max_policy_failures
+
+    @rule(num_blocks=st.integers(1, 10))
+    def what_counts_as_available_can_be_had(self, num_blocks):
+        """A lease of any size up to `num_available` is given, and then nothing is left of that much."""
+        if num_blocks > self.cache.num_available:
+            return
+        alone = Namespace(salt=f"alone{self.now}")
+        lease = self.cache.reserve(alone, np.zeros(num_blocks * self.block_size, dtype=np.int32), 0)
+        assert lease is not None
+        self.cache.free(lease, 0)
 
     def teardown(self):
         while self.flights:
@@ -160,15 +174,45 @@ class HashCacheMachine(CacheMachine):
         return HashIndex(key_space)
 
 
+class FailingPolicyMachine(CacheMachine):
+    """The policy raises at its n-th call, before or after it did its work; nothing else may notice."""
+
+    max_policy_failures = 1
+
+    def __init__(self) -> None:
+        self.policy = FailingPolicy(LRUPolicy())
+        super().__init__()
+
+    def make_index(self, key_space: KeySpace):
+        return RadixIndex(key_space.block_size, self.policy)
+
+    @initialize(num_calls=st.integers(0, 60), acts_first=st.booleans())
+    def fail_at(self, num_calls, acts_first):
+        self.policy.arm(num_calls, acts_first=acts_first)
+
+
+class HashFailingPolicyMachine(FailingPolicyMachine):
+    def make_index(self, key_space: KeySpace):
+        return HashIndex(key_space, self.policy)
+
+
 class DisabledCacheMachine(CacheMachine):
     def make_index(self, key_space: KeySpace):
         return None
 
 
 _SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
-for _machine in (CacheMachine, HashCacheMachine, DisabledCacheMachine):
+for _machine in (
+    CacheMachine,
+    HashCacheMachine,
+    FailingPolicyMachine,
+    HashFailingPolicyMachine,
+    DisabledCacheMachine,
+):
     _machine.TestCase.settings = _SETTINGS
 
 TestRadixCache = CacheMachine.TestCase
 TestHashCache = HashCacheMachine.TestCase
+TestPolicyThatRaises = FailingPolicyMachine.TestCase
+TestPolicyThatRaisesInHashIndex = HashFailingPolicyMachine.TestCase
 TestDisabledCache = DisabledCacheMachine.TestCase

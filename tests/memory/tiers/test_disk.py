@@ -38,16 +38,19 @@ def make_disk(
     clock: ManualClock | None = None,
     files: FileLayer | None = None,
     ttl_s: float | None = None,
+    monotonic: ManualClock | None = None,
 ) -> DiskStore:
+    clock = clock or ManualClock()
     return DiskStore(
         root,
         space,
         BLOCK_BYTES,
         size_for(capacity_blocks),
         LRUPolicy(),
-        clock or ManualClock(),
+        clock,
         default_ttl_s=ttl_s,
         files=files,
+        monotonic=monotonic or clock,
     )
 
 

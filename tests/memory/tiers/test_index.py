@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.prefix.failing_policy import FailingPolicy
 
 from stemma.memory.tiers.index import TierIndex
 from stemma.prefix.eviction.lru import LRUPolicy
@@ -20,9 +21,12 @@ NUMBERS = st.integers(0, len(KEYS) - 1)
 class TierIndexMachine(RuleBasedStateMachine):
     """Random traffic against a plain dict. Key n hangs below key (n - 1) // 2: a binary tree."""
 
+    max_policy_failures = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = TierIndex(CAPACITY, LRUPolicy())
+        self.policy = FailingPolicy(LRUPolicy())
+        self.index = TierIndex(CAPACITY, self.policy)
         self.model: dict[int, int] = {}
         self.pins: dict[int, int] = {}
         self.now = 0.0
@@ -85,10 +89,32 @@ class TierIndexMachine(RuleBasedStateMachine):
         self.index.check()
         assert len(self.index) == len(self.model) <= CAPACITY
         assert {n: self.index.find(KEYS[n]) for n in self.model} == self.model
+        assert self.index.num_policy_failures <= self.max_policy_failures
+
+    def teardown(self) -> None:
+        """Everything that nobody pins can be evicted."""
+        for n, count in self.pins.items():
+            for _ in range(count):
+                self.index.unpin(KEYS[n])
+        while self.index.evict(self.now) is not None:
+            pass
+        assert len(self.index) == 0
 
 
-TierIndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class FailingPolicyMachine(TierIndexMachine):
+    """The policy raises at its n-th call; nothing else may notice."""
+
+    max_policy_failures = 1
+
+    @initialize(num_calls=st.integers(0, 60), acts_first=st.booleans())
+    def fail_at(self, num_calls: int, acts_first: bool) -> None:
+        self.policy.arm(num_calls, acts_first=acts_first)
+
+
+for _machine in (TierIndexMachine, FailingPolicyMachine):
+    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestTierIndex = TierIndexMachine.TestCase
+TestPolicyThatRaises = FailingPolicyMachine.TestCase
 
 
 def test_the_policy_never_offers_a_parent_or_a_pinned_block() -> None:

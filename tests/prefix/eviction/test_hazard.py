@@ -1,5 +1,7 @@
 """The hazard policy: what it learns, when it gives way to LRU, and how little it remembers."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -231,3 +233,36 @@ def test_stale_entries_are_dropped():
         policy.offer(1)
         policy.withdraw(1)
     assert policy._num_entries < 10_000
+
+
+def test_a_cache_that_never_evicts_keeps_a_bounded_memory() -> None:
+    """Only an eviction starts a fit; reuses without one must not pile up."""
+    policy = HazardPolicy()
+    blocks = np.arange(128, dtype=np.int32)
+    policy.insert(blocks, 0.0, BlockTraits(fingerprints=np.arange(1, 129, dtype=np.uint64)))
+
+    def traced(num_prompts: int, start: float) -> int:
+        tracemalloc.start()
+        for n in range(num_prompts):
+            policy.access(blocks, start + n)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return held
+
+    traced(600, 1.0)
+    assert traced(3000, 1001.0) < 4 * 2**20  # 3,000 prompts would take 9
+
+
+def test_blocks_that_nobody_reuses_keep_a_bounded_memory() -> None:
+    """Lifetimes of forgotten blocks are handed to the model also where it has too little for a fit."""
+    policy = HazardPolicy(max_ghosts=64)
+    blocks = np.arange(128, dtype=np.int32)
+    tracemalloc.start()
+    for n in range(400):
+        prints = np.arange(1 + n * 128, 1 + (n + 1) * 128, dtype=np.uint64)
+        policy.insert(blocks, float(n), BlockTraits(fingerprints=prints))
+        for block_id in reversed(blocks.tolist()):
+            policy.forget(block_id, float(n), evicted=True)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 4 * 2**20  # 51,000 lifetimes would take 6.6

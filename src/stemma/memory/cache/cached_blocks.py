@@ -7,6 +7,7 @@ knowledge of all this change together, and only here. Pins belong to leases, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,17 @@ from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import partial_key
 from stemma.types import BlockIds, BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What the index made of the blocks of a lease."""
+
+    canonical: BlockIds
+    """The ids under which it holds the full blocks from `lease.num_committed` on. One that differs from the
+    lease's own was there already."""
+    added: list[int]
+    """Blocks of the lease that it took."""
 
 
 class CachedBlocks:
@@ -57,11 +69,10 @@ class CachedBlocks:
         """Return the keys of blocks, [n, 32], a copy."""
         return self._records.keys(block_ids)
 
-    def enter(self, lease: Lease, num_full: int, num_tail: int) -> BlockIds:
+    def enter(self, lease: Lease, num_full: int, num_tail: int) -> Entered:
         """Enter the leading `num_full` blocks of a lease, and the first `num_tail` tokens of the one behind.
 
-        Returns the ids under which the index holds the full blocks from `lease.num_committed` on. One that
-        differs from the lease's own was there already. The lease isn't changed.
+        The lease isn't changed, and lower tiers aren't told yet: `copy_down` does that.
         """
         tail_key = None
         if num_tail:
@@ -78,9 +89,14 @@ class CachedBlocks:
         for block_id in inserted.dropped.tolist():
             self._records.remove(block_id)
         self._allocator.release(inserted.dropped)
-        self._record(lease, inserted.canonical, num_full, tail_key, num_tail)
+        added = self._record(lease, inserted.canonical, num_full, tail_key, num_tail)
         self.version += 1
-        return inserted.canonical[lease.num_committed : num_full]
+        return Entered(inserted.canonical[lease.num_committed : num_full], added)
+
+    def copy_down(self, block_ids: list[int]) -> None:
+        """Let the lower tiers copy blocks that were just entered (write-through)."""
+        if self._lower is not None and block_ids:
+            self._lower.on_commit([self._records.describe(i) for i in block_ids])
 
     def use(self, block_ids: BlockIds) -> None:
         """A request shares these blocks, a chain from the root."""
@@ -99,10 +115,13 @@ class CachedBlocks:
         if not len(evicted):
             return 0
         blocks = self._describe(evicted)
-        if self._lower is not None:
-            self._lower.on_evict(blocks)
-        self._bury(evicted, blocks, MissReason.EVICTED)
-        self.num_evicted += len(evicted)
+        try:
+            if self._lower is not None:
+                self._lower.on_evict(blocks)
+        finally:
+            # The index has given them up: whatever became of their copies, nobody else would free them.
+            self._bury(evicted, blocks, MissReason.EVICTED)
+            self.num_evicted += len(evicted)
         return len(evicted)
 
     def flush(self) -> int:
@@ -114,6 +133,10 @@ class CachedBlocks:
     def explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
         """Return why a lease doesn't have more cached tokens; see `BlockRecords.explain`."""
         return self._records.explain(lease, found, num_lost, self._clock())
+
+    def has(self, block_id: int) -> bool:
+        """Return whether a block is in the index."""
+        return self._records.num_tokens(block_id) > 0
 
     def present(self) -> npt.NDArray[np.bool_]:
         """Return which blocks are in the index, shape [num_blocks]."""
@@ -128,8 +151,8 @@ class CachedBlocks:
 
     def _record(
         self, lease: Lease, canonical: BlockIds, num_full: int, tail_key: BlockKey | None, num_tail: int
-    ) -> None:
-        """Note the blocks that the index took from this lease; one may have grown since it was noted."""
+    ) -> list[int]:
+        """Note the blocks that the index took from this lease; one may have grown since. Return them."""
         table, taken = lease.block_table, []
         for i in range(lease.num_committed, len(canonical)):
             block_id = int(table[i])
@@ -143,8 +166,7 @@ class CachedBlocks:
                 int(canonical[i - 1]) if i else None,
             )
             taken.append(block_id)
-        if self._lower is not None and taken:
-            self._lower.on_commit([self._records.describe(i) for i in taken])
+        return taken
 
     def _describe(self, block_ids: BlockIds) -> list[DeviceBlock]:
         return [self._records.describe(i) for i in block_ids.tolist()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import Namespace, chain_keys
 from stemma.types import BlockIds, BlockKey, Fingerprints, Tier, TokenArray
@@ -70,8 +70,9 @@ class Lease:
         self.namespace = namespace
         self.root = root
         self.block_size = block_size
-        self.priority = priority
-        self.ttl_s = ttl_s
+        # Hints come from clients. Everything below takes them from here.
+        self.priority = clamped_priority(priority)
+        self.ttl_s = clamped_ttl_s(ttl_s)
         self.num_tokens = len(tokens)
         self._tokens: TokenArray = np.empty(len(tokens) + block_size, dtype=np.int32)
         self._tokens[: len(tokens)] = tokens

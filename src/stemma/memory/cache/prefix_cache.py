@@ -58,6 +58,8 @@ class CacheStats:
     num_deduplicated_blocks: int
     num_copied_heads: int
     num_ghosts: int
+    num_policy_failures: int = 0
+    """How often the eviction policy raised and LRU took over: 0, or 1."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,10 @@ class PrefixCache:
                 index, self._allocator, lower, policy_name=policy_name, block_costs=block_costs, clock=clock
             )
         self._leases: set[Lease] = set()
+        self._held: set[Lease] = set()
+        """Those of `hold`."""
+        self._tails: dict[Lease, int] = {}
+        """The partial block that a lease has committed and still writes: evicting it frees nothing yet."""
         self._draining: list[Lease] = []
         self._fences: deque[_Fence] = deque()
         self._num_deduplicated = 0
@@ -122,8 +128,24 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free or could be made free by eviction."""
-        return self._allocator.num_free + (self._cached.index.num_evictable if self._cached else 0)
+        """Blocks that are free or could be made free by eviction. O(leases whose partial tail is cached)."""
+        if self._cached is None:
+            return self._allocator.num_free
+        num_in_use = sum(map(self._cached.has, self._tails.values()))
+        return self._allocator.num_free + self._cached.index.num_evictable - num_in_use
+
+    def max_tokens(self, namespace: Namespace, tokens: TokenArray) -> int:
+        """Return how many tokens a sequence that begins with these could ever have beside what `hold` keeps.
+
+        That is the room if all other requests were gone: held blocks count only if the sequence shares them.
+        """
+        kept = {block_id for lease in self._held for block_id in lease.block_table.tolist()}
+        num_blocks = self.num_blocks - len(kept)
+        if kept:
+            found = self._match(namespace, tokens)
+            shared = found.block_ids[: found.num_full_blocks(self.block_size)].tolist()
+            num_blocks += len(kept.intersection(shared))
+        return num_blocks * self.block_size
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
         """Return how many leading tokens of a prompt lie on the device; never the last one. Read-only."""
@@ -158,9 +180,23 @@ class PrefixCache:
         num_full = found.num_full_blocks(self.block_size)
         shared = found.block_ids[:num_full]
         self._share(lease, shared)
+        try:
+            is_reserved = self._fill(lease, found, num_new)
+        except BaseException:
+            self._let_go(lease)
+            raise
+        if not is_reserved:
+            self._let_go(lease)
+            return None
+        self._leases.add(lease)
+        return lease
+
+    def _fill(self, lease: Lease, found: Match, num_new: int) -> bool:
+        """Give a lease that shares what `found` has the rest of its blocks; False if there is no room."""
+        num_full = found.num_full_blocks(self.block_size)
         tiers, keys = self._loads.match(lease, found) if self._loads is not None else ((), [])
         num_tail = found.num_tokens % self.block_size if not tiers else 0
-        num_needed = -(-(len(tokens) + num_new) // self.block_size) - num_full
+        num_needed = -(-(lease.num_tokens + num_new) // self.block_size) - num_full
         num_lost = 0
         fresh = self._allocate_with_head(num_needed, found, num_tail)
         if fresh is None and num_tail:
@@ -168,19 +204,17 @@ class PrefixCache:
             num_lost, num_tail = num_tail, 0
             fresh = self._allocate(num_needed)
         if fresh is None:
-            self._let_go(lease)
-            return None
+            return False
         lease.append_blocks(fresh)
         num_cached = num_full * self.block_size + num_tail
         lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
         if self._cached is not None:
-            self._cached.use(shared)
+            self._cached.use(found.block_ids[:num_full])
         if self._loads is not None and tiers:
             self._loads.start(lease, num_full, tiers, keys)
         else:
             lease.miss = self._explain(lease, found, num_lost)
-        self._leases.add(lease)
-        return lease
+        return True
 
     @property
     def lower(self) -> LowerTiers | None:
@@ -200,6 +234,7 @@ class PrefixCache:
         lease = Lease(namespace, self._key_space.root(namespace), held, self.block_size)
         self._share(lease, found.block_ids[:num_full])
         self._leases.add(lease)
+        self._held.add(lease)
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
@@ -252,7 +287,8 @@ class PrefixCache:
         num_tail = num_computed % self.block_size if tail else 0
         if self._cached is None or not (num_full > lease.num_committed or num_tail):
             return
-        canonical = self._cached.enter(lease, num_full, num_tail)
+        entered = self._cached.enter(lease, num_full, num_tail)
+        canonical = entered.canonical
         own = lease.block_table[lease.num_committed : num_full]
         duplicates = canonical != own
         if duplicates.any():
@@ -266,6 +302,10 @@ class PrefixCache:
             self._num_deduplicated += len(given_up)
         self._cached.index.pin(canonical)
         lease.num_committed = num_full
+        self._tails.pop(lease, None)
+        if num_tail and self._cached.has(int(lease.block_table[num_full])):
+            self._tails[lease] = int(lease.block_table[num_full])
+        self._cached.copy_down(entered.added)
 
     def fork(self, lease: Lease, num_computed: int) -> Lease | None:
         """Return a second lease on the same tokens: full blocks shared, the partial one copied.
@@ -289,27 +329,38 @@ class PrefixCache:
         self._share(twin, lease.block_table[:num_full])
         twin.append_blocks(fresh)
         if num_tail:
-            self._copy_head(int(lease.block_table[num_full]), int(fresh[0]), num_tail)
+            try:
+                self._copy_head(int(lease.block_table[num_full]), int(fresh[0]), num_tail)
+            except BaseException:
+                self._let_go(twin)
+                raise
         twin.cached_by_tier = dict(lease.cached_by_tier)
         twin.miss = lease.miss
         self._leases.add(twin)
         return twin
 
     def free(self, lease: Lease, num_computed: int) -> None:
-        """Give up everything the lease holds; what was computed, the partial tail included, stays cached."""
+        """Give up everything the lease holds; what was computed, the partial tail included, stays cached.
+
+        If the commit raises, everything is given up all the same.
+        """
         self._leases.remove(lease)
+        self._held.discard(lease)
         if lease.pending is not None:
             if not lease.pending.num_loaded.cancel() and not lease.pending.num_loaded.done():
                 # Someone still writes into these blocks: keep them until that is over.
                 self._draining.append(lease)
                 return
             lease.pending = None
-        else:
+            self._let_go(lease)
+            return
+        try:
             self.commit(lease, num_computed, tail=True)
+        finally:
             if self._fences:
                 self._fences[-1].leases.append(lease)
-                return
-        self._let_go(lease)
+            else:
+                self._let_go(lease)
 
     @property
     def has_fence(self) -> bool:
@@ -367,6 +418,7 @@ class PrefixCache:
             num_deduplicated_blocks=self._num_deduplicated,
             num_copied_heads=self._num_copied_heads,
             num_ghosts=self._cached.num_ghosts if self._cached else 0,
+            num_policy_failures=self._cached.index.num_policy_failures if self._cached else 0,
         )
 
     def transfer_stats(self) -> TransferStats | None:
@@ -391,6 +443,9 @@ class PrefixCache:
         if not np.array_equal(expected, self._allocator.counts()):
             wrong = np.flatnonzero(expected != self._allocator.counts()).tolist()
             raise IntegrityError(f"reference counts of blocks {wrong} don't match their holders")
+        num_single = int(np.count_nonzero(present & (expected == 1)))
+        if self.num_available > self._allocator.num_free + num_single:
+            raise IntegrityError("more blocks count as available than eviction can free")
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         if self._cached is None or len(tokens) < 2:
@@ -422,12 +477,19 @@ class PrefixCache:
             return self._allocate(num_blocks)
         source = found.block_ids[-1:]
         self._allocator.acquire(source)  # making room may evict it, but must not reuse it yet
-        fresh = self._allocate(num_blocks)
-        if fresh is not None:
-            self._copy_head(int(source[0]), int(fresh[0]), num_head)
-            if self._cached is not None:
-                self._cached.use_head(int(source[0]))
-        self._allocator.release(source)
+        fresh = None
+        try:
+            fresh = self._allocate(num_blocks)
+            if fresh is not None:
+                self._copy_head(int(source[0]), int(fresh[0]), num_head)
+                if self._cached is not None:
+                    self._cached.use_head(int(source[0]))
+        except BaseException:
+            if fresh is not None:
+                self._allocator.release(fresh)
+            raise
+        finally:
+            self._allocator.release(source)
         return fresh
 
     def _copy_head(self, source: int, target: int, num_tokens: int) -> None:
@@ -444,6 +506,7 @@ class PrefixCache:
         if self._cached is not None:
             self._cached.index.unpin(lease.block_table[: lease.num_committed])
         self._allocator.release(lease.block_table)
+        self._tails.pop(lease, None)
         lease.num_blocks = lease.num_committed = 0
 
     def _reap(self) -> None:

@@ -5,6 +5,8 @@ here, and blocks may arrive child first. So this index is a table of keys that c
 has *in this tier*. A block may be evicted when that count is zero and nobody pins it (leaves first). The
 ranking is an `EvictionPolicy`, the same objects as on the device.
 
+A policy that raises breaks nothing: the tables change first, and LRU takes over (`eviction/fallback.py`).
+
 A slot is *free*, *reserved* (being written, not yet found by anyone) or *live*. O(1) a block, plus what the
 policy costs. Not thread-safe: the store that owns it holds its lock.
 """
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import IntegrityError
+from stemma.prefix.eviction.fallback import fall_back
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.types import BlockKey
 
@@ -30,6 +33,8 @@ class TierIndex:
     def __init__(self, capacity_blocks: int, policy: EvictionPolicy) -> None:
         self.capacity_blocks = capacity_blocks
         self.num_evicted = 0
+        self.num_policy_failures = 0
+        """How often the policy raised and LRU took over: 0, or 1."""
         self._policy = policy
         self._slot_of: dict[BlockKey, int] = {}
         self._key_of: list[BlockKey | None] = [None] * capacity_blocks
@@ -89,11 +94,15 @@ class TierIndex:
 
     def victim(self, now: float) -> int | None:
         """Return the slot that `evict` would free, still live, or None if all must stay."""
-        return self._policy.victim(now)
+        try:
+            return self._policy.victim(now)
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
+            return self._policy.victim(now)
 
     def evict(self, now: float) -> int | None:
         """Drop the leaf that the policy ranks first; return its slot, free now, or None if all must stay."""
-        slot = self._policy.victim(now)
+        slot = self.victim(now)
         if slot is None:
             return None
         self._leave(slot, now, evicted=True)
@@ -110,13 +119,18 @@ class TierIndex:
         """Make a reserved slot live: from now on `find` sees it."""
         assert key not in self._slot_of
         self._reserved.remove(slot)
-        self._enter([slot], [key], [parent], now, traits)
+        self._enter([slot], [key], [parent])
         count = self._num_children.get(parent, 0)
         self._num_children[parent] = count + 1
-        if count == 0 and parent in self._slot_of and parent not in self._pins:
-            self._policy.withdraw(self._slot_of[parent])
-        if key not in self._num_children and key not in self._pins:
-            self._policy.offer(slot)
+        covers = count == 0 and parent in self._slot_of and parent not in self._pins
+        try:
+            self._policy.insert(np.asarray([slot], dtype=np.int32), now, traits)
+            if covers:
+                self._policy.withdraw(self._slot_of[parent])
+            if key not in self._num_children and key not in self._pins:
+                self._policy.offer(slot)
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
 
     def restore(
         self,
@@ -134,31 +148,42 @@ class TierIndex:
         """
         assert not self._slot_of
         assert not self._reserved
-        self._enter(slots, keys, parents, now, traits)
+        self._enter(slots, keys, parents)
         counts = np.bincount(parent_at[parent_at >= 0], minlength=len(keys))
         above = np.flatnonzero(counts)
         self._num_children = dict(
             zip(map(keys.__getitem__, above.tolist()), counts[above].tolist(), strict=True)
         )
         self._num_children.update(Counter(parents[n] for n in np.flatnonzero(parent_at < 0).tolist()))
-        for n in np.flatnonzero(counts == 0).tolist():
-            self._policy.offer(slots[n])
         is_free = np.ones(max(slots, default=-1) + 1, dtype=np.bool_)
         is_free[np.asarray(slots, dtype=np.int64)] = False
         self._unused_from = len(is_free)
         self._freed = np.flatnonzero(is_free)[::-1].tolist()
+        try:
+            self._policy.insert(np.asarray(slots, dtype=np.int32), now, traits)
+            for n in np.flatnonzero(counts == 0).tolist():
+                self._policy.offer(slots[n])
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
 
     def touch(self, slots: Sequence[int], now: float) -> None:
         """Tell the policy that these live blocks were used, in order from the root."""
         if slots:
-            self._policy.access(np.asarray(slots, dtype=np.int32), now)
+            try:
+                self._policy.access(np.asarray(slots, dtype=np.int32), now)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
 
     def pin(self, key: BlockKey) -> None:
         """Forbid eviction of a key that is present; pins nest."""
+        slot = self._slot_of[key]
         count = self._pins.get(key, 0)
-        if count == 0 and key not in self._num_children:
-            self._policy.withdraw(self._slot_of[key])
         self._pins[key] = count + 1
+        if count == 0 and key not in self._num_children:
+            try:
+                self._policy.withdraw(slot)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
 
     def unpin(self, key: BlockKey) -> None:
         """Take back one pin; ValueError if there is none."""
@@ -171,7 +196,10 @@ class TierIndex:
         del self._pins[key]
         slot = self._slot_of.get(key)
         if slot is not None and key not in self._num_children:
-            self._policy.offer(slot)
+            try:
+                self._policy.offer(slot)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
 
     def is_pinned(self, slot: int) -> bool:
         """Return whether eviction of a live slot is forbidden."""
@@ -194,7 +222,7 @@ class TierIndex:
         slot)``, because a chain that isn't used falls as a whole.
         """
         taken: list[tuple[int, BlockKey, BlockKey]] = []
-        while len(taken) < num_blocks and (slot := self._policy.victim(now)) is not None:
+        while len(taken) < num_blocks and (slot := self.victim(now)) is not None:
             at: int | None = slot
             while at is not None and len(taken) < num_blocks:
                 key, parent = self.key_of(at), self._parent_of[at]
@@ -222,34 +250,36 @@ class TierIndex:
         """Return the live slots that nobody pins."""
         return [slot for key, slot in self._slot_of.items() if key not in self._pins]
 
-    def _enter(
-        self,
-        slots: Sequence[int],
-        keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey],
-        now: float,
-        traits: BlockTraits,
-    ) -> None:
+    def _enter(self, slots: Sequence[int], keys: Sequence[BlockKey], parents: Sequence[BlockKey]) -> None:
         self._slot_of.update(zip(keys, slots, strict=True))
         for slot, key, parent in zip(slots, keys, parents, strict=True):
             self._key_of[slot], self._parent_of[slot] = key, parent
-        self._policy.insert(np.asarray(slots, dtype=np.int32), now, traits)
 
     def _leave(self, slot: int, now: float, *, evicted: bool) -> None:
         key, parent = self.key_of(slot), self._parent_of[slot]
         self._key_of[slot], self._parent_of[slot] = None, _NO_PARENT
         del self._slot_of[key]
-        if key in self._num_children or key in self._pins:
-            # `forget` takes candidates only, and this block wasn't one.
-            self._policy.offer(slot)
-        self._policy.forget(slot, now, evicted=evicted)
+        was_candidate = key not in self._num_children and key not in self._pins
         count = self._num_children[parent] - 1
         if count:
             self._num_children[parent] = count
-            return
-        del self._num_children[parent]
-        if parent in self._slot_of and parent not in self._pins:
-            self._policy.offer(self._slot_of[parent])
+        else:
+            del self._num_children[parent]
+        try:
+            if not was_candidate:
+                # `forget` takes candidates only.
+                self._policy.offer(slot)
+            self._policy.forget(slot, now, evicted=evicted)
+            if not count and parent in self._slot_of and parent not in self._pins:
+                self._policy.offer(self._slot_of[parent])
+        except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+            self._policy_failed(error)
+
+    def _policy_failed(self, error: Exception) -> None:
+        """Go on with LRU; the tables are whole. Raises `error` if LRU was in use already."""
+        leaves = (s for k, s in self._slot_of.items() if k not in self._num_children and k not in self._pins)
+        self._policy = fall_back(self._policy, error, self._slot_of.values(), leaves)
+        self.num_policy_failures += 1
 
     def check(self) -> None:
         """Raise IntegrityError if slots, keys, children and pins disagree."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
@@ -16,7 +17,8 @@ class RecentKeys(Generic[V]):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._notes: dict[BlockKey, V] = {}
+        # Not a plain dict: taking its oldest key again and again costs O(keys deleted before).
+        self._notes: OrderedDict[BlockKey, V] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -33,13 +35,13 @@ class RecentKeys(Generic[V]):
         """Write or renew notes."""
         with self._lock:
             for key, value in notes.items():
-                self._notes.pop(key, None)
                 self._notes[key] = value
+                self._notes.move_to_end(key)
             while len(self._notes) > self._capacity:
-                del self._notes[next(iter(self._notes))]
+                self._notes.popitem(last=False)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Drop notes."""
+        """Drop the notes of some keys."""
         with self._lock:
             for key in keys:
                 self._notes.pop(key, None)

@@ -48,7 +48,7 @@ class SlottedStore(LocalStore):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_moving = 0
-        """Calls that move bytes now; files and arenas are let go only at zero."""
+        """Calls that move bytes now; files and arenas are freed only at zero."""
         self._index = TierIndex(capacity_blocks, policy)
         self._default_ttl_s = np.inf if default_ttl_s is None else default_ttl_s
         self._used_at: npt.NDArray[np.float64] = np.zeros(capacity_blocks, dtype=np.float64)
@@ -76,6 +76,10 @@ class SlottedStore(LocalStore):
     def _write(self, slots: Sequence[int], blocks: Sequence[BlockPut]) -> list[tuple[PutResult, str]]:
         """Fill reserved slots, without the lock; a result other than STORED carries its reason."""
 
+    def _prepare(self, blocks: Sequence[Storable]) -> None:
+        """Get room for blocks that are about to be put, if that takes long. Without the lock."""
+        return None
+
     def _reserve(self) -> int | None:
         """Return a slot to write that no eviction is needed for. Called with the lock."""
         return self._index.reserve()
@@ -90,6 +94,11 @@ class SlottedStore(LocalStore):
     @abstractmethod
     def _let_go(self) -> None:
         """Release memory or files. Called once, with the lock, when no bytes move any more."""
+
+    @property
+    def num_policy_failures(self) -> int:
+        """How often the eviction policy raised and LRU took over: 0, or 1."""
+        return self._index.num_policy_failures
 
     @property
     def num_blocks(self) -> int:
@@ -132,7 +141,11 @@ class SlottedStore(LocalStore):
         at = [n for n, slot in enumerate(slots) if slot is not None]
         found = [slot for slot in slots if slot is not None]
         buffers = [into[n] for n in at]
-        outcomes = self._read(found, buffers)
+        try:
+            outcomes = self._read(found, buffers)
+        except BaseException:
+            self._end_read([keys[n] for n in at])
+            raise
         return lambda: self._proven(keys, at, found, buffers, outcomes)
 
     def _proven(
@@ -144,7 +157,11 @@ class SlottedStore(LocalStore):
         outcomes: Sequence[tuple[ReadResult, str]],
     ) -> list[ReadResult]:
         """Prove what was read for ``keys[at]`` out of `slots`; drop what failed, unpin, count."""
-        outcomes = self._prove(slots, [keys[n] for n in at], buffers, outcomes)
+        try:
+            outcomes = self._prove(slots, [keys[n] for n in at], buffers, outcomes)
+        except BaseException:
+            self._end_read([keys[n] for n in at])
+            raise
         results = [ReadResult.MISS] * len(keys)
         with self._lock:
             for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
@@ -159,6 +176,13 @@ class SlottedStore(LocalStore):
             self.counters.read_bytes += results.count(ReadResult.HIT) * self.block_bytes
         return results
 
+    def _end_read(self, keys: Sequence[BlockKey]) -> None:
+        """Unpin the blocks of a read that raised."""
+        with self._lock:
+            for key in keys:
+                self._index.unpin(key)
+            self._moved()
+
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
         """See `BlockStore`. The blocks of one call and their parents don't evict each other."""
         check_buffers([b.key for b in blocks], [b.data for b in blocks], self.block_bytes)
@@ -170,26 +194,30 @@ class SlottedStore(LocalStore):
         write: Callable[[Sequence[int], Sequence[int]], list[tuple[PutResult, str]]],
     ) -> list[PutResult]:
         """Reserve slots, let ``write(slots, positions in blocks)`` fill them, and make them live."""
+        self._prepare(blocks)
         with self._lock:
             planned = self._plan(blocks)
             self._num_moving += 1
         results = [result for result, _ in planned]
         at = [n for n, (_, slot) in enumerate(planned) if slot is not None]
         slots = [slot for _, slot in planned if slot is not None]
-        outcomes = write(slots, at)
-        with self._lock:
-            self._moved()
-            now = self._now()
-            for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
-                results[n] = result
-                self._writing.remove(blocks[n].key)
-                if result is PutResult.STORED:
-                    self._commit(blocks[n], slot, now)
-                else:
-                    self._index.give_back(slot)
-                    self.counters.reasons[reason] += 1
-            self.counters.puts.update(results)
-            self.counters.written_bytes += results.count(PutResult.STORED) * self.block_bytes
+        outcomes = [(PutResult.ERROR, "raised")] * len(slots)
+        try:
+            outcomes = write(slots, at)
+        finally:
+            with self._lock:
+                self._moved()
+                now = self._now()
+                for n, slot, (result, reason) in zip(at, slots, outcomes, strict=True):
+                    results[n] = result
+                    self._writing.remove(blocks[n].key)
+                    if result is PutResult.STORED:
+                        self._commit(blocks[n], slot, now)
+                    else:
+                        self._index.give_back(slot)
+                        self.counters.reasons[reason] += 1
+                self.counters.puts.update(results)
+                self.counters.written_bytes += results.count(PutResult.STORED) * self.block_bytes
         return results
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
@@ -296,25 +324,34 @@ class SlottedStore(LocalStore):
         for key in held:
             self._index.pin(key)
         planned: list[tuple[PutResult, int | None]] = []
-        for block in blocks:
-            slot = None
-            if (existing := self._index.find(block.key)) is not None:
-                result = PutResult.EXISTS
-                self._index.touch([existing], now)
-                self._used_at[existing] = now
-            elif refusal is not None or block.key in self._writing:
-                result = PutResult.DROPPED
-                self.counters.reasons[refusal or "being_written"] += 1
-            elif (slot := self._take_slot()) is None:
-                result = PutResult.NO_SPACE
-                self.counters.reasons["full"] += 1
-            else:
-                result = PutResult.STORED
-                self._writing.add(block.key)
-            planned.append((result, slot))
-        for key in held:
-            self._index.unpin(key)
+        try:
+            for block in blocks:
+                planned.append(self._plan_one(block, refusal, now))  # noqa: PERF401 - kept if one raises
+        except BaseException:
+            for block, (_, slot) in zip(blocks, planned, strict=False):
+                if slot is not None:
+                    self._writing.remove(block.key)
+                    self._index.give_back(slot)
+            raise
+        finally:
+            for key in held:
+                self._index.unpin(key)
         return planned
+
+    def _plan_one(self, block: Storable, refusal: str | None, now: float) -> tuple[PutResult, int | None]:
+        if (existing := self._index.find(block.key)) is not None:
+            self._index.touch([existing], now)
+            self._used_at[existing] = now
+            return PutResult.EXISTS, None
+        if refusal is not None or block.key in self._writing:
+            self.counters.reasons[refusal or "being_written"] += 1
+            return PutResult.DROPPED, None
+        slot = self._take_slot()
+        if slot is None:
+            self.counters.reasons["full"] += 1
+            return PutResult.NO_SPACE, None
+        self._writing.add(block.key)
+        return PutResult.STORED, slot
 
     def _take_slot(self) -> int | None:
         slot = self._reserve()

@@ -46,12 +46,14 @@ _RERANK_S = 1.0
 _FIT_SHARE, _MIN_FIT_S, _MAX_FIT_S = 0.04, 2.0, 60.0
 """Hazards are fitted each time the observed span has grown by this share, within these limits."""
 _MIN_FIT_PROMPTS = 4
-"""Nor oftener than once in so many prompts: a fit costs milliseconds."""
+"""Minimum number of prompts between fits; each fit takes milliseconds."""
 _MIN_REUSES = 150
 _MIN_SPAN_S = 60.0
 """Prompts that must have reused something, and time that must have passed, before the learned order rules."""
 _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
+_MAX_DROPPED = 1 << 14
+"""Forgotten lifetimes kept one by one (130 bytes each); beyond, they are counted before the next fit."""
 _NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
 
 
@@ -207,6 +209,8 @@ class HazardPolicy(StampedPolicy):
         self.withdraw(block_id)
         self._prompts.pop(block_id, None)
         self._records.leave(self._record_of.item(block_id), remember=evicted)
+        if self._records.num_dropped >= _MAX_DROPPED:  # too little is reused for a fit
+            self._model.censor(self._records.take_dropped(), now)
         if evicted:
             self._capacity = self._records.num_resident
 

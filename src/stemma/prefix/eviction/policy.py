@@ -4,10 +4,13 @@ The index owns the structure and knows *which* blocks may go: the tails of leave
 offers each such block to the policy (`offer`) and withdraws it when the block gets a descendant or a pin
 (`withdraw`). The policy says which candidate goes first (`victim`). It never sees tokens, nodes or tiers,
 so the same object runs in the live server, in a lower tier, and in trace replay.
+
+A policy that raises is replaced (`fallback.py`), so its errors cost a ranking and nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +19,22 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.types import BlockIds, Fingerprints
+
+MAX_PRIORITY = 100
+MAX_TTL_S = 100 * 365 * 86400.0
+"""A longer time to live is this one: it fits every format that stores it, and means "never" to everybody."""
+
+
+def clamped_priority(priority: int) -> int:
+    """Return the nearest priority that there is."""
+    return min(max(priority, 0), MAX_PRIORITY)
+
+
+def clamped_ttl_s(ttl_s: float | None) -> float | None:
+    """Return a time to live from 0 to `MAX_TTL_S`; None (no hint) for NaN."""
+    if ttl_s is None or math.isnan(ttl_s):
+        return None
+    return min(max(ttl_s, 0.0), MAX_TTL_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
 from stemma.prefix.eviction.reuse_model import OpenLifetimes
 from stemma.prefix.eviction.stamped import resized
 from stemma.types import Fingerprints
@@ -128,6 +128,11 @@ class RecordTable:
         records = np.flatnonzero(self._states)
         return OpenLifetimes(self.classes[records], self.used_s[records], self.weights[records])
 
+    @property
+    def num_dropped(self) -> int:
+        """Lifetimes that the next `take_dropped` returns."""
+        return len(self._dropped)
+
     def take_dropped(self) -> OpenLifetimes:
         """Return the lifetimes forgotten since the last call."""
         dropped, self._dropped = self._dropped, []
@@ -146,10 +151,9 @@ class RecordTable:
         """Return the number of the hints; rounded, since each different one costs a queue per class."""
         if traits.priority == _DEFAULT_PRIORITY and traits.ttl_s is None:
             return 0
-        factor = 2.0 ** round((traits.priority - _DEFAULT_PRIORITY) / 10)
-        ttl_s = (
-            math.inf if traits.ttl_s is None else 2.0 ** (math.ceil(4 * math.log2(traits.ttl_s + 0.1)) / 4)
-        )
+        factor = 2.0 ** round((clamped_priority(traits.priority) - _DEFAULT_PRIORITY) / 10)
+        hint_s = clamped_ttl_s(traits.ttl_s)
+        ttl_s = math.inf if hint_s is None else 2.0 ** (math.ceil(4 * math.log2(hint_s + 0.1)) / 4)
         number = self._hint_numbers.get((factor, ttl_s))
         if number is None:
             if len(self._hint_table) >= _MAX_HINTS:

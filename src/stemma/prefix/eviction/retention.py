@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.prefix.eviction.candidates import CandidateHeap
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
 from stemma.prefix.eviction.stamped import STAMP_BITS, RankedPolicy, resized
 from stemma.types import BlockIds
 
@@ -36,8 +36,9 @@ class RetentionPolicy(RankedPolicy):
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Note the hints and start the blocks' time."""
         self._reserve(block_ids)
-        self._priorities[block_ids] = traits.priority
-        self._ttls_s[block_ids] = math.inf if traits.ttl_s is None else traits.ttl_s
+        ttl_s = clamped_ttl_s(traits.ttl_s)
+        self._priorities[block_ids] = clamped_priority(traits.priority)
+        self._ttls_s[block_ids] = math.inf if ttl_s is None else ttl_s
         self.access(block_ids, now)
 
     def access(self, block_ids: BlockIds, now: float) -> None:

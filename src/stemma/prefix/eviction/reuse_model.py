@@ -52,6 +52,8 @@ _HALF_LIFE_S = 1800.0
 _PRIOR_REUSES = 3.0
 _NUM_SWEEPS = 2
 _MIN_RATE = 1e-12
+_MAX_ENDED = 1 << 16
+"""Ended lifetimes kept one by one (20 bytes each); beyond, they are counted before the next fit."""
 
 
 def age_bin(age_s: float) -> int:
@@ -97,7 +99,9 @@ class ReuseModel:
         self._reuses: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
         """Weighted reuses by class and age bin; weights are relative to the time `_origin_s`."""
         self._ended: list[tuple[npt.NDArray[np.int32], Float64, Float64, float]] = []
-        """What `learn` was told since the last fit."""
+        """What `learn` was told and `_count_ended` has not yet counted."""
+        self._num_ended = 0
+        """Lifetimes in it."""
         self._origin_s = 0.0
         self._typical_reuse = 1.0
         """Moving average of the weight of all blocks that are reused at once."""
@@ -112,8 +116,12 @@ class ReuseModel:
     def learn(self, classes: npt.NDArray[np.int32], starts_s: Float64, weights: Float64, now: float) -> None:
         """Note that lifetimes of these classes end now by a reuse."""
         self._ended.append((classes, starts_s, weights, now))
+        self._num_ended += len(classes)
         self._typical_reuse += 0.01 * (len(weights) * weights.item(-1) - self._typical_reuse)
         self.num_reuses += 1
+        if self._num_ended >= _MAX_ENDED:  # a cache that never evicts never fits
+            self._fade(now)
+            self._count_ended()
 
     def censor(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Note that these lifetimes were forgotten about now; nothing is known of their end."""
@@ -159,6 +167,7 @@ class ReuseModel:
             lifetimes = OpenLifetimes(*(np.concatenate(each) for each in (classes, starts_s, weights)))
             self._add(self._reuses, lifetimes, np.repeat(ends_s, lengths))
             self._ended.clear()
+            self._num_ended = 0
 
     def _add(self, totals: Float64, lifetimes: OpenLifetimes, ends_s: Float64 | float) -> None:
         ages = np.maximum(ends_s - lifetimes.starts_s, 0.0)

@@ -100,7 +100,10 @@ def read_manifest(path: Path) -> Manifest | None:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest by atomic rename."""
     draft = path / (MANIFEST + ".new")
-    draft.write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+    draft.unlink(missing_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(json.dumps(asdict(manifest), indent=2) + "\n")
     draft.replace(path / MANIFEST)
 
 
@@ -170,7 +173,7 @@ def _close(fd: int | None) -> None:
 def _take_lock(path: Path, *, read_only: bool) -> int | None:
     flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
     try:
-        fd = os.open(path / LOCK, flags | os.O_CLOEXEC, 0o600)
+        fd = os.open(path / LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         if read_only:
             return None
@@ -228,8 +231,8 @@ def list_spaces(root: Path) -> list[SpaceInfo]:
     spaces = []
     for path in paths:
         try:
-            stats = [file.stat() for file in path.iterdir()]
-        except FileNotFoundError:
+            stats = [file.lstat() for file in path.iterdir()]
+        except OSError:  # gone meanwhile, or not ours to look into
             continue
         allocated = sum(stat.st_blocks * 512 for stat in stats)
         used_at = max((stat.st_mtime for stat in stats), default=0.0)
@@ -246,7 +249,7 @@ def _is_space(path: Path) -> bool:
 
 def _is_locked(path: Path) -> bool:
     try:
-        fd = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

@@ -16,8 +16,11 @@ class FileLayer:
     """Positioned reads and writes that are complete or raise OSError. Thread-safe."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file (mode 0600 if created: KV reveals prompts); return its descriptor."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        """Open a file (mode 0600 if created: KV reveals prompts); return its descriptor.
+
+        A symbolic link is OSError ELOOP: what it points to isn't ours to write.
+        """
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""

@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from stemma.prefix.eviction.policy import clamped_priority, clamped_ttl_s
 from stemma.types import BlockKey
 
 RECORD_BYTES = 128
@@ -83,11 +84,12 @@ class Record:
     priority: int
 
     def pack(self) -> bytes:
-        """Return the 128 bytes."""
+        """Return the 128 bytes. Hints beyond what there is are stored as the nearest one."""
+        ttl_s = clamped_ttl_s(self.ttl_s)
         fields = _FIELDS.pack(
             _MAGIC,
             DISK_FORMAT_VERSION,
-            self.priority,
+            clamped_priority(self.priority),
             self.key,
             self.parent,
             self.generation,
@@ -95,7 +97,7 @@ class Record:
             self.length,
             self.created_at,
             self.used_at,
-            math.nan if self.ttl_s is None else self.ttl_s,
+            math.nan if ttl_s is None else ttl_s,
             self.slot,
         )
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))

@@ -40,6 +40,11 @@ class SlabFiles:
         return min(self._capacity_blocks, len(self._slab_fds) * self._manifest.slots_per_slab)
 
     @property
+    def can_grow(self) -> bool:
+        """Whether the limit allows another slab."""
+        return self._slab_bytes(len(self._slab_fds)) > 0
+
+    @property
     def index_bytes(self) -> int:
         """Length of the index file."""
         return self._files.size(self._index_fd)
@@ -83,7 +88,7 @@ class SlabFiles:
         an OSError everything is as before.
         """
         slab = len(self._slab_fds)
-        if self._slab_bytes(slab) <= 0:
+        if not self.can_grow:
             return False
         fd = -1
         try:

@@ -9,6 +9,8 @@ counted miss, and its slot is free again.
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +38,7 @@ from stemma.memory.tiers.disk.record import (
 from stemma.memory.tiers.disk.restored import restored_blocks
 from stemma.memory.tiers.disk.slabs import SlabFiles
 from stemma.memory.tiers.slotted import SlottedStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult, Storable
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey, Tier
@@ -72,11 +74,13 @@ class DiskStore(SlottedStore):
         *,
         default_ttl_s: float | None = None,
         files: FileLayer | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the sub-directory of `space` under `root` and find what it holds.
 
         `size_bytes` limits all files under `root`. `clock` gives seconds since 1970, because times outlive
-        the process. Raises ConfigError if not one block fits, and what `open_space` raises.
+        the process; `monotonic` measures how long to wait after a failed write. Raises ConfigError if not
+        one block fits, and what `open_space` raises.
         """
         wanted = new_manifest(space, block_bytes, size_bytes)
         capacity_blocks = (size_bytes - _SMALL_FILES_BYTES) // (wanted.slot_bytes + RECORD_BYTES)
@@ -91,8 +95,11 @@ class DiskStore(SlottedStore):
         self._table = bytearray(RECORD_BYTES * capacity_blocks)
         """The index file's content, as it should be, by slot."""
         self._generation = 0
+        self._monotonic = monotonic
         self._refused_until = -np.inf
-        self._grown_until = -np.inf
+        self._no_growth_until = -np.inf
+        self._growing = threading.Lock()
+        """Held while a slab is added, which may take seconds: the store's own lock is not."""
         self._padding = bytes(self._manifest.slot_bytes - RECORD_BYTES - block_bytes)
         self._between = memoryview(bytearray(self._manifest.slot_bytes - block_bytes))
         """Takes what stands between two neighbours that are read in one go; nobody looks at it."""
@@ -150,7 +157,11 @@ class DiskStore(SlottedStore):
                 return "gone"
             self._index.pin(key)
             self._num_moving += 1
-        ((result, reason),) = self._prove([slot], [key], [buffer], self._read([slot], [buffer]))
+        try:
+            ((result, reason),) = self._prove([slot], [key], [buffer], self._read([slot], [buffer]))
+        except BaseException:
+            self._end_read([key])
+            raise
         with self._lock:
             self._moved()
             self._index.unpin(key)
@@ -249,7 +260,7 @@ class DiskStore(SlottedStore):
 
     def _write_failed(self, error: OSError) -> tuple[PutResult, str]:
         with self._lock:
-            self._refused_until = self._now() + BACK_OFF_S
+            self._refused_until = self._monotonic() + BACK_OFF_S
         result = PutResult.NO_SPACE if error.errno in NO_SPACE_ERRNOS else PutResult.ERROR
         return result, _reason(error)
 
@@ -258,13 +269,10 @@ class DiskStore(SlottedStore):
     def _refusal(self) -> str | None:
         if self.read_only:
             return "read_only"
-        return "backing_off" if self._now() < self._refused_until else None
+        return "backing_off" if self._monotonic() < self._refused_until else None
 
     def _reserve(self) -> int | None:
-        slot = self._index.reserve(self._slabs.num_slots)
-        if slot is None and self._grow():
-            slot = self._index.reserve(self._slabs.num_slots)
-        return slot
+        return self._index.reserve(self._slabs.num_slots)
 
     def _dropped(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -278,17 +286,40 @@ class DiskStore(SlottedStore):
 
     # -- files ------------------------------------------------------------------------------------
 
-    def _grow(self) -> bool:
-        """Add a slab, if the limit and the disk allow it."""
-        now = self._now()
-        if now < self._grown_until:
-            return False
-        try:
-            return self._slabs.add_slab(self._size_bytes)
-        except OSError as error:
-            self._grown_until = now + BACK_OFF_S
-            self.counters.reasons[_reason(error)] += 1
-            return False
+    def _prepare(self, blocks: Sequence[Storable]) -> None:
+        """Add slabs until there is a slot for each new block, as far as the limit and the disk allow it.
+
+        The store's lock is free meanwhile, so that nobody who reads or pins waits for the file system.
+        """
+        with self._growing:
+            while self._begin_growth(blocks):
+                has_grown, reason = False, None
+                try:
+                    has_grown = self._slabs.add_slab(self._size_bytes)
+                except OSError as error:
+                    reason = _reason(error)
+                except StorageError:  # the directory can't be listed
+                    reason = "unlistable"
+                finally:
+                    with self._lock:
+                        self._moved()
+                        if reason is not None:
+                            self._no_growth_until = self._monotonic() + BACK_OFF_S
+                            self.counters.reasons[reason] += 1
+                if not has_grown:
+                    return
+
+    def _begin_growth(self, blocks: Sequence[Storable]) -> bool:
+        """Return whether a slab is wanted; files are then kept open until `_moved`."""
+        with self._lock:
+            may_grow = self._is_open and self._refusal() is None and self._slabs.can_grow
+            if not may_grow or self._monotonic() < self._no_growth_until:
+                return False
+            num_new = len({block.key for block in blocks if block.key not in self._index} - self._writing)
+            if num_new <= self._slabs.num_slots - self._index.num_taken:
+                return False
+            self._num_moving += 1
+            return True
 
     def _restore(self) -> None:
         """Fill the index from the index file, and from the slabs where that one is damaged."""
