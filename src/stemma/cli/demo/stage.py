@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -11,9 +12,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from stemma.cli.client import make_http, stream_answer
+from stemma.cli.demo.texts import Messages
 from stemma.cli.server_process import ServerProcess
 
-_BAR_CELLS = 20
+_BAR_CELLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,14 @@ class Outcome:
     miss_detail: str | None = None
     tiers: tuple[str, ...] = ()
     """Where the cached tokens came from."""
+    num_generated_tokens: int = 0
+    total_s: float = 0.0
+    """To the last token, where the answer is streamed."""
+
+    @property
+    def answer(self) -> str:
+        """The text on one line, in quotation marks."""
+        return f'"{" ".join(self.text.split())}"'
 
     @property
     def source(self) -> str:
@@ -52,16 +62,20 @@ class Stage:
         self.console.rule(f"[bold]{heading}[/]", align="left", style="cyan")
         self.console.print(f"[dim]{explanation}[/]")
 
+    async def chat(self, label: str, messages: Messages, max_tokens: int = 48) -> Outcome:
+        """Ask over OpenAI's chat API, greedy and streamed."""
+        return await self._ask(
+            label, "/v1/chat/completions", {"messages": messages, "max_tokens": max_tokens}
+        )
+
     async def complete(self, label: str, prompt: str, max_tokens: int = 8) -> Outcome:
-        """Ask over OpenAI's API, streamed; the time is that of the first token."""
-        body = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "stream_options": {"include_usage": True},
-        }
-        answer = await stream_answer(self.http, "/v1/completions", body)
+        """Ask over OpenAI's completions API, greedy and streamed; the answer ends with its line."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "stop": "\n"}
+        return await self._ask(label, "/v1/completions", body)
+
+    async def _ask(self, label: str, path: str, body: dict[str, Any]) -> Outcome:
+        common = {"model": self.model, "temperature": 0.0, "stream_options": {"include_usage": True}}
+        answer = await stream_answer(self.http, path, {**common, **body})
         return Outcome(
             label,
             answer.num_prompt_tokens or 0,
@@ -70,7 +84,16 @@ class Stage:
             answer.text,
             answer.miss_detail,
             tuple(tier for tier, count in answer.cached_by_tier.items() if count),
+            answer.num_generated_tokens,
+            answer.e2e_s,
         )
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the server's own counters."""
+        response = await self.http.get("/admin/stats")
+        response.raise_for_status()
+        stats: dict[str, Any] = response.json()
+        return stats
 
     async def generate(self, label: str, inputs: str, max_new_tokens: int) -> Outcome:
         """Ask over TGI's ``/generate``, whole; the time is that of the whole request."""
@@ -100,7 +123,7 @@ class Stage:
         return time.perf_counter() - started
 
     def show(self, outcomes: list[Outcome]) -> None:
-        """Print each request: what was reused, what it took, and why the rest was computed."""
+        """Print each request: what was reused, its time, why the rest was computed, and the answer."""
         for outcome in outcomes:
             line = Text.assemble(
                 f"{outcome.label:<17} ",
@@ -112,6 +135,7 @@ class Stage:
             self.console.print(line)
             if outcome.miss_detail:
                 self.console.print(Padding(Text(outcome.miss_detail, style="dim"), (0, 0, 0, 18)))
+            self.console.print(Padding(Text(outcome.answer, style="italic"), (0, 0, 0, 18)))
 
 
 def bar(part: int, whole: int, cells: int = _BAR_CELLS) -> Text:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+Messages = list[dict[str, str]]
+
 HANDBOOK = """\
-You answer visitors of the harbour library. Use only what this handbook says, and be brief.
 Opening hours. The reading room opens at nine in the morning from Monday to Saturday and closes at \
 eight in the evening. On Sunday it opens at noon and closes at six. The map room is open in the \
 afternoon only, since its keeper also looks after the tide tables. On the first Monday of each month \
@@ -26,30 +27,16 @@ lost umbrellas.
 """
 
 HANDBOOK_QUESTIONS = (
-    "Visitor: How long may I keep a book that nobody else wants?\nAnswer:",
-    "Visitor: I found an umbrella on the stairs. Where should I take it?\nAnswer:",
+    "At what time does the reading room open?",
+    "What does a card cost for people who don't live in the city?",
 )
 
-SHORT_PREFIX = "You are the keeper of a lighthouse. Answer in one sentence."
-SHORT_QUESTIONS = (
-    " Which ship passed last night?",
-    " When is the lamp lit in winter?",
-)
+KEEPER = "You are the keeper of a lighthouse. Answer in one sentence."
+KEEPER_QUESTIONS = ("Which ship passed last night?", "When is the lamp lit?")
 
-DIALOGUE_FIRST = """\
-Question: Several neighbours say that tools disappear from the shared workshop. The caretaker asks \
-everyone to report anything that may explain it. Which of these should be reported?
-a) A woman sits at the bench, reading the manual of the lathe from the first page to the last.
-b) Two men argue loudly about which of them broke the blade of the band saw.
-c) A man carries a drill and two planes out of the back door and returns without them, twice in one \
-evening.
-d) Three pupils paint a kite on the floor, although painting is only allowed outside.
-Answer:"""
+DIALOGUE = ("What is photosynthesis? Answer in one sentence.", "Which gas do plants need for it?")
 
-DIALOGUE_SECOND = """
-Question: The man from situation (c) says that he only took the tools to his own cellar to sharpen \
-them. What could the caretaker look at to find out whether that is true?
-Answer:"""
+REPEATED_QUESTION = "List the twelve months of the year."
 
 EXAMPLES: tuple[tuple[str, str, str], ...] = (
     (
@@ -108,3 +95,26 @@ def few_shot_prefix() -> str:
         f"Question: {question}\nAnswer: {steps}. The answer is {result}.\n\n"
         for question, steps, result in EXAMPLES
     )
+
+
+def about_handbook(question: str) -> Messages:
+    """Return a conversation that asks about the handbook."""
+    content = f"{HANDBOOK}\n\nAnswer in one short sentence: {question}"
+    return [{"role": "user", "content": content}]
+
+
+def to_keeper(question: str) -> Messages:
+    """Return a conversation with the keeper of the lighthouse."""
+    return [{"role": "system", "content": KEEPER}, {"role": "user", "content": question}]
+
+
+def few_shot(question: str) -> str:
+    """Return a prompt of worked examples and a question."""
+    return f"{few_shot_prefix()}Question: {question}\nAnswer:"
+
+
+def dialogue(*turns: str) -> str:
+    """Return a conversation as ChatML text, ready for the next answer: question, answer, question, ..."""
+    roles = ("user", "assistant")
+    texts = (f"<|im_start|>{roles[number % 2]}\n{turn}<|im_end|>\n" for number, turn in enumerate(turns))
+    return "".join(texts) + "<|im_start|>assistant\n"
