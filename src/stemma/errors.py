@@ -8,6 +8,7 @@ StemmaError
  |    +-- Unauthorized         HTTP 401
  +-- ClientDisconnected        nobody waits for the answer any more
  +-- GenerationFailed          the engine failed on a request it had accepted: HTTP 500 (424 in the TGI shape)
+ +-- EngineFailed              a thread of the engine failed; the server stops: HTTP 503
  +-- Overloaded                the queue is full: HTTP 429/503 with Retry-After
  +-- ShuttingDown              the server drains: HTTP 503
  +-- ConfigError               a setting is unknown, malformed or contradicts another
@@ -57,6 +58,10 @@ class ClientDisconnected(StemmaError):
 
 class GenerationFailed(StemmaError):
     """The engine reported an error on a request that it had accepted."""
+
+
+class EngineFailed(StemmaError):
+    """A thread of the engine failed: it serves nothing any more, and the server stops."""
 
 
 class Overloaded(StemmaError):

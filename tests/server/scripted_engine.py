@@ -50,6 +50,7 @@ class ScriptedEngine:
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: dict[str, float] = field(default_factory=dict)
     pool: None = None
+    failure: str | None = None
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
     active: set[str] = field(default_factory=set)

@@ -20,6 +20,13 @@ async def test_health_follows_draining(engine: ScriptedEngine, settings: Setting
         assert refused.status_code == 503
 
 
+async def test_health_tells_why_the_engine_failed(engine: ScriptedEngine, client: httpx.AsyncClient) -> None:
+    engine.failure = "thread stemma-steps failed: ValueError: x"
+    answer = await client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json() == {"status": "failed", "reason": "thread stemma-steps failed: ValueError: x"}
+
+
 async def test_models(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
 

@@ -21,6 +21,7 @@ from stemma.errors import ModelError
 from stemma.model.demo import is_demo
 
 if TYPE_CHECKING:
+    from stemma.engine.async_engine import AsyncEngine
     from stemma.engine.build import EngineParts
 
 READY = "Ready:"
@@ -57,13 +58,10 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
     listener = listen(settings.server.host, settings.server.port)
     with listener:
-        parts = _load(console, settings)
-        from stemma.engine.async_engine import AsyncEngine
-
-        engine = AsyncEngine(parts, max_waiting=settings.engine.scheduler.max_waiting)
+        engine = _load(console, settings)
 
         def on_ready(url: str) -> None:
-            console.print(_summary(parts, settings))
+            console.print(_summary(engine.parts, settings))
             if settings.server.api_key is None and not _is_loopback(settings.server.host):
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
             console.print(f"[bold green]{READY}[/] {url}  [dim](Ctrl-C drains and stops)[/]")
@@ -71,17 +69,17 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         raise typer.Exit(serve(engine, settings, listener, on_ready))
 
 
-def _load(console: Console, settings: Settings) -> EngineParts:
-    """Load the checkpoint under a progress bar."""
+def _load(console: Console, settings: Settings) -> AsyncEngine:
+    """Load the checkpoint under a progress bar and start the engine."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("importing torch and transformers", total=None)
-        from stemma.engine.build import build_engine
+        from stemma.engine.async_engine import AsyncEngine
 
         def report(stage: str, share: float) -> None:
             progress.update(task, description=stage, total=1.0, completed=share)
 
-        return build_engine(settings.engine, report)
+        return AsyncEngine.from_settings(settings.engine, report)
 
 
 def _tiers(settings: Settings) -> str:

@@ -138,10 +138,15 @@ class EngineClient(Protocol):
     pool: EnginePool | None
     """None: the prefix cache is off."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped serving, if one of its threads failed; None while it serves."""
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.
 
-        Raises InvalidRequest, Overloaded or ShuttingDown before the first output.
+        Raises InvalidRequest, Overloaded, ShuttingDown or EngineFailed before the first output, and
+        EngineFailed at any time.
         """
 
     async def abort(self, request_id: str) -> None:

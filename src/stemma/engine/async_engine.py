@@ -4,22 +4,26 @@ Three parties, joined by queues::
 
     event loop --commands--> step thread --news--> output thread --outputs--> event loop
 
-The step thread owns the `Engine`; between two steps it works off the commands. The output thread turns
-tokens into text, so that detokenization costs neither the step loop nor the event loop. Nothing the event
-loop calls here blocks.
+The step thread loads the model and owns the `Engine`; between two steps it works off the commands. (OpenMP
+keeps a pool of threads for each thread that starts parallel work, and with two pools every barrier sleeps
+instead of spinning: so one thread does all of it.) The output thread turns tokens into text, so that
+detokenization costs neither the step loop nor the event loop. Nothing the event loop calls here blocks.
+
+Errors: a step or a command that fails ends all requests with an error; if the cache is consistent afterwards,
+the engine serves on. Anything else that a thread doesn't handle reaches the `EngineSupervisor`: open requests
+and calls get `EngineFailed`, and so do new ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
@@ -27,8 +31,19 @@ from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.core.engine import Engine, describe_error
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.output.output import OutputProcessor, SequenceNews
-from stemma.errors import ConfigError, InvalidRequest, Overloaded, ShuttingDown, StemmaError
+from stemma.engine.supervisor import EngineSupervisor, ThreadFailure
+from stemma.errors import (
+    ConfigError,
+    EngineFailed,
+    GenerationFailed,
+    IntegrityError,
+    InvalidRequest,
+    Overloaded,
+    ShuttingDown,
+    StemmaError,
+)
 from stemma.model.loading import Progress
+from stemma.supervision import Supervisor
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,38 +62,60 @@ class _Subscription:
 class AsyncEngine:
     """Serves requests from an event loop. Start it once the loop's process is set up; `close` it once."""
 
-    def __init__(self, parts: EngineParts, *, max_waiting: int) -> None:
-        self.model_name = parts.model_name
-        self.max_model_len = parts.engine.limits.max_tokens
-        self.tokenizer = parts.tokenizer
-        self.default_sampling: Mapping[str, float | int] = parts.model.default_sampling
-        self.eos_token_ids = parts.engine.limits.eos_token_ids
-        self.pool = parts.pool
-        self._engine: Engine = parts.engine
-        self.cache_control = CacheControl(parts.engine.cache, parts.device, parts.key_space, self._call)
+    def __init__(self, build: Callable[[Supervisor], EngineParts], *, max_waiting: int) -> None:
+        """Run `build` on the step thread, wait for it and start; raises what it raises."""
         self._max_waiting = max_waiting
-        self._processor = OutputProcessor(parts.tokenizer, parts.engine.limits)
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._news: SimpleQueue[list[SequenceNews] | None] = SimpleQueue()
         self._subscriptions: dict[str, _Subscription] = {}
+        self._calls: set[Future[Any]] = set()
+        self._over: StemmaError | None = None
+        """Why nothing is served any more; what is queued after this was set is refused with it."""
         self._is_draining = False
         self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._run_steps, name="stemma-steps", daemon=True),
-            threading.Thread(target=self._run_outputs, name="stemma-outputs", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._supervisor = EngineSupervisor(self._on_failure)
+        built: Future[EngineParts] = Future()
+        self._supervisor.start("stemma-steps", partial(self._own_engine, build, built))
+        try:
+            self.parts = built.result()
+        except BaseException:
+            if built.done():
+                self._supervisor.close()
+            raise
+        engine = self.parts.engine
+        self.model_name = self.parts.model_name
+        self.max_model_len = engine.limits.max_tokens
+        self.tokenizer = self.parts.tokenizer
+        self.default_sampling: Mapping[str, float | int] = self.parts.model.default_sampling
+        self.eos_token_ids = engine.limits.eos_token_ids
+        self.pool = self.parts.pool
+        self.cache_control = CacheControl(engine.cache, self.parts.device, self.parts.key_space, self._call)
+        self._engine: Engine = engine
+        self._processor = OutputProcessor(self.parts.tokenizer, engine.limits)
+        self._supervisor.start("stemma-outputs", self._run_outputs)
 
     @classmethod
     def from_settings(cls, settings: EngineSettings, progress: Progress | None = None) -> AsyncEngine:
-        """Load the checkpoint and start. Raises ModelError, UnsupportedModel or ConfigError."""
-        return cls(build_engine(settings, progress), max_waiting=settings.scheduler.max_waiting)
+        """Load the checkpoint and start. Raises ModelError, UnsupportedModel or ConfigError.
+
+        `progress` is called on the step thread.
+        """
+        return cls(
+            lambda supervisor: build_engine(settings, progress, supervisor),
+            max_waiting=settings.scheduler.max_waiting,
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped serving, if a thread failed; None while it serves."""
+        failure = self._supervisor.failure
+        return None if failure is None else failure.reason
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.
 
-        Raises InvalidRequest, PromptTooLong, Overloaded or ShuttingDown before the first output.
+        Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
+        output, and EngineFailed at any time.
         """
         subscription = self._subscribe(request)
         self._commands.put(lambda: self._add(request))
@@ -121,7 +158,7 @@ class AsyncEngine:
         await self.pool.attach(settings, self._call)
 
     async def detach_pool(self) -> bool:
-        """Write what is queued for the pool and let go of it; return whether there was one."""
+        """Write what is queued for the pool and detach it; return whether there was one."""
         return self.pool is not None and await self.pool.detach(self._call)
 
     async def check(self) -> None:
@@ -145,11 +182,12 @@ class AsyncEngine:
             return
         self._is_draining = self._is_closed = True
         self._commands.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._supervisor.close()
         self._engine.close()
 
     def _subscribe(self, request: GenerationRequest) -> _Subscription:
+        if self._over is not None:
+            raise self._over
         if self._is_closed or (self._is_draining and not request.is_continuation):
             raise ShuttingDown("the server is shutting down")
         self._engine.validate(request)
@@ -160,36 +198,83 @@ class AsyncEngine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         subscription = _Subscription(asyncio.get_running_loop())
         self._subscriptions[request.request_id] = subscription
+        if self._over is not None:  # set meanwhile, perhaps before this subscription could be seen
+            del self._subscriptions[request.request_id]
+            raise self._over
         return subscription
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps."""
+        """Run a function between two steps. If the caller is cancelled before it began, it never runs."""
         future: Future[T] = Future()
 
         def run() -> None:
             try:
-                future.set_result(function())
+                if not future.set_running_or_notify_cancel():
+                    return
+            except InvalidStateError:
+                return  # ended by `_stop_serving`
+            try:
+                result = function()
             except StemmaError as error:
-                future.set_exception(error)
+                _settle(future, error)
+            except Exception as error:
+                _settle(future, error)
+                raise
+            else:
+                _settle(future, result)
 
-        if self._is_closed:
-            raise ShuttingDown("the engine is closed")
-        self._commands.put(run)
-        return await asyncio.wrap_future(future)
+        self._calls.add(future)
+        try:
+            self._commands.put(run)
+            if self._over is not None:
+                _settle(future, self._over)
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    def _on_failure(self, failure: ThreadFailure) -> None:
+        """A thread failed: nothing is served any more."""
+        self._stop_serving(EngineFailed(f"the engine stopped: {failure.reason}"))
+        self._commands.put(None)
+        self._news.put(None)
+
+    def _stop_serving(self, error: StemmaError) -> None:
+        """End open requests and calls, and all that come later, with `error`."""
+        self._over = error
+        for request_id in self._subscriptions.copy():
+            self._deliver(request_id, error)
+        for future in self._calls.copy():
+            _settle(future, error)
 
     # On the step thread:
 
-    def _run_steps(self) -> None:
+    def _own_engine(self, build: Callable[[Supervisor], EngineParts], built: Future[EngineParts]) -> None:
+        """Load the engine, then run its steps until told to stop."""
+        try:
+            parts = build(self._supervisor)
+        except BaseException as error:  # noqa: BLE001 - whoever started us gets it
+            built.set_exception(error)
+            return
+        self._engine = parts.engine
+        built.set_result(parts)
         while self._work_off_commands():
-            try:
-                news = self._engine.step()
-            except Exception as error:
-                # `Engine.step` handles what a model may throw; this is a bug of ours. Serve on.
-                logger.exception("the step loop failed")
-                news = self._engine.fail_all(describe_error(error))
+            news = self._step()
             if news:
                 self._news.put(news)
         self._news.put(None)
+
+    def _step(self) -> list[SequenceNews]:
+        """Run a step; if it fails, end all requests. Raises IntegrityError if that left something behind."""
+        try:
+            return self._engine.step()
+        except Exception as error:
+            # `Engine.step` handles what a model may throw; this is a bug of ours. Serve on if that is safe.
+            logger.exception("the step loop failed")
+            news = self._engine.fail_all(describe_error(error))
+            if self._engine.has_work:
+                raise IntegrityError("requests are left although all were ended") from error
+            self._engine.check()
+            return news
 
     def _work_off_commands(self) -> bool:
         """Run what the event loop asked for; wait for it if there is nothing else to do."""
@@ -199,16 +284,25 @@ class AsyncEngine:
             except Empty:
                 return True
             if command is None:
-                for request_id in list(self._subscriptions):
+                for request_id in self._subscriptions.copy():
                     self._abort(request_id)
                 return False
-            command()
+            try:
+                command()
+            except Exception:
+                # Whoever asked was told. Serve on if nothing was left half done.
+                logger.exception("a command to the step loop failed")
+                self._engine.check()
 
     def _add(self, request: GenerationRequest) -> None:
         try:
             self._engine.add(request)
         except StemmaError as error:
             self._deliver(request.request_id, error)
+        except Exception as error:
+            self._deliver(request.request_id, GenerationFailed(describe_error(error)))
+            self._engine.abort(request.request_id)
+            raise
 
     def _abort(self, request_id: str) -> None:
         news = self._engine.abort(request_id)
@@ -224,6 +318,9 @@ class AsyncEngine:
                 self._commands.put(partial(self._engine.stop_sequence, one.request_id, one.index))
             for output in outputs:
                 self._deliver(output.request_id, output)
+                if output.error is not None:
+                    self._commands.put(partial(self._abort, output.request_id))
+        self._stop_serving(self._over or ShuttingDown("the engine is closed"))
 
     def _deliver(self, request_id: str, output: RequestOutput | StemmaError) -> None:
         subscription = self._subscriptions.get(request_id)
@@ -233,5 +330,16 @@ class AsyncEngine:
         try:
             subscription.loop.call_soon_threadsafe(subscription.outputs.put_nowait, output)
         except RuntimeError:
-            # The client's event loop is gone, and with it whoever waited.
+            # The client's event loop is closed, so nobody reads the outputs.
             self._commands.put(lambda: self._abort(request_id))
+
+
+def _settle(future: Future[Any], outcome: object) -> None:
+    """Set a future's result, or its exception if `outcome` is one; nothing if it is over already."""
+    try:
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass  # cancelled, or settled by the other side

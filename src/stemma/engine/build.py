@@ -35,6 +35,7 @@ from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace
 from stemma.prefix.radix import RadixIndex
+from stemma.supervision import LoggingSupervisor, Supervisor
 
 MAX_TRACE_BLOCK_SIZE = 8
 """Tokens a hash of a recorded trace: fine enough to try smaller blocks on it."""
@@ -55,12 +56,15 @@ class EngineParts:
     """None: the prefix cache is off, and without it there can be no pool."""
 
 
-def build_engine(settings: EngineSettings, progress: Progress | None = None) -> EngineParts:
-    """Load the checkpoint and set up cache and scheduler.
+def build_engine(
+    settings: EngineSettings, progress: Progress | None = None, supervisor: Supervisor | None = None
+) -> EngineParts:
+    """Load the checkpoint and set up cache and scheduler. Run its steps on the thread that calls this.
 
-    The name ``demo`` stands for the model of `model/demo.py`.
-    Raises ModelError, UnsupportedModel or ConfigError.
+    The name ``demo`` stands for the model of `model/demo.py`. `supervisor` learns of errors in the threads
+    started here; None: they are logged. Raises ModelError, UnsupportedModel or ConfigError.
     """
+    supervisor = supervisor or LoggingSupervisor()
     check_role(settings)
     settings = with_checkpoint(settings, progress)
     model = load_model(settings.model, progress)
@@ -105,7 +109,7 @@ def build_engine(settings: EngineSettings, progress: Progress | None = None) -> 
         settings.scheduler,
         vocab_size=model.vocab_size,
         drafter=make_drafter(settings.speculation, cache.continuation),
-        trace_log=open_trace_log(settings.cache),
+        trace_log=open_trace_log(settings.cache, supervisor),
         queue=open_queue(settings, model.device),
         memory=memory,
     )
@@ -147,12 +151,15 @@ def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | No
     return StreamQueue(device) if is_cuda else ThreadQueue()
 
 
-def open_trace_log(settings: CacheSettings) -> TraceLog | None:
+def open_trace_log(settings: CacheSettings, supervisor: Supervisor) -> TraceLog | None:
     """Return the trace that the settings ask for, or None. Raises StorageError."""
     if settings.record_trace is None:
         return None
     return TraceLog(
-        settings.record_trace, min(settings.block_size, MAX_TRACE_BLOCK_SIZE), settings.block_size
+        settings.record_trace,
+        min(settings.block_size, MAX_TRACE_BLOCK_SIZE),
+        settings.block_size,
+        supervisor=supervisor,
     )
 
 

@@ -17,7 +17,9 @@ from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import BeamParams, SamplingParams
-from stemma.errors import ConfigError, Overloaded, StemmaError
+from stemma.engine.step_thread import StepThread
+from stemma.engine.supervisor import EngineSupervisor
+from stemma.errors import ConfigError, EngineFailed, Overloaded, StemmaError
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, TokenArray, as_tokens
 
@@ -57,15 +59,21 @@ class Generation:
 
 
 class LLM:
-    """A model and its prefix cache in this process. Not thread-safe.
+    """A model and its prefix cache in this process. Not thread-safe, but any thread may call it.
+
+    The model is loaded and runs on a thread of this object's own.
 
     Keyword arguments are the flat names of the engine's settings (`config/settings.py`), e.g.
     ``LLM("Qwen2.5-0.5B", kv_cache_memory="2GB", block_size=64)``.
     """
 
     def __init__(self, path: str | Path, **settings: Any) -> None:
-        parts = build_engine(engine_settings(path, **settings))
+        checked = engine_settings(path, **settings)
+        self._supervisor = EngineSupervisor()
+        self._thread = StepThread()
+        parts = self._thread.call(lambda: build_engine(checked, supervisor=self._supervisor))
         self.engine = parts.engine
+        """Its steps run on the thread of this object; look, but call `generate`."""
         self.tokenizer = parts.tokenizer
         self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
         """What the checkpoint's `generation_config.json` recommends."""
@@ -73,8 +81,10 @@ class LLM:
         self._num_requests = 0
 
     def close(self) -> None:
-        """Write what lower tiers still owe the disk, and let go of them. Nothing to do without them."""
-        self.engine.close()
+        """Write what the lower tiers have queued, close them and end the thread. Without them optional."""
+        self._thread.call(self.engine.close)
+        self._thread.close()
+        self._supervisor.close()
 
     def generate(
         self,
@@ -182,6 +192,10 @@ class LLM:
 
     def _run_requests(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
         """Serve all to their end; return the results in their order."""
+        return self._thread.call(lambda: self._serve(batch))
+
+    def _serve(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
+        """See `_run_requests`; on the step thread."""
         requests = {one.request_id: one for one in batch}
         for one in batch:
             self.engine.validate(one)
@@ -195,7 +209,9 @@ class LLM:
         }
         queue = list(reversed(requests.values()))
         try:
-            while queue or self.engine.has_work:
+            while (queue or self.engine.has_work) and not self._thread.is_interrupted:
+                if (failure := self._supervisor.failure) is not None:
+                    raise EngineFailed(f"the engine stopped: {failure.reason}")
                 self._feed(queue)
                 outputs, stopped = self._processor.process(self.engine.step())
                 for one_stopped in stopped:

@@ -18,7 +18,6 @@ import base64
 import hashlib
 import logging
 import secrets
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,6 +29,7 @@ import orjson
 
 from stemma.errors import StorageError
 from stemma.prefix.keys import Namespace
+from stemma.supervision import LoggingSupervisor, Supervisor, start_thread
 from stemma.types import TokenArray
 
 TRACE_FORMAT = "stemma-trace"
@@ -51,7 +51,12 @@ class TraceLog:
     """Appends finished requests to a file, on a thread of its own. `record` may be called from any thread."""
 
     def __init__(
-        self, path: Path, block_size: int, server_block_size: int, salt: bytes | None = None
+        self,
+        path: Path,
+        block_size: int,
+        server_block_size: int,
+        salt: bytes | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         """Open `path` for appending; `block_size` tokens get one hash. Raises StorageError."""
         self.block_size = block_size
@@ -69,8 +74,7 @@ class TraceLog:
         except OSError as error:
             raise StorageError(f"can't record a trace to {path}: {error}") from error
         self._queue: SimpleQueue[_Finished | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="stemma-trace", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("stemma-trace", self._run, supervisor or LoggingSupervisor())
 
     def record(
         self,
@@ -80,7 +84,12 @@ class TraceLog:
         output: TokenArray,
         num_cached_tokens: int,
     ) -> None:
-        """Queue one finished request that arrived at `timestamp_s`. `prompt` must not change afterwards."""
+        """Queue one finished request that arrived at `timestamp_s`. `prompt` must not change afterwards.
+
+        Nothing is recorded once writing has failed.
+        """
+        if not self._thread.is_alive():
+            return
         self._queue.put(_Finished(timestamp_s, namespace, prompt, output.copy(), num_cached_tokens))
 
     def close(self) -> None:

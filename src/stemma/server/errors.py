@@ -19,6 +19,7 @@ from starlette.responses import Response
 from stemma.errors import (
     BodyTooLarge,
     ClientDisconnected,
+    EngineFailed,
     GenerationFailed,
     InvalidRequest,
     Overloaded,
@@ -43,7 +44,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 def _retry_headers(error: StemmaError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-    if isinstance(error, ShuttingDown):
+    if isinstance(error, ShuttingDown | EngineFailed):
         return {"retry-after": str(RETRY_AFTER_DRAIN_S)}
     return {}
 
@@ -56,6 +57,7 @@ _OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
     (InvalidRequest, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "queue_full"),
     (ShuttingDown, 503, "server_error", "shutting_down"),
+    (EngineFailed, 503, "server_error", "engine_failed"),
     (StemmaError, 500, "server_error", None),
 )
 """(error, status, type, code); the first that fits, so subclasses come first."""
@@ -84,6 +86,7 @@ _TGI: tuple[tuple[type[StemmaError], int, str], ...] = (
     (InvalidRequest, 422, "Input Validation Error"),
     (Overloaded, 503, "Service Unavailable"),
     (ShuttingDown, 503, "Service Unavailable"),
+    (EngineFailed, 503, "Service Unavailable"),
     (GenerationFailed, 424, "Generation Error"),
     (StemmaError, 500, "Incomplete Generation"),
 )

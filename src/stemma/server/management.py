@@ -23,8 +23,11 @@ router = APIRouter(route_class=OpenAIRoute)
 
 @open_router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while requests are taken, 503 once the server drains."""
-    if context_of(request).draining:
+    """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains."""
+    context = context_of(request)
+    if context.engine.failure is not None:
+        return json_response({"status": "failed", "reason": context.engine.failure}, 503)
+    if context.draining:
         return json_response({"status": "draining"}, 503)
     return json_response({"status": "ok"})
 

@@ -22,6 +22,8 @@ from stemma.server.app import create_app
 EXIT_CLEAN = 0
 EXIT_CUT_OFF = 1
 """Some requests didn't finish in time and were aborted."""
+EXIT_ENGINE_FAILED = 1
+"""A thread of the engine failed."""
 _CLOSE_TIMEOUT_S = 5
 """After the drain: how long clients may take to read the end of their answers."""
 _BACKLOG = 2048
@@ -70,8 +72,10 @@ class _DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Start draining once a signal has come; runs ten times a second."""
-        if self._num_signals and self._drain is None:
+        """Start draining once a signal has come or the engine has failed; runs ten times a second."""
+        if self._context.engine.failure is not None:
+            self.exit_code = EXIT_ENGINE_FAILED
+        if (self._num_signals or self._context.engine.failure is not None) and self._drain is None:
             self._drain = asyncio.create_task(self._drain_and_stop())
         return await super().on_tick(counter)
 

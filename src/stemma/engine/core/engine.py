@@ -244,10 +244,27 @@ class Engine:
         self.cache.check()
 
     def fail_all(self, error: str) -> list[SequenceNews]:
-        """End every request with an error; for the loop's last resort."""
+        """End every request with an error; for the loop's last resort. Never raises.
+
+        If something can't be ended, `has_work` stays true or `check` fails afterwards.
+        """
         if self._ahead is not None:
-            self._ahead.ground()
-        return [n for i in list(self._requests) for n in self._end(i, FinishReason.ERROR, error)]
+            try:
+                self._ahead.ground()
+            except Exception:
+                logger.exception("the step under way could not be ended")
+        news: list[SequenceNews] = []
+        for request_id, state in list(self._requests.items()):
+            try:
+                news += self._end(request_id, FinishReason.ERROR, error)
+            except Exception:
+                logger.exception("request %s could not be ended", request_id)
+                self._requests.pop(request_id, None)
+                news += [
+                    SequenceNews(state, index, finish_reason=FinishReason.ERROR, error=error)
+                    for index in range(state.request.params.n)
+                ]
+        return news
 
     def _end_failed_loads(self) -> list[SequenceNews]:
         failed, self._scheduler.failed_loads = self._scheduler.failed_loads, []

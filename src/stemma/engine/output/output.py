@@ -6,6 +6,7 @@ The step loop ends sequences by their tokens; only stop strings are found here, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from stemma.engine.output.detokenizer import Detokenizer
 from stemma.engine.output.stopping import StopChecker
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,21 @@ class OutputProcessor:
         return len(self._answers)
 
     def process(self, news: Iterable[SequenceNews]) -> tuple[list[RequestOutput], list[Stopped]]:
-        """Return one output for each request that has news, and the sequences to stop."""
+        """Return one output for each request that has news, and the sequences to stop.
+
+        A request whose text can't be made ends with an error; the caller must abort it.
+        """
         grouped: dict[str, list[SequenceNews]] = {}
         for item in news:
             grouped.setdefault(item.state.request.request_id, []).append(item)
         outputs: list[RequestOutput] = []
         stopped: list[Stopped] = []
         for request_id, items in grouped.items():
-            output = self._process_request(request_id, items, stopped)
+            try:
+                output = self._process_request(request_id, items, stopped)
+            except Exception as error:
+                logger.exception("the output of request %s failed", request_id)
+                output = self._failed(items[0].state, error)
             if output is not None:
                 outputs.append(output)
         return outputs, stopped
@@ -106,6 +116,25 @@ class OutputProcessor:
             num_generated_tokens=answers.num_tokens,
             queue_wait_s=state.queue_wait_s,
             error=error,
+        )
+
+    def _failed(self, state: RequestState, error: Exception) -> RequestOutput:
+        """Return the last output of a request whose text can't be made."""
+        state.is_answered = True
+        answers = self._answers.pop(state.request.request_id, None) or _Answers()
+        num_sequences = state.request.params.n
+        return RequestOutput(
+            request_id=state.request.request_id,
+            deltas=tuple(
+                SequenceDelta(index, (), "", finish_reason=FinishReason.ERROR)
+                for index in range(num_sequences)
+                if index not in answers.finished
+            ),
+            cache=state.cache or CacheReport(len(state.request.prompt_token_ids)),
+            finished=True,
+            num_generated_tokens=answers.num_tokens,
+            queue_wait_s=state.queue_wait_s,
+            error=f"{type(error).__name__}: {error}",
         )
 
     def _delta(self, answers: _Answers, item: SequenceNews) -> SequenceDelta:
