@@ -1,4 +1,4 @@
-"""``stemma serve`` with a fault: a thread of the engine dies at its second step. Arguments as for `stemma`."""
+"""``stemma serve`` with a fault: the step thread dies at the second step. Arguments as for `stemma`."""
 
 from __future__ import annotations
 

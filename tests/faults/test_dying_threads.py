@@ -1,4 +1,4 @@
-"""A real server whose step thread dies: its clients get 503, its log the traceback, its parent exit code 1."""
+"""A real server whose step thread dies: clients get 503, the log the traceback, the shell exit code 1."""
 
 from __future__ import annotations
 
