@@ -10,6 +10,7 @@ StemmaError
  +-- GenerationFailed          the engine failed on a request it had accepted: HTTP 500 (424 in the TGI shape)
  +-- EngineFailed              a thread of the engine failed; the server stops: HTTP 503
  +-- Overloaded                the queue is full: HTTP 429/503 with Retry-After
+ +-- RateLimited               a tenant's limit is reached: HTTP 429 with Retry-After
  +-- ShuttingDown              the server drains: HTTP 503
  +-- ConfigError               a setting is unknown, malformed or contradicts another
  +-- ModelError                a checkpoint can't be loaded
@@ -68,6 +69,14 @@ class Overloaded(StemmaError):
     """The waiting queue is full; try again after `retry_after_s`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(StemmaError):
+    """A tenant asks for more than its limits allow; it may ask again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

@@ -17,7 +17,7 @@ EXIT_USAGE = 2
 
 def make_app() -> typer.Typer:
     """Return the command line: a file of this package per command, a line here for each."""
-    from stemma.cli import bench, cache, chat, config, demo, order, plan, pool, route, serve, usage
+    from stemma.cli import bench, cache, chat, config, demo, keys, order, plan, pool, route, serve, usage
     from stemma.cli.replay import replay_command
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -32,6 +32,7 @@ def make_app() -> typer.Typer:
     app.command("route")(route.command)
     app.command("usage")(usage.command)
     app.add_typer(cache.app, name="cache")
+    app.add_typer(keys.app, name="keys")
     app.add_typer(pool.app, name="pool")
     app.add_typer(config.app, name="config")
     return app

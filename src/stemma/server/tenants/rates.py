@@ -1,0 +1,100 @@
+"""How much a tenant may ask for: requests and tokens a minute, and requests at once.
+
+Requests and tokens are token buckets that hold one minute's worth and fill evenly. A request needs room for
+its prompt; what it generates is charged when it ends, and may leave the bucket in debt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stemma.errors import RateLimited
+from stemma.server.tenants.keyfile import Tenant, TenantEntry
+
+MINUTE_S = 60.0
+BUSY_RETRY_S = 1.0
+"""What a tenant with too many requests at once is told to wait: nobody knows when one ends."""
+
+
+class Bucket:
+    """`per_minute` units a minute, at most that many at once."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self._per_s = per_minute / MINUTE_S
+        self._size = float(per_minute)
+        self._level = self._size
+        self._then = now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return the seconds until `amount` can be taken; 0 if it can be now.
+
+        More than the bucket holds needs a full bucket, and leaves a debt.
+        """
+        self._level = min(self._size, self._level + (now - self._then) * self._per_s)
+        self._then = now
+        missing = min(amount, self._size) - self._level
+        return max(0.0, missing / self._per_s)
+
+    def take(self, amount: float) -> None:
+        """Take `amount`, if need be into debt."""
+        self._level -= amount
+
+
+@dataclass(slots=True)
+class _Usage:
+    requests: Bucket | None
+    tokens: Bucket | None
+    num_running: int = 0
+
+
+class RateLimits:
+    """Admits requests of tenants. For one event loop: not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[str, tuple[TenantEntry, _Usage]] = {}
+
+    def admit(self, tenant: Tenant, num_prompt_tokens: int) -> None:
+        """Count a request that begins. Raises RateLimited, and counts nothing, if the tenant must wait."""
+        entry, now = tenant.entry, self._clock()
+        usage = self._of(tenant, now)
+        if entry.max_concurrent is not None and usage.num_running >= entry.max_concurrent:
+            raise RateLimited(f"{entry.max_concurrent} requests of yours are running already", BUSY_RETRY_S)
+        for bucket, amount, what in (
+            (usage.requests, 1, f"{entry.requests_per_minute} requests"),
+            (usage.tokens, num_prompt_tokens, f"{entry.tokens_per_minute} tokens"),
+        ):
+            if bucket is not None and (wait_s := bucket.wait_s(amount, now)) > 0:
+                raise RateLimited(f"your limit is {what} a minute", wait_s)
+        if usage.requests is not None:
+            usage.requests.take(1)
+        if usage.tokens is not None:
+            usage.tokens.take(num_prompt_tokens)
+        usage.num_running += 1
+
+    def ended(self, tenant: Tenant, num_output_tokens: int) -> None:
+        """Count an admitted request out, and what it generated."""
+        usage = self._of(tenant, self._clock())
+        usage.num_running = max(0, usage.num_running - 1)
+        if usage.tokens is not None:
+            usage.tokens.take(num_output_tokens)
+
+    def num_running(self, tenant: Tenant) -> int:
+        """Return how many requests of `tenant` are running."""
+        return self._of(tenant, self._clock()).num_running
+
+    def _of(self, tenant: Tenant, now: float) -> _Usage:
+        """Return the tenant's counters; limits that were changed in the file start with full buckets."""
+        known = self._usage.get(tenant.name)
+        if known is not None and known[0] == tenant.entry:
+            return known[1]
+        entry = tenant.entry
+        usage = _Usage(
+            requests=None if entry.requests_per_minute is None else Bucket(entry.requests_per_minute, now),
+            tokens=None if entry.tokens_per_minute is None else Bucket(entry.tokens_per_minute, now),
+            num_running=0 if known is None else known[1].num_running,
+        )
+        self._usage[tenant.name] = (entry, usage)
+        return usage
