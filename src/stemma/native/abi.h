@@ -30,7 +30,7 @@ static std::string describe_structures() {
     BEGIN(Batch) F(num_seqs) F(query_starts) F(context_lens) F(tables) F(table_stride) F(block_size) END
     BEGIN(AttendArgs) F(query) F(keys) F(values) F(output) F(query_token_stride) F(query_head_stride)
         F(block_stride) F(token_stride) F(head_stride) F(key_dim) F(value_dim) F(window) F(is_bf16) F(scale)
-        F(softcap) END
+        F(softcap) F(sinks) END
     BEGIN(NormArgs) F(delta) F(residual) F(weight) F(output) F(rows) F(dim) F(is_bf16) F(threads) F(eps) END
     BEGIN(RotateArgs) F(qkv) F(cos) F(sin) F(q_norm) F(k_norm) F(query) F(keys) F(values) F(slots) F(tokens)
         F(block_stride) F(token_stride) F(head_stride) F(heads) F(kv_heads) F(dim) F(block_size) F(is_bf16)

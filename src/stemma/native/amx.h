@@ -11,7 +11,7 @@
 #if STEMMA_AMX
 // Scores of 16 keys against NB x 16 rows; dim is a multiple of 32, strides in elements.
 template <int NB>
-static inline void scoretile_amx(const float* query, const bf16* keys, int64_t key_stride, int dim,
+static inline void score_tile_amx(const float* query, const bf16* keys, int64_t key_stride, int dim,
                                   float* scores) {
     constexpr int W = NB * 16;
     asm volatile("" ::: "memory");
@@ -71,7 +71,7 @@ static inline void turn_weights(const float* weights, int width, float* turned) 
 }
 
 // acc [16 rows][dim] += weights [pair][16 of width rows] x values [pair][dim]; pairs filled up to a multiple of 16.
-static inline void weightile_amx(const float* weights, int width, const float* paired, int num_pairs, int dim,
+static inline void weigh_tile_amx(const float* weights, int width, const float* paired, int num_pairs, int dim,
                                   float* acc) {
     alignas(64) float turned[2][256];
     int groups = num_pairs / 16;

@@ -1,9 +1,20 @@
-// Attention of one work item: up to 64 query rows over a run of keys, read straight from paged blocks.
+// Attention of one work item: query rows over a run of keys, read straight from paged blocks.
 //
-// Scores are kept as [key][row], rows in vector lanes: the maximum, the exponentials and their sum need no
-// reduction across lanes, and a key's values are broadcast instead. Softmax is the online one of
-// FlashAttention (arXiv:2205.14135), a tile of 64 keys at a time. With AVX512_BF16 both products are dot
-// products of bf16 pairs, with AMX products of tiles; otherwise everything is computed in float.
+// One order of sums per row. A row is a query token and a head. What comes out for it depends on its query, its
+// keys and values and their positions, on nothing else: not on the rows beside it, the chunk it came in, what was
+// cached, blocks and their size, the plan or the threads. So all paths, few rows or many, compute this:
+//
+// - A score is a sum over the dimensions of a head in order, fused products (of bf16 pairs where the processor has
+//   them). It is capped, and what the row doesn't see is MASKED.
+// - Keys are taken in tiles, and tiles in splits of SPLIT keys, both at multiples of their size from position 0. A
+//   split's softmax is the online one of FlashAttention (arXiv:2205.14135), tile by tile: the maximum so far, the sum
+//   of weights, the weighted values. In a tile, weights are summed by key modulo 16 and those sums in a tree;
+//   values are added key by key (pair by pair). A key that the row doesn't see adds zero, which changes no sum; a
+//   tile in which it sees none is as if it weren't there.
+// - Splits in which the row sees a key are merged in order, the first one taken as it is.
+// - The merged sum is divided once, with the head's sink in it if there is one.
+//
+// The products differ by instruction set, and so do the bits; one machine uses one of them for all rows.
 #pragma once
 
 #include <cmath>
@@ -13,6 +24,8 @@
 #include "amx.h"
 #include "plan.h"
 #include "vec.h"
+
+constexpr int TILE = 64;  // keys; half of it for long values
 
 struct AttendArgs {  // strides in elements
     const void* query;  // [tokens, heads, key_dim]
@@ -25,24 +38,56 @@ struct AttendArgs {  // strides in elements
     int32_t window;     // tokens a query sees, itself included; 0: all
     int32_t is_bf16;
     float scale, softcap;  // softcap 0: none
+    const float* sinks;    // [heads]: a score beside those of the keys, with no value; null: none
+};
+
+// Softmax so far: weights and values are relative to 2^max.
+struct RowState {
+    float max[ROWS], sum[ROWS];
+
+    void clear() {
+        std::fill(max, max + ROWS, MASKED);
+        std::fill(sum, sum + ROWS, 0.0f);
+    }
+};
+
+// Of one KV head of an item
+struct HeadState {
+    RowState split, whole;  // of the split at hand, of all splits before
+    float* query;           // as the scores want it
+    float *split_acc, *whole_acc;  // [row][value_dim]
 };
 
 struct Scratch {
     std::vector<float> query, scores, keys, values, acc;
-    std::vector<char> gathered;
-    float max[ROWS], sum[ROWS], alpha[ROWS];
+    std::vector<HeadState> heads;
+    const void *key_rows[TILE], *value_rows[TILE];  // of the tile's tokens, KV head 0
+    float alpha[ROWS];
     int32_t low[ROWS], high[ROWS];  // visible keys of each row: [low, high)
+    std::vector<bf16> gathered;
 };
 
-// Keys or values of consecutive tokens, all in one block.
+// Keys or values of a tile's tokens
 template <class T>
 struct Rows {
-    const T* first;
-    int64_t stride;
-    const T* operator[](int64_t i) const { return first + i * stride; }
+    const void* const* tokens;
+    int64_t offset;  // of the KV head
+    const T* operator[](int i) const { return (const T*)tokens[i] + offset; }
+    Rows from(int i) const { return {tokens + i, offset}; }
 };
 
-// Scores of K keys [key][dim] against NB x 16 rows [dim][row], in float.
+// a * b + c as the vectors' fma() computes it
+static inline float fma_one(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_NEON)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// ---- products in float
+
+// Scores of K keys [key][dim] against NB x 16 rows [dim][row].
 template <int NB, int K>
 static inline void score_floats(const float* query, const float* keys, int dim, float* scores) {
     constexpr int W = NB * LANES;
@@ -65,6 +110,58 @@ static void scores_of_floats(const float* query, const float* keys, int num_keys
     for (; t < num_keys; t++) score_floats<NB, 1>(query, keys + int64_t(t) * dim, dim, scores + t * NB * LANES);
 }
 
+template <int R, int V>
+static inline void weigh_floats_tile(const float* weights, int width, const float* values, int num_keys, int dim,
+                                     float* acc) {
+    v16f sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = load(acc + r * dim + v * LANES);
+    for (int t = 0; t < num_keys; t++)
+        for (int v = 0; v < V; v++) {
+            v16f value = load(values + int64_t(t) * dim + v * LANES);
+            for (int r = 0; r < R; r++) sum[r][v] = fma(value, splat(weights[t * width + r]), sum[r][v]);
+        }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(acc + r * dim + v * LANES, sum[r][v]);
+}
+
+// acc [row][dim] += weights [key][row] x values [key][dim]
+static void weigh_floats(const float* weights, int width, int rows, const float* values, int num_keys, int dim,
+                         float* acc) {
+    constexpr int R = ACCUMULATORS >= 8 ? 4 : 2, V = ACCUMULATORS / R > 1 ? ACCUMULATORS / R : 1;
+    for (int r = 0; r < rows;) {
+        int n = rows - r >= R ? R : 1, d = 0;
+        const float* w = weights + r;
+        float* a = acc + int64_t(r) * dim;
+        if (n == R) {
+            for (; d + V * LANES <= dim; d += V * LANES)
+                weigh_floats_tile<R, V>(w, width, values + d, num_keys, dim, a + d);
+            for (; d + LANES <= dim; d += LANES)
+                weigh_floats_tile<R, 1>(w, width, values + d, num_keys, dim, a + d);
+        } else {
+            for (; d + V * LANES <= dim; d += V * LANES)
+                weigh_floats_tile<1, V>(w, width, values + d, num_keys, dim, a + d);
+            for (; d + LANES <= dim; d += LANES)
+                weigh_floats_tile<1, 1>(w, width, values + d, num_keys, dim, a + d);
+        }
+        for (; d < dim; d++)
+            for (int i = 0; i < n; i++)
+                for (int t = 0; t < num_keys; t++)
+                    a[i * dim + d] = fma_one(w[t * width + i], values[int64_t(t) * dim + d], a[i * dim + d]);
+        r += n;
+    }
+}
+
+template <class T>
+static void to_floats(Rows<T> rows, int num_rows, int dim, float* out) {
+    for (int t = 0; t < num_rows; t++) {
+        const T* row = rows[t];
+        for (int d = 0; d < dim; d++) out[int64_t(t) * dim + d] = to_float(row[d]);
+    }
+}
+
+// ---- products of bf16 pairs
+
 #if STEMMA_BF16_DOT
 static inline __m512i broadcast_pair(const void* p) {
     int32_t pair;
@@ -72,52 +169,66 @@ static inline __m512i broadcast_pair(const void* p) {
     return _mm512_set1_epi32(pair);
 }
 
+// Scores of K keys against NB x 16 rows [dim / 2][row].
 template <int NB, int K>
 static inline void score_tile(const float* query, Rows<bf16> keys, int dim, float* scores) {
-    constexpr int W = NB * LANES, GROUPS = (K + 3) / 4;
+    constexpr int W = NB * LANES;
     __m512 acc[K][NB];
-    const bf16* base[GROUPS];  // every fourth key: the others are reached by addressing modes
-    for (int g = 0; g < GROUPS; g++) base[g] = keys[4 * g];
+    const bf16* base[K];
+    for (int i = 0; i < K; i++) base[i] = keys[i];
     for (int i = 0; i < K; i++)
         for (int b = 0; b < NB; b++) acc[i][b] = _mm512_setzero_ps();
     for (int d = 0; d < dim; d += 2, query += W) {
         __m512i q[NB];
         for (int b = 0; b < NB; b++) q[b] = _mm512_loadu_si512(query + b * LANES);
         for (int i = 0; i < K; i++) {
-            __m512i k = broadcast_pair(base[i / 4] + i % 4 * keys.stride);
+            __m512i k = broadcast_pair(base[i] + d);
             for (int b = 0; b < NB; b++) acc[i][b] = _mm512_dpbf16_ps(acc[i][b], (__m512bh)q[b], (__m512bh)k);
         }
-        for (int g = 0; g < GROUPS; g++) base[g] += 2;
     }
     for (int i = 0; i < K; i++)
         for (int b = 0; b < NB; b++) _mm512_storeu_ps(scores + i * W + b * LANES, acc[i][b]);
 }
 
 template <int NB>
-static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, int dim, bool tiles,
-                            float* scores) {
-    constexpr int K = NB == 1 ? 16 : NB == 2 ? 8 : 4;
+static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, int dim, float* scores) {
+    constexpr int K = NB <= 2 ? 8 : 4;
     int t = 0;
-#if STEMMA_AMX
-    if (tiles && dim % 32 == 0)
-        for (; t + 16 <= num_keys; t += 16)
-            scoretile_amx<NB>(query, keys[t], keys.stride, dim, scores + t * NB * LANES);
-#endif
-    (void)tiles;
-    for (; t + K <= num_keys; t += K)
-        score_tile<NB, K>(query, {keys[t], keys.stride}, dim, scores + t * NB * LANES);
-    for (; t < num_keys; t++) score_tile<NB, 1>(query, {keys[t], keys.stride}, dim, scores + t * NB * LANES);
+    for (; t + K <= num_keys; t += K) score_tile<NB, K>(query, keys.from(t), dim, scores + t * NB * LANES);
+    for (; t < num_keys; t++) score_tile<NB, 1>(query, keys.from(t), dim, scores + t * NB * LANES);
 }
 
-// Rows of values as pairs of consecutive keys, [key / 2][dim]: the order that the pair product wants.
+// 32 elements of two rows as 32 pairs: the lower and the upper 16.
+static inline void interleave(const bf16* a, const bf16* b, __m512i& lower, __m512i& upper) {
+    alignas(64) static const uint16_t order[2][32] = {
+        {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+         8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+         24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    lower = _mm512_permutex2var_epi16(x, _mm512_load_si512(order[0]), y);
+    upper = _mm512_permutex2var_epi16(x, _mm512_load_si512(order[1]), y);
+}
+
+static inline __m512i interleave(const bf16* a, const bf16* b) {
+    __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
+    __m512i y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
+    return _mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+}
+
+// Values as pairs of consecutive keys, [key / 2][dim]: the order that the pair product wants. An odd last key is
+// paired with itself, and its pair has no weight.
 static void pair_values(Rows<bf16> rows, int num_keys, int dim, float* paired) {
-    for (int t = 0; t < num_keys; t += 2) {
+    for (int t = 0; t < num_keys; t += 2, paired += dim) {
         const bf16 *a = rows[t], *b = rows[t + 1 < num_keys ? t + 1 : t];
-        for (int d = 0; d < dim; d += 16) {
-            __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d)));
-            __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d)));
-            _mm512_storeu_si512(paired + t / 2 * dim + d, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+        int d = 0;
+        for (; d + 32 <= dim; d += 32) {
+            __m512i lower, upper;
+            interleave(a + d, b + d, lower, upper);
+            _mm512_storeu_si512(paired + d, lower);
+            _mm512_storeu_si512(paired + d + 16, upper);
         }
+        if (d < dim) _mm512_storeu_si512(paired + d, interleave(a + d, b + d));
     }
 }
 
@@ -166,310 +277,389 @@ static void weigh_pairs(const float* weights, int width, int rows, const float* 
     for (; d + 64 <= dim; d += 64) weigh_pairs_rows<4>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
     for (; d < dim; d += 16) weigh_pairs_rows<1>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
 }
+#endif
+
+// ---- the same on tiles
+
 #if STEMMA_AMX
-// The same on tiles: fills weights and values with zeros up to a multiple of 16 pairs first.
+// Scores of up to 16 keys a time; what is no full group of one block is gathered and filled with zeros.
+template <int NB>
+static void scores_of_tiles(const float* query, Rows<bf16> keys, int num_keys, int block_size, int64_t stride, int dim,
+                            Scratch& s, float* scores) {
+    for (int t = 0; t < num_keys; t += 16) {
+        if (t + 16 <= num_keys && block_size % 16 == 0) {
+            score_tile_amx<NB>(query, keys[t], stride, dim, scores + t * NB * LANES);
+            continue;
+        }
+        s.gathered.assign(size_t(16) * dim, bf16{0});
+        for (int i = 0; i < 16 && t + i < num_keys; i++)
+            std::memcpy(&s.gathered[size_t(i) * dim], keys[t + i], sizeof(bf16) * dim);
+        score_tile_amx<NB>(query, s.gathered.data(), dim, dim, scores + t * NB * LANES);
+    }
+}
+
+// Fills weights and values with zeros up to a multiple of 16 pairs first.
 static void weigh_tiles(float* weights, int width, int rows, float* paired, int num_pairs, int dim, float* acc) {
     int padded = (num_pairs + 15) / 16 * 16;
     std::memset(weights + num_pairs * width, 0, sizeof(float) * (padded - num_pairs) * width);
     std::memset(paired + int64_t(num_pairs) * dim, 0, sizeof(float) * (padded - num_pairs) * dim);
     for (int r = 0; r < rows; r += LANES)
-        weightile_amx(weights + r, width, paired, padded, dim, acc + int64_t(r) * dim);
+        weigh_tile_amx(weights + r, width, paired, padded, dim, acc + int64_t(r) * dim);
 }
 #endif
-#endif
 
-template <int R, int V>
-static inline void weigh_floats_tile(const float* weights, int width, const float* values, int num_keys, int dim,
-                                     float* acc) {
-    v16f sum[R][V];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = load(acc + r * dim + v * LANES);
-    for (int t = 0; t < num_keys; t++)
-        for (int v = 0; v < V; v++) {
-            v16f value = load(values + int64_t(t) * dim + v * LANES);
-            for (int r = 0; r < R; r++) sum[r][v] = fma(value, splat(weights[t * width + r]), sum[r][v]);
-        }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store(acc + r * dim + v * LANES, sum[r][v]);
-}
+// ---- scores to weights
 
-// acc [row][dim] += weights [key][row] x values [key][dim], in float
-static void weigh_floats(const float* weights, int width, int rows, const float* values, int num_keys, int dim,
-                         float* acc) {
-    constexpr int R = ACCUMULATORS < 8 ? 2 : 4, V = ACCUMULATORS / R;
-    for (int r = 0; r < rows;) {
-        int n = rows - r >= R ? R : 1, d = 0;
-        const float* w = weights + r;
-        float* a = acc + int64_t(r) * dim;
-        if (n == R) {
-            for (; d + V * LANES <= dim; d += V * LANES)
-                weigh_floats_tile<R, V>(w, width, values + d, num_keys, dim, a + d);
-            for (; d + LANES <= dim; d += LANES)
-                weigh_floats_tile<R, 1>(w, width, values + d, num_keys, dim, a + d);
-        } else {
-            for (; d + LANES <= dim; d += LANES)
-                weigh_floats_tile<1, 1>(w, width, values + d, num_keys, dim, a + d);
-        }
-        for (; d < dim; d++)
-            for (int i = 0; i < n; i++)
-                for (int t = 0; t < num_keys; t++) a[i * dim + d] += w[t * width + i] * values[int64_t(t) * dim + d];
-        r += n;
+// Cap scores [key][row] in place. From here on they are exponents of 2.
+static void cap(const AttendArgs& args, float* scores, int count) {
+    for (int i = 0; i < count; i += LANES) {
+        v16f e = vexp(load(scores + i) * (args.scale * 2.0f / args.softcap));
+        v16f x = splat(args.softcap) - splat(2.0f * args.softcap) / (e + 1.0f);
+        store(scores + i, x * LOG2_E);  // tanh(y) = 1 - 2 / (exp(2y) + 1)
     }
 }
 
-template <class T>
-static void to_floats(Rows<T> rows, int num_rows, int dim, float* out) {
-    for (int t = 0; t < num_rows; t++)
-        for (int d = 0; d < dim; d++) out[int64_t(t) * dim + d] = to_float(rows[t][d]);
+static void mask(const Scratch& s, int num_rows, int first_key, int num_keys, int width, float* scores) {
+    for (int r = 0; r < num_rows; r++) {
+        int low = std::min(num_keys, std::max(0, s.low[r] - first_key));
+        int high = std::max(low, std::min(num_keys, s.high[r] - first_key));
+        for (int t = 0; t < low; t++) scores[t * width + r] = MASKED;
+        for (int t = high; t < num_keys; t++) scores[t * width + r] = MASKED;
+    }
 }
 
-// Scale, cap and mask scores [key][row] in place. From here on they are exponents of 2.
-template <int NB>
-static void adjust(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked) {
-    constexpr int W = NB * LANES;
-    for (int b = 0; b < NB; b++) {
-        v16i low = load(s.low + b * LANES), high = load(s.high + b * LANES);
-        for (int t = 0; t < num_keys; t++) {
-            float* cell = s.scores.data() + t * W + b * LANES;
-            v16f x = load(cell) * args.scale;
-            if (args.softcap > 0) {
-                v16f e = vexp(x * (2.0f / args.softcap));  // tanh(y) = 1 - 2 / (exp(2y) + 1)
-                x = args.softcap - 2.0f * args.softcap / (e + 1.0f);
-            }
-            x *= LOG2_E;
-            if (masked) {
-                v16i position = splat(int32_t(first_key + t));
-                x = select((position >= low) & (position < high), x, splat(MASKED));
-            }
-            store(cell, x);
-        }
-    }
+// Sums by key modulo 16, in a tree
+static inline v16f tree_sum(v16f* part) {
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) part[i] = part[i] + part[i + half];
+    return part[0];
 }
 
 // Begin a tile of 16 rows: raise their running maximum to that of `num_keys` scores [key][row] times `factor`,
 // and note by how much that shrinks what was summed so far. Returns the maximum.
 template <int NB>
-static inline v16f raise_max(Scratch& s, int b, const float* column, int num_keys, float factor) {
-    v16f old = load(s.max + b * LANES), top = load(column);
+static inline v16f raise_max(RowState& state, float* alpha, int b, const float* column, int num_keys, float factor) {
+    v16f old = load(state.max + b * LANES), top = load(column);
     for (int t = 1; t < num_keys; t++) top = vmax(top, load(column + t * NB * LANES));
-    top = vmax(old, top * factor);
-    v16f shrink = vexp2(old - top);
-    store(s.alpha + b * LANES, shrink);
-    store(s.max + b * LANES, top);
-    store(s.sum + b * LANES, load(s.sum + b * LANES) * shrink);
+    top = vmax(old, top * splat(factor));
+    store(alpha + b * LANES, vexp2(old - top));
+    store(state.max + b * LANES, top);
     return top;
+}
+
+static inline void add_sum(RowState& state, const float* alpha, int b, v16f total) {
+    store(state.sum + b * LANES, fma(load(state.sum + b * LANES), load(alpha + b * LANES), total));
 }
 
 // Turn scores [key][row] into weights (in place), and update the running maximum and sum of each row.
 template <int NB>
-static void soften(Scratch& s, int num_keys, float factor) {
+static void soften(RowState& state, float* alpha, float* scores, int num_keys, float factor) {
     for (int b = 0; b < NB; b++) {
-        float* column = s.scores.data() + b * LANES;
-        v16f top = raise_max<NB>(s, b, column, num_keys, factor), total = load(s.sum + b * LANES);
+        float* column = scores + b * LANES;
+        v16f top = raise_max<NB>(state, alpha, b, column, num_keys, factor), part[16] = {};
         for (int t = 0; t < num_keys; t++, column += NB * LANES) {
-            v16f x = load(column), p = vexp2(x * factor - top);
+            v16f x = load(column), p = vexp2(fma(x, splat(factor), -top));
             p = select(x > MASKED, p, splat(0.0f));
-            total += p;
+            part[t % 16] = part[t % 16] + p;
             store(column, p);
         }
-        store(s.sum + b * LANES, total);
+        add_sum(state, alpha, b, tree_sum(part));
     }
 }
 
 #if STEMMA_BF16_DOT
 // The same, but weights become bf16 pairs of consecutive keys, [key / 2][row]; what an odd last key lacks is 0.
 template <int NB, bool masked>
-static void soften_pairs(Scratch& s, int num_keys, float factor) {
+static void soften_pairs(RowState& state, float* alpha, float* scores, int num_keys, float factor) {
     for (int b = 0; b < NB; b++) {
-        float *column = s.scores.data() + b * LANES, *paired = column;
-        const __m512 top = (__m512)raise_max<NB>(s, b, column, num_keys, factor), scale = _mm512_set1_ps(factor);
+        float *column = scores + b * LANES, *paired = column;
+        const __m512 top = (__m512)raise_max<NB>(state, alpha, b, column, num_keys, factor);
+        const __m512 scale = _mm512_set1_ps(factor);
         auto weight = [&](const float* at) {
             __m512 x = _mm512_loadu_ps(at), p = exp2_fast<true>(_mm512_fmsub_ps(x, scale, top));
             if (!masked) return p;
             return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(MASKED), _CMP_GT_OQ), p);
         };
-        __m512 total = _mm512_loadu_ps(s.sum + b * LANES);
+        v16f part[16] = {};
         int t = 0;
-        for (; t + 2 <= num_keys; t += 2, column += 2 * NB * LANES, paired += NB * LANES) {
-            __m512 p = weight(column), q = weight(column + NB * LANES);
-            total = total + (p + q);
+        for (; t + 16 <= num_keys; t += 16)
+#pragma GCC unroll 8
+            for (int i = 0; i < 16; i += 2, column += 2 * NB * LANES, paired += NB * LANES) {
+                __m512 p = weight(column), q = weight(column + NB * LANES);
+                part[i] += (v16f)p, part[i + 1] += (v16f)q;
+                _mm512_storeu_si512(paired, pair_up(p, q));
+            }
+#pragma GCC unroll 8
+        for (int i = 0; i < 16; i += 2, column += 2 * NB * LANES, paired += NB * LANES) {
+            if (t + i >= num_keys) break;
+            __m512 p = weight(column), q = _mm512_setzero_ps();
+            if (t + i + 1 < num_keys) q = weight(column + NB * LANES);
+            part[i] += (v16f)p, part[i + 1] += (v16f)q;
             _mm512_storeu_si512(paired, pair_up(p, q));
         }
-        if (t < num_keys) {
-            __m512 p = weight(column);
-            total = total + p;
-            _mm512_storeu_si512(paired, pair_up(p, _mm512_setzero_ps()));
-        }
-        _mm512_storeu_ps(s.sum + b * LANES, total);
+        add_sum(state, alpha, b, tree_sum(part));
     }
 }
 #endif
 
 // Scores to weights: scaled, capped, masked and softened, as pairs if `paired`.
 template <int NB>
-static void weigh(const AttendArgs& args, Scratch& s, int num_keys, int first_key, bool masked, bool paired) {
+static void weigh(const AttendArgs& args, Scratch& s, RowState& state, int num_rows, int num_keys, int first_key,
+                  bool masked, bool paired) {
+    constexpr int W = NB * LANES;
     float factor = args.scale * LOG2_E;
-    if (masked || args.softcap > 0) {
-        adjust<NB>(args, s, num_keys, first_key, masked);
+    if (args.softcap > 0) {
+        cap(args, s.scores.data(), num_keys * W);
         factor = 1.0f;
     }
+    if (masked) mask(s, num_rows, first_key, num_keys, W, s.scores.data());
 #if STEMMA_BF16_DOT
-    if (paired && masked) return soften_pairs<NB, true>(s, num_keys, factor);
-    if (paired) return soften_pairs<NB, false>(s, num_keys, factor);
+    if (paired && masked) return soften_pairs<NB, true>(state, s.alpha, s.scores.data(), num_keys, factor);
+    if (paired) return soften_pairs<NB, false>(state, s.alpha, s.scores.data(), num_keys, factor);
 #endif
-    soften<NB>(s, num_keys, factor);
+    soften<NB>(state, s.alpha, s.scores.data(), num_keys, factor);
 }
 
+// ---- an item
+
+// What an item's products need to know
+struct ItemShape {
+    int tile;
+    bool paired, tiles;  // products of bf16 pairs, and those on tiles
+
+    template <class T>
+    static ItemShape of(const AttendArgs& args) {
+        ItemShape shape{args.value_dim > 256 ? TILE / 2 : TILE, false, false};
+        shape.paired = STEMMA_BF16_DOT && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
+#if STEMMA_AMX
+        shape.tiles = shape.paired && args.key_dim % 32 == 0 && amx_ready();
+#endif
+        return shape;
+    }
+};
+
 template <class T>
-static void gather_query(const AttendArgs& args, const Plan& plan, const Item& item, int width, bool paired,
-                         Scratch& s) {
+static void gather_query(const AttendArgs& args, const Plan& plan, const Item& item, int head, int width, bool paired,
+                         float* query) {
     const Segment& segment = plan.segments[item.segment];
     int group = plan.group_size, dim = args.key_dim;
-    s.query.assign(size_t(width) * (paired ? dim / 2 : dim), 0.0f);
-    for (int r = 0; r < width; r++) {
-        s.max[r] = MASKED;
-        s.sum[r] = 0;
-        s.low[r] = s.high[r] = 0;
-        if (r >= item.num_rows) continue;
-        int at = segment.token_begin + (item.row_begin + r) / group, head = (item.row_begin + r) % group;
-        int position = plan.positions[at];
-        s.high[r] = position + 1;
-        s.low[r] = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
+    for (int r = 0; r < item.num_rows; r++) {
+        int at = segment.token_begin + (item.row_begin + r) / group;
         const T* q = (const T*)args.query + plan.tokens[at] * args.query_token_stride +
-                     (item.kv_head * group + head) * args.query_head_stride;
+                     (head * group + (item.row_begin + r) % group) * args.query_head_stride;
         if (paired)
-            for (int d = 0; d < dim / 2; d++) std::memcpy(&s.query[size_t(d) * width + r], q + 2 * d, 4);
+            for (int d = 0; d < dim / 2; d++) std::memcpy(query + size_t(d) * width + r, q + 2 * d, 4);
         else
-            for (int d = 0; d < dim; d++) s.query[size_t(d) * width + r] = to_float(q[d]);
+            for (int d = 0; d < dim; d++) query[size_t(d) * width + r] = to_float(q[d]);
     }
 }
 
+// Cut the scratch into what the item's KV heads need; only what is read before it is written is cleared.
 template <class T>
-static void emit(const AttendArgs& args, Plan& plan, const Item& item, const Scratch& s) {
+static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, int width, const ItemShape& shape,
+                   Scratch& s) {
+    size_t query_size = size_t(width) * (shape.paired ? args.key_dim / 2 : args.key_dim);
+    size_t acc_size = size_t(width) * args.value_dim;
+    s.query.assign(query_size * item.num_heads, 0.0f);
+    s.acc.resize(acc_size * item.num_heads * 2);
+    s.heads.resize(item.num_heads);
+    s.scores.resize(size_t(TILE) * width);
+    s.values.resize(size_t(TILE) * args.value_dim);
+    if (!shape.paired) s.keys.resize(size_t(TILE) * args.key_dim);
+    for (int h = 0; h < item.num_heads; h++) {
+        HeadState& head = s.heads[h];
+        head.query = s.query.data() + h * query_size;
+        head.split_acc = s.acc.data() + 2 * h * acc_size;
+        head.whole_acc = head.split_acc + acc_size;
+        head.whole.clear();
+        gather_query<T>(args, plan, item, item.first_head + h, width, shape.paired, head.query);
+    }
     const Segment& segment = plan.segments[item.segment];
-    int group = plan.group_size, heads = plan.num_kv_heads * group, dim = args.value_dim;
     for (int r = 0; r < item.num_rows; r++) {
-        int local = (item.row_begin + r) / group, head = item.kv_head * group + (item.row_begin + r) % group;
-        const float* acc = s.acc.data() + int64_t(r) * dim;
-        if (item.partial < 0) {
-            int token = plan.tokens[segment.token_begin + local];
-            T* out = (T*)args.output + (int64_t(token) * heads + head) * dim;
-            float inverse = 1.0f / s.sum[r];
-            for (int d = 0; d < dim; d++) out[d] = from_float<T>(acc[d] * inverse);
-        } else {
-            float* slot = plan.partials.data() + (item.partial + int64_t(local) * heads + head) * (dim + 2);
-            slot[0] = s.max[r];
-            slot[1] = s.sum[r];
-            std::memcpy(slot + 2, acc, sizeof(float) * dim);
+        int position = plan.positions[segment.token_begin + (item.row_begin + r) / plan.group_size];
+        s.high[r] = position + 1;
+        s.low[r] = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
+    }
+}
+
+// Where the tile's tokens lie, KV head 0.
+template <class T>
+static void locate(const AttendArgs& args, const Plan& plan, const Segment& segment, int key, int n, Scratch& s) {
+    for (int t = 0; t < n;) {
+        int inside = (key + t) % plan.block_size, end = std::min(n, t + plan.block_size - inside);
+        int64_t offset = segment.table[(key + t) / plan.block_size] * args.block_stride + inside * args.token_stride;
+        for (; t < end; t++, offset += args.token_stride) {
+            s.key_rows[t] = (const T*)args.keys + offset;
+            s.value_rows[t] = (const T*)args.values + offset;
         }
     }
 }
 
-// Find up to `n` tokens from `key` on: in place as far as their block reaches, or, where blocks are too short
-// to be worth a tile, gathered from several. Returns how many they are.
-template <class T>
-static int locate(const AttendArgs& args, const Plan& plan, const Segment& segment, int kv_head, int key, int n,
-                  Scratch& s, Rows<T>& keys, Rows<T>& values) {
-    auto offset = [&](int k) {
-        return segment.table[k / plan.block_size] * args.block_stride +
-               k % plan.block_size * args.token_stride + kv_head * args.head_stride;
-    };
-    if (plan.block_size >= LANES) {
-        keys = {(const T*)args.keys + offset(key), args.token_stride};
-        values = {(const T*)args.values + offset(key), args.token_stride};
-        return std::min(n, plan.block_size - key % plan.block_size);
+// acc [row][dim] *= alpha [row]
+static void shrink(const float* alpha, int num_rows, int dim, float* acc) {
+    for (int r = 0; r < num_rows; r++, acc += dim) {
+        if (alpha[r] == 1.0f) continue;
+        for (int d = 0; d < dim; d++) acc[d] *= alpha[r];
     }
-    s.gathered.resize(sizeof(T) * n * (args.key_dim + args.value_dim));
-    T* k = (T*)s.gathered.data();
-    T* v = k + n * args.key_dim;
-    for (int t = 0; t < n; t++) {
-        std::memcpy(k + t * args.key_dim, (const T*)args.keys + offset(key + t), sizeof(T) * args.key_dim);
-        std::memcpy(v + t * args.value_dim, (const T*)args.values + offset(key + t), sizeof(T) * args.value_dim);
-    }
-    keys = {k, args.key_dim};
-    values = {v, args.value_dim};
-    return n;
 }
 
-// Ask for rows that are read soon: heads lie between each other, which the processor's own asking doesn't follow.
+// One tile of one KV head.
+template <class T, int NB>
+static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n, bool masked,
+                     const ItemShape& shape, Scratch& s) {
+    constexpr int W = NB * LANES;
+    HeadState& head = s.heads[h];
+    const int dim = args.value_dim, rows = item.num_rows;
+    const int64_t offset = (item.first_head + h) * args.head_stride;
+    const Rows<T> keys{s.key_rows, offset}, values{s.value_rows, offset};
+    float* scores = s.scores.data();
+    if constexpr (STEMMA_BF16_DOT && sizeof(T) == 2) {
+#if STEMMA_BF16_DOT
+        if (shape.paired) {
+#if STEMMA_AMX
+            if (shape.tiles)
+                scores_of_tiles<NB>(head.query, keys, n, plan.block_size, args.token_stride, args.key_dim, s, scores);
+            else
+#endif
+                scores_of_pairs<NB>(head.query, keys, n, args.key_dim, scores);
+            weigh<NB>(args, s, head.split, rows, n, key, masked, true);
+            shrink(s.alpha, rows, dim, head.split_acc);
+            pair_values(values, n, dim, s.values.data());
+#if STEMMA_AMX
+            if (shape.tiles)
+                return weigh_tiles(scores, W, rows, s.values.data(), (n + 1) / 2, dim, head.split_acc);
+#endif
+            return weigh_pairs(scores, W, rows, s.values.data(), (n + 1) / 2, dim, head.split_acc);
+        }
+#endif
+    }
+    to_floats(keys, n, args.key_dim, s.keys.data());
+    scores_of_floats<NB>(head.query, s.keys.data(), n, args.key_dim, scores);
+    weigh<NB>(args, s, head.split, rows, n, key, masked, false);
+    shrink(s.alpha, rows, dim, head.split_acc);
+    to_floats(values, n, dim, s.values.data());
+    weigh_floats(scores, W, rows, s.values.data(), n, dim, head.split_acc);
+}
+
+// Merge one row's next partial result into what was merged before; one without weights doesn't count.
+static inline void merge(float& max, float& sum, float* acc, float next_max, float next_sum, const float* next_acc,
+                         int dim) {
+    if (next_sum == 0) return;
+    if (sum == 0) {
+        max = next_max, sum = next_sum;
+        std::memcpy(acc, next_acc, sizeof(float) * dim);
+        return;
+    }
+    float top = std::max(max, next_max), factors[2 * LANES];
+    store(factors, vexp2(splat(max - top)));
+    store(factors + LANES, vexp2(splat(next_max - top)));
+    const float before = factors[0], now = factors[LANES];
+    max = top;
+    sum = fma_one(next_sum, now, sum * before);
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        store(acc + d, fma(load(next_acc + d), splat(now), load(acc + d) * splat(before)));
+    for (; d < dim; d++) acc[d] = fma_one(next_acc[d], now, acc[d] * before);
+}
+
+// Divide one row's merged sum and write it as token `token` of query head `head`.
 template <class T>
-static void ask_for(Rows<T> rows, int num_rows, int dim) {
-    for (int t = 0; t < num_rows; t++)
-        for (int at = 0; at < dim; at += 64 / int(sizeof(T))) __builtin_prefetch(rows[t] + at);
+static void put_row(const AttendArgs& args, int num_heads, int64_t token, int head, float max, float sum,
+                    const float* acc) {
+    float factor = 1.0f;
+    if (args.sinks) {
+        float sink = args.sinks[head] * LOG2_E, top = std::max(max, sink), both[2 * LANES];
+        store(both, vexp2(splat(max - top)));
+        store(both + LANES, vexp2(splat(sink - top)));
+        factor = both[0];
+        sum = fma_one(sum, factor, both[LANES]);
+    }
+    factor /= sum;
+    T* out = (T*)args.output + (token * num_heads + head) * args.value_dim;
+    int d = 0;
+    for (; d + LANES <= args.value_dim; d += LANES) store(out + d, load(acc + d) * splat(factor));
+    for (; d < args.value_dim; d++) out[d] = from_float<T>(acc[d] * factor);
+}
+
+// Write an item's rows down: as results if nothing else is to be merged, or as partial ones from `slot` on.
+template <class T>
+static void emit(const AttendArgs& args, Plan& plan, const Item& item, int h, const RowState& state, const float* acc,
+                 int64_t slot) {
+    const Segment& segment = plan.segments[item.segment];
+    const int group = plan.group_size, heads = plan.num_heads(), dim = args.value_dim;
+    for (int r = 0; r < item.num_rows; r++, acc += dim) {
+        int local = (item.row_begin + r) / group;
+        int head = (item.first_head + h) * group + (item.row_begin + r) % group;
+        if (slot < 0) {
+            int token = plan.tokens[segment.token_begin + local];
+            put_row<T>(args, heads, token, head, state.max[r], state.sum[r], acc);
+            continue;
+        }
+        float* partial = plan.partials.data() + (slot + int64_t(local) * heads + head) * (dim + 2);
+        partial[0] = state.max[r], partial[1] = state.sum[r];
+        if (state.sum[r] != 0) std::memcpy(partial + 2, acc, sizeof(float) * dim);
+    }
+}
+
+// The keys that any row of an item sees, and those that all of them see: outside the latter, tiles are masked.
+struct Visible {
+    int begin, end, all_begin, all_end;
+
+    Visible(const Item& item, const Scratch& s) {
+        begin = all_begin = s.low[0], end = all_end = s.high[0];
+        for (int r = 1; r < item.num_rows; r++) {
+            begin = std::min(begin, s.low[r]), all_begin = std::max(all_begin, s.low[r]);
+            end = std::max(end, s.high[r]), all_end = std::min(all_end, s.high[r]);
+        }
+        begin = std::max(begin, item.key_begin), end = std::min(end, item.key_end);
+    }
+};
+
+template <class T, int NB>
+static void run_split(const AttendArgs& args, const Plan& plan, const Item& item, int split, const Visible& visible,
+                      const ItemShape& shape, Scratch& s) {
+    for (HeadState& head : s.heads) {
+        head.split.clear();
+        std::fill(head.split_acc, head.split_acc + size_t(NB) * LANES * args.value_dim, 0.0f);
+    }
+    const int begin = std::max(split, visible.begin / shape.tile * shape.tile), end = std::min(split + SPLIT, visible.end);
+    for (int key = begin, n; key < end; key += n) {
+        n = std::min(shape.tile, end - key);
+        locate<T>(args, plan, plan.segments[item.segment], key, n, s);
+        bool masked = key + n > visible.all_end || key < visible.all_begin;
+        for (int h = 0; h < item.num_heads; h++) run_tile<T, NB>(args, plan, item, h, key, n, masked, shape, s);
+    }
 }
 
 template <class T, int NB>
 static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scratch& s) {
-    constexpr int W = NB * LANES;
-    const bool paired = STEMMA_BF16_DOT && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
-    const Segment& segment = plan.segments[item.segment];
-    const int tile = args.value_dim > 256 ? 32 : 64, dim = args.value_dim;
+    const ItemShape shape = ItemShape::of<T>(args);
 #if STEMMA_AMX
-    const bool tiles = paired && amx_ready();
     std::optional<TileScope> scope;
-    if (tiles) scope.emplace();
-#else
-    const bool tiles = false;
+    if (shape.tiles) scope.emplace();
 #endif
-    gather_query<T>(args, plan, item, W, paired, s);
-    (void)tiles;
-    s.acc.assign(size_t(W) * dim, 0.0f);
-    s.scores.resize(size_t(64) * W);
-    s.values.resize(size_t(64) * dim);
-    if (!paired) s.keys.resize(size_t(64) * args.key_dim);
-    int first_high = s.high[0], last_high = s.high[0], first_low = s.low[0], last_low = s.low[0];
-    for (int r = 1; r < item.num_rows; r++) {
-        first_high = std::min(first_high, s.high[r]), last_high = std::max(last_high, s.high[r]);
-        first_low = std::min(first_low, s.low[r]), last_low = std::max(last_low, s.low[r]);
-    }
-    int begin = std::max(item.key_begin, first_low), end = std::min(item.key_end, last_high);
-    for (int key = begin, n; key < end; key += n) {
-        n = std::min(tile, end - key);
-        Rows<T> keys, values;
-        n = locate<T>(args, plan, segment, item.kv_head, key, n, s, keys, values);
-        bool masked = key + n > first_high || key < last_low;
-        if (NB == 1 && plan.block_size >= LANES) {  // few rows: memory is the limit
-            ask_for(values, n, dim);
-            if (key + n < end) {
-                Rows<T> next_keys, next_values;
-                int more = std::min(tile, end - key - n);
-                more = locate<T>(args, plan, segment, item.kv_head, key + n, more, s, next_keys, next_values);
-                ask_for(next_keys, more, args.key_dim);
+    set_up<T>(args, plan, item, NB * LANES, shape, s);
+    const Visible visible(item, s);
+    const bool merges = item.merges();
+    const int dim = args.value_dim;
+    int64_t slot = item.partial;
+    int first = merges ? visible.begin / SPLIT * SPLIT : item.key_begin, last = merges ? visible.end : item.key_end;
+    for (int split = first; split < last; split += SPLIT) {
+        run_split<T, NB>(args, plan, item, split, visible, shape, s);
+        for (int h = 0; h < item.num_heads; h++) {
+            HeadState& head = s.heads[h];
+            if (!merges) {
+                emit<T>(args, plan, item, h, head.split, head.split_acc, slot);
+                continue;
             }
+            for (int r = 0; r < item.num_rows; r++)
+                merge(head.whole.max[r], head.whole.sum[r], head.whole_acc + int64_t(r) * dim, head.split.max[r],
+                      head.split.sum[r], head.split_acc + int64_t(r) * dim, dim);
         }
-#if STEMMA_BF16_DOT
-        if constexpr (sizeof(T) == 2)
-            if (paired) scores_of_pairs<NB>(s.query.data(), keys, n, args.key_dim, tiles, s.scores.data());
-#endif
-        if (!paired) {
-            to_floats(keys, n, args.key_dim, s.keys.data());
-            scores_of_floats<NB>(s.query.data(), s.keys.data(), n, args.key_dim, s.scores.data());
-        }
-        weigh<NB>(args, s, n, key, masked, paired);
-        for (int r = 0; r < item.num_rows; r++) {
-            if (s.alpha[r] == 1.0f) continue;
-            float* acc = s.acc.data() + int64_t(r) * dim;
-            for (int d = 0; d < dim; d++) acc[d] *= s.alpha[r];
-        }
-#if STEMMA_BF16_DOT
-        if constexpr (sizeof(T) == 2)
-            if (paired) {
-                pair_values(values, n, dim, s.values.data());
-#if STEMMA_AMX
-                if (tiles) {
-                    weigh_tiles(s.scores.data(), W, item.num_rows, s.values.data(), (n + 1) / 2, dim, s.acc.data());
-                    continue;
-                }
-#endif
-                weigh_pairs(s.scores.data(), W, item.num_rows, s.values.data(), (n + 1) / 2, dim, s.acc.data());
-            }
-#endif
-        if (!paired) {
-            to_floats(values, n, dim, s.values.data());
-            weigh_floats(s.scores.data(), W, item.num_rows, s.values.data(), n, dim, s.acc.data());
-        }
+        slot += int64_t(plan.segments[item.segment].num_tokens) * plan.num_heads();
     }
-    emit<T>(args, plan, item, s);
+    for (int h = 0; merges && h < item.num_heads; h++)
+        emit<T>(args, plan, item, h, s.heads[h].whole, s.heads[h].whole_acc, item.partial);
 }
 
 template <class T>
@@ -482,25 +672,17 @@ static void run_item_any(const AttendArgs& args, Plan& plan, const Item& item, S
     }
 }
 
-// Merge the pieces of one token's heads: weigh each by its own sum and its maximum's distance from the largest.
+// Merge the partial results of one token's heads.
 template <class T>
 static void merge_token(const AttendArgs& args, const Plan& plan, int index) {
-    int heads = plan.num_kv_heads * plan.group_size, dim = args.value_dim;
-    int begin = plan.merged_begin[index], end = plan.merged_begin[index + 1];
+    const int heads = plan.num_heads(), dim = args.value_dim;
     std::vector<float> acc(dim);
     for (int h = 0; h < heads; h++) {
-        float top = MASKED, total = 0;
-        for (int p = begin; p < end; p++)
-            top = std::max(top, plan.partials[(plan.pieces[p] + h) * (dim + 2)]);
-        std::fill(acc.begin(), acc.end(), 0.0f);
-        for (int p = begin; p < end; p++) {
-            const float* slot = plan.partials.data() + (plan.pieces[p] + h) * (dim + 2);
-            if (slot[1] == 0) continue;
-            float weight = std::exp2(slot[0] - top);
-            total += weight * slot[1];
-            for (int d = 0; d < dim; d++) acc[d] += weight * slot[2 + d];
+        float max = MASKED, sum = 0;
+        for (int i = plan.merged_begin[index]; i < plan.merged_begin[index + 1]; i++) {
+            const float* slot = plan.partials.data() + (plan.slots[i] + h) * (dim + 2);
+            merge(max, sum, acc.data(), slot[0], slot[1], slot + 2, dim);
         }
-        T* out = (T*)args.output + (int64_t(plan.merged[index]) * heads + h) * dim;
-        for (int d = 0; d < dim; d++) out[d] = from_float<T>(acc[d] / total);
+        put_row<T>(args, heads, plan.merged[index], h, max, sum, acc.data());
     }
 }

@@ -49,6 +49,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block_stride", "token_stride", "head_stride")),
         *((name, ctypes.c_int32) for name in ("key_dim", "value_dim", "window", "is_bf16")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("sinks", ctypes.c_void_p),
     )
 
 
