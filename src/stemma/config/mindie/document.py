@@ -26,8 +26,12 @@ class MindIEConfig(MindIESection):
     """Top of the file. `ModelDeployConfig` and `ScheduleConfig` may stand here or in `BackendConfig`."""
 
     version: str = no_effect("1.0.0", "not checked", alias="Version")
-    server: ServerConfig = Field(default_factory=lambda: ServerConfig(), alias="ServerConfig")
-    backend: BackendConfig = Field(default_factory=lambda: BackendConfig(), alias="BackendConfig")
+    server: ServerConfig = Field(
+        default_factory=lambda: ServerConfig.model_validate({}), alias="ServerConfig"
+    )
+    backend: BackendConfig = Field(
+        default_factory=lambda: BackendConfig.model_validate({}), alias="BackendConfig"
+    )
     log: LogConfig = Field(LogConfig(), alias="LogConfig")
     model_deploy_config: ModelDeployConfig | None = Field(None, alias="ModelDeployConfig")
     schedule_config: ScheduleConfig | None = Field(None, alias="ScheduleConfig")
