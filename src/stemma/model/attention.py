@@ -75,6 +75,12 @@ def paged_attention(
         raise UnsupportedModel(
             f"{type(module).__name__} needs its own mask, bias or attention sinks. {SUPPORTED}"
         )
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedModel(
+            f"{type(module).__name__} isn't causal: its tokens see those after them, so no prefix can be "
+            f"reused. {SUPPORTED}"
+        )
     call = AttentionCall(
         layer_idx=module.layer_idx,  # type: ignore[arg-type]
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,

@@ -1,11 +1,12 @@
 """A name for the content of a checkpoint, so that KV of one model is never used for another.
 
-SHA-256 over the fields of config.json that matter and over every safetensors file, in order of names: its
-name, size, header, and its content. Content of up to `FULL_HASH_BYTES` in all is hashed whole. Of larger
-checkpoints, `SAMPLE_BYTES` are hashed at each multiple of `SAMPLE_STRIDE` and at the end of each file: 0.4 %
-of the bytes, in every tensor of more than a megabyte. Training moves nearly all values of a tensor, so other
-weights differ in some sample; a hand-made edit of a single value in a large checkpoint may not be noticed.
-The same files give the same fingerprint on every machine.
+SHA-256 over the fields of config.json that matter, the Python files that come with the checkpoint where they
+run, and all tensors in order of names: name, dtype, shape, content. How tensors are spread over files doesn't
+count. Tensors are hashed whole from the smallest up to the size at which `WHOLE_BYTES` in all are reached:
+every bias and norm of any model, and all of a checkpoint that is no larger. Of larger tensors, `SAMPLE_BYTES`
+are hashed at each multiple of `SAMPLE_STRIDE`, in the middle and at the end. Training moves nearly all values
+of a tensor, so other weights differ in some sample; a hand-made edit of a few values in a large tensor may
+not be noticed. The same files give the same fingerprint on every machine.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import hashlib
 import json
 import mmap
 import struct
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from stemma.errors import ModelError
+from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tensors
 
-FULL_HASH_BYTES = 1 << 28
+_FORMAT = b"stemma fingerprint 2"
+"""Changes with what is hashed, and how."""
+WHOLE_BYTES = 1 << 28
 SAMPLE_STRIDE = 1 << 20
 SAMPLE_BYTES = 1 << 12
 _CHUNK_BYTES = 1 << 22
@@ -28,21 +33,39 @@ _IGNORED_FIELDS = ("_name_or_path", "transformers_version", "use_cache", "torch_
 """Fields of config.json that don't change KV; the dtype in use is part of the block keys' layout."""
 
 
-def model_fingerprint(path: Path) -> str:
-    """Return 64 hexadecimal digits naming config and weights in `path`; raise ModelError if unreadable."""
-    digest = hashlib.sha256()
+def model_fingerprint(path: Path, *, remote_code: bool = False, whole_bytes: int = WHOLE_BYTES) -> str:
+    """Return 64 hexadecimal digits naming config and weights in `path`; raise ModelError if unreadable.
+
+    With `remote_code`, the checkpoint's own Python files count as well. `whole_bytes` bounds what is hashed
+    beside samples.
+    """
+    digest = hashlib.sha256(_FORMAT)
+    config = read_json(path / CONFIG)
+    essentials = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
+    tensors = stored_tensors(path)
+    largest_whole = _largest_whole(tensors, whole_bytes)
     try:
-        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        essentials = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
         _update(digest, json.dumps(essentials, sort_keys=True, separators=(",", ":")).encode())
-        files = sorted(path.glob("*.safetensors"))
-        total_bytes = sum(file.stat().st_size for file in files)
-        for file in files:
-            _update(digest, file.name.encode())
-            _update_file(digest, file, whole=total_bytes <= FULL_HASH_BYTES)
+        for source in sorted(path.rglob("*.py")) if remote_code else ():
+            _update(digest, source.relative_to(path).as_posix().encode())
+            _update(digest, source.read_bytes())
+        # The order is that of names; equal neighbours in one file share a mapping.
+        for file, group in groupby(tensors, key=lambda tensor: tensor.file):
+            _update_tensors(digest, file, group, largest_whole)
     except (OSError, ValueError) as error:
         raise ModelError(f"can't read the checkpoint in {path}: {error}") from error
     return digest.hexdigest()
+
+
+def _largest_whole(tensors: Iterable[StoredTensor], whole_bytes: int) -> int:
+    """Return the largest size up to which all tensors together take at most `whole_bytes`."""
+    largest, total = 0, 0
+    for size, group in groupby(sorted(tensor.num_bytes for tensor in tensors)):
+        total += size * len(list(group))
+        if total > whole_bytes:
+            break
+        largest = size
+    return largest
 
 
 def _update(digest: hashlib._Hash, field: bytes) -> None:
@@ -50,17 +73,18 @@ def _update(digest: hashlib._Hash, field: bytes) -> None:
     digest.update(field)
 
 
-def _update_file(digest: hashlib._Hash, file: Path, *, whole: bool) -> None:
-    size = file.stat().st_size
-    digest.update(struct.pack("<Q", size))
-    if size == 0:
-        return
+def _update_tensors(
+    digest: hashlib._Hash, file: Path, tensors: Iterable[StoredTensor], largest_whole: int
+) -> None:
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if whole:
-            for start in range(0, size, _CHUNK_BYTES):
-                digest.update(data[start : start + _CHUNK_BYTES])
-            return
-        header_bytes = min(size, 8 + struct.unpack("<Q", data[:8])[0])
-        digest.update(data[:header_bytes])
-        for start in (*range(header_bytes, size, SAMPLE_STRIDE), max(0, size - SAMPLE_BYTES)):
-            digest.update(data[start : start + SAMPLE_BYTES])
+        for tensor in tensors:
+            _update(digest, tensor.name.encode())
+            _update(digest, f"{tensor.dtype} {list(tensor.shape)}".encode())
+            stop = tensor.start + tensor.num_bytes
+            if tensor.num_bytes <= largest_whole:
+                for start in range(tensor.start, stop, _CHUNK_BYTES):
+                    digest.update(data[start : min(stop, start + _CHUNK_BYTES)])
+                continue
+            middle, last = tensor.start + tensor.num_bytes // 2, max(tensor.start, stop - SAMPLE_BYTES)
+            for start in (*range(tensor.start, stop, SAMPLE_STRIDE), middle, last):
+                digest.update(data[start : min(stop, start + SAMPLE_BYTES)])

@@ -1,43 +1,39 @@
 """From a checkpoint directory to a `CausalLM`, or to one clear error.
 
-What can't be served right is found here, not by a wrong answer later: the directory, its architecture, its
-weights, and, by a probe of two tokens, whether every layer really goes through our attention and keeps no
-other state than the KV it shows us.
+What can't be served right is found here, not by a wrong answer later: the directory (directory.py), its
+architecture and weights (pretrained.py), by a probe of two tokens whether every layer really goes through our
+attention and keeps no other state than the KV it shows us, and by a self-check (selfcheck.py) whether the
+logits over paged KV are the model's own.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as hf_logging
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
-from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
 from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.fused import FusedDecoder, follows_pattern
 from stemma.model.cpu.weights import can_pack, pack_linears, plain_layers
 from stemma.model.cuda.execution import make_cuda_decoder
+from stemma.model.directory import check_directory, has_file, read_json, weight_files
 from stemma.model.fingerprint import model_fingerprint
+from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
+from stemma.model.pretrained import Progress, foreign_code, load_config, load_weights, runs_remote_code
+from stemma.model.selfcheck import check_served, check_weights, needs_check, take_reference
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart, trim_heap
 
-Progress: TypeAlias = Callable[[str, float], None]
-"""Called with what is going on and the share of it that is done, 0..1."""
+__all__ = ["Progress", "load_model", "probe", "resolve_device"]
 
-_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION = "generation_config.json"
 
 
 def load_model(settings: ModelSettings, progress: Progress | None = None) -> CausalLM:
@@ -48,48 +44,72 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     """
     report = progress or (lambda _stage, _share: None)
     path = settings.path
-    config = _load_config(path, settings.trust_remote_code)
-    _check_architecture(path, config)
+    check_directory(path)
+    config = load_config(settings)
+    generation = read_json(path / _GENERATION) if has_file(path, _GENERATION) else {}
     max_model_len = _max_model_len(settings, config)
     device = resolve_device(settings.device)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    report("reading the fingerprint", 0.0)
-    # Compiling takes five seconds, once a machine; it goes on beside the loading.
-    compiling = ThreadPoolExecutor(1).submit(load_kernels, settings.isa) if device.type == "cpu" else None
-    fingerprint = model_fingerprint(path)
-    hf_model = _load_weights(settings, config, device, report)
-    cache_latents(hf_model)
-    report("probing", 0.0)
-    kv_shape, calls = probe(hf_model)
-    weight_bytes = sum(p.numel() * p.element_size() for p in hf_model.parameters())
-    dtype: torch.dtype = hf_model.dtype
-    kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
-    checkpoint = MappedFiles(path.glob("*.safetensors"))
-
-    def packing(share: float) -> None:
-        checkpoint.drop_pages()  # or memory would hold every weight twice, as read and as packed
-        report("packing weights", share)
-
-    with large_blocks_apart():
-        decoder = _make_decoder(hf_model, calls, kernels, packing)
-    trim_heap()
-    if device.type == "cuda":
-        decoder = make_cuda_decoder(
-            hf_model, device, max_context=max_model_len, use_graphs=settings.cuda_graphs
-        )
-    generation = _read_json(path / "generation_config.json") if _has(path, "generation_config.json") else {}
+    # Compiling takes five seconds, once a machine; hashing reads what loading reads. Both go on beside it.
+    with ThreadPoolExecutor(2) as beside:
+        compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
+        hashing = beside.submit(model_fingerprint, path, remote_code=runs_remote_code(settings))
+        hf_model = load_weights(settings, config, device, report)
+        report("reading the fingerprint", 0.0)
+        fingerprint = hashing.result()
+        dtype: torch.dtype = hf_model.dtype
+        kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
     info = ModelInfo(
         architecture=type(hf_model).__name__,
         vocab_size=config.get_text_config().vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(generation, config),
-        default_sampling=_default_sampling(generation),
+        eos_token_ids=eos_token_ids(generation, config, config.get_text_config().vocab_size),
+        default_sampling=default_sampling(generation),
         fingerprint=fingerprint,
-        weight_bytes=weight_bytes,
+        weight_bytes=sum(p.numel() * p.element_size() for p in hf_model.parameters()),
     )
+    model = _make_servable(hf_model, info, device, kernels, settings, report)
     report("ready", 1.0)
-    return CausalLM(decoder, info, kv_shape, device, dtype)
+    return model
+
+
+def _make_servable(
+    hf_model: Any,
+    info: ModelInfo,
+    device: torch.device,
+    kernels: Kernels | None,
+    settings: ModelSettings,
+    report: Progress,
+) -> CausalLM:
+    """Check a model, put our attention into it and choose how it runs; it is taken apart."""
+    checkpoint = MappedFiles(weight_files(settings.path))
+
+    def reporting(stage: str) -> Callable[[float], None]:
+        def dropping_pages(share: float) -> None:
+            checkpoint.drop_pages()  # or memory would hold every weight twice, as read and as packed
+            report(stage, share)
+
+        return dropping_pages
+
+    check_weights(hf_model, reporting("checking weights"))
+    report("probing", 0.0)
+    reference = take_reference(hf_model) if needs_check(hf_model) else None
+    with foreign_code(f"can't run {info.architecture}"):
+        hf_model.set_attn_implementation(ATTENTION)
+        cache_latents(hf_model)
+        kv_shape, calls = probe(hf_model, last_position=info.max_model_len - 1)
+    with large_blocks_apart():
+        decoder = _make_decoder(hf_model, calls, kernels, reporting("packing weights"))
+    trim_heap()
+    if device.type == "cuda":
+        decoder = make_cuda_decoder(
+            hf_model, device, max_context=info.max_model_len, use_graphs=settings.cuda_graphs
+        )
+    model = CausalLM(decoder, info, kv_shape, device, hf_model.dtype)
+    report("self-check", 0.0)
+    check_served(model, reference)
+    return model
 
 
 def resolve_device(name: str) -> torch.device:
@@ -105,68 +125,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _has(path: Path, name: str) -> bool:
-    return (path / name).is_file()
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"can't read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} isn't a JSON object")
-    return content
-
-
-def _load_config(path: Path, trust_remote_code: bool) -> Any:
-    if not path.is_dir():
-        raise ModelError(f"no model directory {path}; give the path of a downloaded Hugging Face checkpoint")
-    if not _has(path, "config.json"):
-        raise ModelError(f"{path} has no config.json; give the directory that holds the checkpoint's files")
-    raw = _read_json(path / "config.json")
-    foreign = bool(raw.get("auto_map")) and raw.get("model_type") not in _known_model_types()
-    if foreign and not trust_remote_code:
-        raise ModelError(
-            f"{path} brings its own Python code; if you trust it, allow it with trust_remote_code"
-        )
-    try:
-        return AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"transformers can't read {path / 'config.json'}: {error}") from error
-
-
-def _known_model_types() -> Container[object]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return CONFIG_MAPPING
-
-
-def _check_architecture(path: Path, config: Any) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    architectures = list(getattr(config, "architectures", None) or [])
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not remote and (causal is None or (architectures and causal not in architectures)):
-        named = ", ".join(architectures) or config.model_type
-        raise ModelError(f"{path} holds {named}, which is no causal language model. {SUPPORTED}")
-    text = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or [])
-    if layer_types - _SERVED_LAYER_TYPES:
-        other = ", ".join(sorted(layer_types - _SERVED_LAYER_TYPES))
-        raise UnsupportedModel(f"{named_architecture(config)} has layers of type {other}. {SUPPORTED}")
-
-
-def named_architecture(config: Any) -> str:
-    """Return the first architecture of a config, for messages."""
-    return str((getattr(config, "architectures", None) or [config.model_type])[0])
-
-
 def _max_model_len(settings: ModelSettings, config: Any) -> int:
-    limit = _context_limit(config.get_text_config())
+    with foreign_code(f"{settings.path} has a config.json whose context length can't be read"):
+        limit = context_limit(config.get_text_config())
+    if limit is not None and limit < 2:
+        raise ModelError(f"{settings.path}: config.json says that the model's context is {limit} tokens")
     if settings.max_model_len is None:
         if limit is None:
             raise ConfigError(f"{settings.path} names no max_position_embeddings; set max_model_len")
@@ -176,73 +139,27 @@ def _max_model_len(settings: ModelSettings, config: Any) -> int:
     return settings.max_model_len
 
 
-def _context_limit(config: Any) -> int | None:
+def context_limit(config: Any) -> int | None:
     """Return the longest context in which a token's KV depends on nothing after it; None if unknown.
 
     Some rotary embeddings (dynamic NTK, LongRoPE) turn all keys anew once the context outgrows the length of
     their training. KV computed before is then wrong, in any cache; such models end at that length here.
     """
-    limit = getattr(config, "max_position_embeddings", None)
+    whole = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        trained = rope.get("original_max_position_embeddings")
-        return int(trained or getattr(config, "original_max_position_embeddings", None) or limit or 0) or None
-    return None if limit is None else int(limit)
+    limits = [] if whole is None else [int(whole)]
+    for parameters in _rope_parameters(rope):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            trained = parameters.get("original_max_position_embeddings")
+            trained = trained or getattr(config, "original_max_position_embeddings", None) or whole
+            limits += [int(trained)] if trained else []
+    return min(limits, default=None)
 
 
-@contextmanager
-def _weights_progress(report: Progress) -> Iterator[None]:
-    """Turn transformers' own progress bar into calls of `report`."""
-
-    silent: Any = hf_logging.EmptyTqdm
-
-    def hook(_factory: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-        items = list(args[0]) if args else []
-
-        def iterate() -> Iterator[Any]:
-            for number, item in enumerate(items):
-                report("loading weights", number / len(items))
-                yield item
-
-        return silent(iterate())
-
-    previous = hf_logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        hf_logging.set_tqdm_hook(previous)
-
-
-def _load_weights(settings: ModelSettings, config: Any, device: torch.device, report: Progress) -> Any:
-    dtype: Any = "auto" if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype]
-    if dtype == "auto" and getattr(config, "dtype", None) not in TORCH_DTYPES.values():
-        dtype = torch.float32
-    auto: Any = AutoModelForCausalLM
-    try:
-        with _weights_progress(report):
-            model, loaded = auto.from_pretrained(
-                str(settings.path),
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=settings.trust_remote_code,
-                attn_implementation="eager",
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"can't load {settings.path}: {error}") from error
-    missing = sorted({*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])})
-    if missing:
-        raise ModelError(
-            f"{settings.path} lacks {len(missing)} weights of {type(model).__name__}, "
-            f"e.g. {', '.join(missing[:3])}; is the download complete?"
-        )
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
-    model = model.to(device).eval().requires_grad_(False)
-    model.set_attn_implementation(ATTENTION)
-    return model
+def _rope_parameters(rope: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """Return the parameters of all rotary embeddings: one for all layers, or one a layer type."""
+    per_type = [value for value in rope.values() if isinstance(value, dict)]
+    return per_type or [rope]
 
 
 def _make_decoder(
@@ -259,10 +176,11 @@ def _make_decoder(
     return ModuleDecoder(hf_model, kernels)
 
 
-def probe(hf_model: Any) -> tuple[KVShape, list[AttentionCall]]:
-    """Run two tokens through the model; return the KV and the calls that its layers hand to attention.
+def probe(hf_model: Any, *, last_position: int = 1) -> tuple[KVShape, list[AttentionCall]]:
+    """Return the KV that the layers of a model keep, and the calls that they hand to attention.
 
-    Raises UnsupportedModel if a layer bypasses attention, hides state from it, or differs from the others.
+    Two tokens run through it, at positions 0 and `last_position`. Raises UnsupportedModel if a layer
+    bypasses attention, hides state from it, or differs from the others, ModelError without that position.
     """
     config = hf_model.config.get_text_config()
     name = type(hf_model).__name__
@@ -272,13 +190,17 @@ def probe(hf_model: Any) -> tuple[KVShape, list[AttentionCall]]:
         try:
             hf_model(
                 input_ids=tokens,
-                position_ids=torch.arange(2, device=hf_model.device)[None],
+                position_ids=torch.tensor([[0, last_position]], device=hf_model.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor([1], device=hf_model.device),
                 **{STEP_KEYWORD: recorder},
             )
         except TypeError as error:
             raise UnsupportedModel(f"{name} doesn't take our keywords: {error}. {SUPPORTED}") from error
+        except IndexError as error:
+            raise ModelError(
+                f"{name} has no position {last_position}; set a smaller max_model_len"
+            ) from error
     calls = {call.layer_idx: (call, heads, dim, value) for call, heads, dim, value in recorder.calls}
     num_layers = config.num_hidden_layers
     if len(recorder.calls) != num_layers or sorted(calls) != list(range(num_layers)):
@@ -304,18 +226,3 @@ def _check_windows(name: str, config: Any, passed: list[int | None]) -> None:
         slides = layer_types[index] == "sliding_attention" if layer_types else window is not None
         if slides and seen is None:
             raise UnsupportedModel(f"{name}: layer {index} hides its sliding window. {SUPPORTED}")
-
-
-def _eos_token_ids(generation: dict[str, Any], config: Any) -> tuple[int, ...]:
-    ids = generation.get("eos_token_id")
-    if ids is None:
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
-
-
-def _default_sampling(generation: dict[str, Any]) -> dict[str, float | int]:
-    if generation.get("do_sample") is False:
-        return {"temperature": 0.0}
-    return {name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import AttentionCall
@@ -43,14 +44,22 @@ malloc hands out the same pages again instead of mapping (and zeroing) fresh one
 
 
 def follows_pattern(hf_model: Any) -> bool:
-    """Whether `FusedDecoder` computes what this model's own modules do."""
+    """Whether `FusedDecoder` computes what this model's own modules do.
+
+    Model, base and layers must be transformers' own: the decoder skips their forwards, and a checkpoint's own
+    code may do more in one.
+    """
     base: Any = getattr(hf_model, "model", None)
     layers = list(getattr(base, "layers", []))
     if not layers or not all(
-        type(layer).__name__ in LAYER_CLASSES and type(layer).__module__.startswith("transformers.models.")
-        for layer in layers
+        type(part).__module__.startswith("transformers.models.") for part in (hf_model, base, *layers)
     ):
         return False
+    if not all(type(layer).__name__ in LAYER_CLASSES for layer in layers):
+        return False
+    linears = [m for m in hf_model.modules() if hasattr(m, "in_features") and hasattr(m, "weight")]
+    if not all(type(linear) is nn.Linear for linear in linears):
+        return False  # a quantizer's: its weight isn't what it multiplies with
     attention = layers[0].self_attn
     return bool(
         hasattr(base, "embed_tokens")

@@ -1,0 +1,97 @@
+"""FP8 checkpoints (DeepSeek-V3's format and MXFP8) as plain weights: a weight times the scale of its block.
+
+transformers' own conversion takes the block size from the number of scales, which is wrong wherever a weight
+isn't a whole number of blocks (576 rows in blocks of 128). Here weights are multiplied out once, at load, on
+every device: right, and twice the file's bytes in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from stemma.errors import ModelError
+from stemma.model.directory import StoredTensor, stored_tensors
+
+METHODS = ("fp8", "mxfp8")
+"""Names of the format in config.json, `quantization_config.quant_method`."""
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_WEIGHT_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
+_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
+"""For products in FP8; in plain numbers activations need none."""
+_E8M0_BIAS = 127
+
+
+def read_dequantized(path: Path, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return all weights of an FP8 checkpoint under their names, the FP8 ones multiplied out to `dtype`.
+
+    Raises ModelError naming the tensor whose scales are missing or don't fit.
+    """
+    block = _block_size(path, quantization)
+    stored = {tensor.name: tensor for tensor in stored_tensors(path)}
+    files: dict[Path, Any] = {
+        file: safe_open(file, framework="pt") for file in {tensor.file for tensor in stored.values()}
+    }
+
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = files[stored[name].file].get_tensor(name)
+        return tensor
+
+    weights: dict[str, torch.Tensor] = {}
+    scales: set[str] = set()
+    for name, tensor in stored.items():
+        if tensor.dtype in _FP8:
+            scale = _scale_of(path, tensor, stored)
+            scales.add(scale)
+            weights[name] = _multiply(path, name, read(name), read(scale), block).to(dtype)
+    for name in stored:
+        if name not in weights and name not in scales and not name.endswith(_ACTIVATION_SCALES):
+            weights[name] = read(name)
+    return weights
+
+
+def _block_size(path: Path, quantization: dict[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns that share a scale; None: a scale for the weight or for each of its rows."""
+    given = quantization.get("weight_block_size")
+    if given is None:
+        return (1, 32) if quantization.get("quant_method") == "mxfp8" else None
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != 2
+        or not all(type(n) is int and n > 0 for n in given)
+    ):
+        raise ModelError(f"{path}: weight_block_size is {given!r}, must be two positive whole numbers")
+    return given[0], given[1]
+
+
+def _scale_of(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor]) -> str:
+    stem = tensor.name.removesuffix(".weight")
+    for suffix in _WEIGHT_SCALES:
+        if stem + suffix in stored:
+            return stem + suffix
+    raise ModelError(f"{path}: {tensor.name} is in FP8, but its scales ({stem}.weight_scale_inv) are missing")
+
+
+def _multiply(
+    path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> torch.Tensor:
+    """FP8 [rows, columns] and its scales -> float32 [rows, columns]; the last blocks may be cut off."""
+    # uint8 holds the exponents of E8M0, of which torch's own dtype is `float8_e8m0fnu`.
+    factor = (scale.float() - _E8M0_BIAS).exp2() if scale.dtype == torch.uint8 else scale.float()
+    if factor.numel() == 1:
+        return weight.float() * factor.reshape(())
+    rows, columns = weight.shape[-2:]
+    high, wide = block or (1, columns)
+    expected = (*weight.shape[:-2], -(-rows // high), -(-columns // wide))
+    if block is None and factor.shape == weight.shape[:-1]:
+        factor = factor[..., None]
+    if factor.shape != expected:
+        raise ModelError(
+            f"{path}: {name} {list(weight.shape)} in blocks of {high} x {wide} needs scales "
+            f"{list(expected)}, the file has {list(factor.shape)}; correct weight_block_size in config.json"
+        )
+    factor = factor.repeat_interleave(high, -2)[..., :rows, :].repeat_interleave(wide, -1)[..., :columns]
+    return weight.float() * factor

@@ -1,0 +1,59 @@
+"""What a checkpoint's generation_config.json says: end-of-sequence ids and sampling defaults, checked."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from stemma.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+_SAMPLING_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: value >= 0.0, ">= 0"),
+    "top_k": (lambda value: value >= -1 and value == int(value), "a whole number >= -1"),
+    "top_p": (lambda value: 0.0 < value <= 1.0, "in (0, 1]"),
+    "min_p": (lambda value: 0.0 <= value <= 1.0, "in [0, 1]"),
+    "repetition_penalty": (lambda value: value > 0.0, "> 0"),
+}
+
+
+def default_sampling(generation: dict[str, Any]) -> dict[str, float | int]:
+    """Return the checkpoint's sampling defaults; what no request may say is left out, and logged."""
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    defaults: dict[str, float | int] = {}
+    for name, (allowed, expected) in _SAMPLING_RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if is_number and allowed(value):
+            defaults[name] = int(value) if name == "top_k" else value
+        else:
+            logger.warning(
+                "generation_config.json: %s is %r, must be %s; the field is ignored", name, value, expected
+            )
+    return defaults
+
+
+def eos_token_ids(generation: dict[str, Any], config: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end a sequence, from generation_config.json or else config.json; maybe none.
+
+    Raises ModelError if they aren't token ids: a model that never ends would be served otherwise.
+    """
+    ids = generation.get("eos_token_id")
+    source = "generation_config.json"
+    if ids is None:
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+        source = "config.json"
+    if ids is None:
+        return ()
+    listed = ids if isinstance(ids, list | tuple) else [ids]
+    for token_id in listed:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise ModelError(f"{source}: eos_token_id {ids!r} is no token id and no list of them; correct it")
+    # Some checkpoints name ids beyond their vocabulary; those are never drawn.
+    return tuple(token_id for token_id in listed if token_id < vocab_size)

@@ -1,0 +1,315 @@
+"""From a checkpoint directory to a transformers model that holds exactly the checkpoint's weights.
+
+transformers fills in what is missing and ignores what is too much; either would be served as wrong text. So
+every tensor of the file must find its place, unless transformers' own list for the architecture, or the
+config's count of layers for multi-token prediction, says that it has none. Code of others runs here, some of
+it from the checkpoint: whatever it raises becomes a ModelError.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
+
+from stemma.config.settings import ModelSettings
+from stemma.errors import ModelError, StemmaError, UnsupportedModel
+from stemma.memory.device.kv import TORCH_DTYPES
+from stemma.model import fp8
+from stemma.model.attention import SUPPORTED
+from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tensors
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""Called with what is going on and the share of it that is done, 0..1."""
+
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
+_NUMBERED_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_PREDICTION = re.compile(r"(?:^|\.)mtp(?:\.|_)")
+_SCALES = re.compile(
+    r"(scale|scale_inv|scales|scale_2|qweight|qzeros|zero_point|g_idx|weight_packed|weight_shape|absmax|SCB"
+    r"|quant_map|quant_state\S*)$"
+)
+_MAX_MESSAGE = 600
+
+
+@contextmanager
+def foreign_code(doing: str, advice: str = "") -> Iterator[None]:
+    """Turn what transformers or a checkpoint's own code raises into a ModelError: `doing`: why; `advice`."""
+    try:
+        yield
+    except (StemmaError, MemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:_MAX_MESSAGE]
+        named = (
+            text if isinstance(error, OSError | ImportError) and text else f"{type(error).__name__}: {text}"
+        )
+        raise ModelError(f"{doing}: {named}{advice}") from error
+
+
+def runs_remote_code(settings: ModelSettings) -> bool:
+    """Whether the model's code comes from the checkpoint."""
+    auto_map = read_json(settings.path / CONFIG).get("auto_map")
+    return settings.trust_remote_code and isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
+
+
+def load_config(settings: ModelSettings) -> Any:
+    """Return the transformers config of a causal LM whose layers we serve; raise ModelError."""
+    path = settings.path
+    raw = read_json(path / CONFIG)
+    foreign = bool(raw.get("auto_map")) and raw.get("model_type") not in _known_model_types()
+    if foreign and not settings.trust_remote_code:
+        raise ModelError(
+            f"{path} brings its own Python code; if you trust it, allow it with trust_remote_code"
+        )
+    with foreign_code(
+        f"transformers can't read {path / CONFIG}",
+        "; compare it with the one the checkpoint was published with",
+    ):
+        config = AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=settings.trust_remote_code
+        )
+        _check_architecture(settings, config)
+    return config
+
+
+def _known_model_types() -> Container[object]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING
+
+
+def _check_architecture(settings: ModelSettings, config: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architectures = list(getattr(config, "architectures", None) or [])
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not remote and (causal is None or (architectures and causal not in architectures)):
+        named = ", ".join(architectures) or config.model_type
+        raise ModelError(f"{settings.path} holds {named}, which is no causal language model. {SUPPORTED}")
+    if getattr(type(config), "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{causal or config.model_type} is the decoder of an encoder-decoder model and needs the "
+            f"encoder's output. {SUPPORTED}"
+        )
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or [])
+    if layer_types - _SERVED_LAYER_TYPES:
+        named = str((architectures or [config.model_type])[0])
+        other = ", ".join(sorted(layer_types - _SERVED_LAYER_TYPES))
+        raise UnsupportedModel(f"{named} has layers of type {other}. {SUPPORTED}")
+
+
+def load_weights(settings: ModelSettings, config: Any, device: torch.device, report: Progress) -> Any:
+    """Return the model of transformers on `device`, with all weights of the file; raise ModelError."""
+    path = settings.path
+    stored = stored_tensors(path)
+    quantization = _quantization(config)
+    method = _check_method(settings, quantization)
+    dtype = _dtype(settings, config, stored)
+    doing = f"can't load {path}"
+    advice = "; compare config.json with the one the checkpoint was published with"
+    if method is not None and method not in fp8.METHODS:
+        advice = f"; its weights are quantized ({method}): install what transformers needs for that, or take "
+        advice += "the unquantized checkpoint"
+    with foreign_code(doing, advice), _transformers_reports(report):
+        if method in fp8.METHODS:
+            model, loaded = _load_dequantized(settings, config, quantization, dtype)
+        else:
+            auto: Any = AutoModelForCausalLM
+            model, loaded = auto.from_pretrained(
+                str(path),
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+                **_loading_options(dtype),
+            )
+    _check_shapes(settings, model, loaded)
+    _check_surplus(settings, model, loaded, stored, quantized=method is not None)
+    with foreign_code(f"can't run {type(model).__name__}"):
+        if not model._can_set_attn_implementation():
+            raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
+        return model.to(device).eval().requires_grad_(False)
+
+
+def _loading_options(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are reported, and refused in our words
+    }
+
+
+def _load_dequantized(
+    settings: ModelSettings, config: Any, quantization: dict[str, Any], dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if runs_remote_code(settings):
+        raise UnsupportedModel(f"{settings.path}: FP8 weights under the checkpoint's own code aren't served")
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    weights = fp8.read_dequantized(settings.path, quantization, dtype)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    loaded: tuple[Any, dict[str, Any]] = model_class.from_pretrained(
+        None, config=plain, state_dict=weights, **_loading_options(dtype)
+    )
+    return loaded
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    """Return what config.json says about quantized weights; empty: nothing."""
+    given = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if given is None:
+        return {}
+    return dict(given if isinstance(given, dict) else given.to_dict())
+
+
+def _check_method(settings: ModelSettings, quantization: dict[str, Any]) -> str | None:
+    """Return the quantization's name, None without one; raise ModelError if nothing here can read it."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    if not quantization:
+        return None
+    method = quantization.get("quant_method")
+    if quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
+        return "bitsandbytes"
+    known = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
+    if method not in known:
+        raise ModelError(
+            f"{settings.path} is quantized by {method!r}, which neither Stemma nor transformers reads; take "
+            "the unquantized checkpoint, or one in FP8 (quant_method fp8)"
+        )
+    return str(method)
+
+
+def _dtype(settings: ModelSettings, config: Any, stored: list[StoredTensor]) -> torch.dtype:
+    """Return the dtype asked for, else the config's, else that of most bytes in the file."""
+    if settings.dtype != "auto":
+        return TORCH_DTYPES[settings.dtype]
+    for source in (config, config.get_text_config()):
+        named = getattr(source, "dtype", None)
+        if isinstance(named, torch.dtype) and named in TORCH_DTYPES.values():
+            return named
+    num_bytes: dict[torch.dtype, int] = {torch.bfloat16: 0}  # of FP8 alone, nothing below is stored
+    for tensor in stored:
+        if tensor.dtype in _STORED_DTYPES:
+            dtype = _STORED_DTYPES[tensor.dtype]
+            num_bytes[dtype] = num_bytes.get(dtype, 0) + tensor.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+
+
+def _check_shapes(settings: ModelSettings, model: Any, loaded: dict[str, Any]) -> None:
+    if loaded["mismatched_keys"]:
+        name, in_file, in_model = sorted(loaded["mismatched_keys"])[0]
+        raise ModelError(
+            f"{settings.path}: {len(loaded['mismatched_keys'])} weights have other shapes than config.json "
+            f"says, e.g. {name}: {list(in_file)} in the file, {list(in_model)} by config.json; the two "
+            "belong to different models"
+        )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{settings.path} lacks {len(missing)} weights of {type(model).__name__}, "
+            f"e.g. {', '.join(missing[:3])}; is the download complete?"
+        )
+
+
+def _check_surplus(
+    settings: ModelSettings,
+    model: Any,
+    loaded: dict[str, Any],
+    stored: list[StoredTensor],
+    *,
+    quantized: bool,
+) -> None:
+    """Refuse a file that holds more than the model has a place for, or numbers that nobody scaled."""
+    config = model.config.get_text_config()
+    unexpected = sorted(name for name in loaded["unexpected_keys"] if not _is_prediction(name, config))
+    codes = [] if quantized else sorted(_unscaled_weights(model, stored))
+    if codes or (not quantized and any(_SCALES.search(name) for name in unexpected)):
+        example = codes[0] if codes else next(name for name in unexpected if _SCALES.search(name))
+        raise ModelError(
+            f"{settings.path} has quantized weights (e.g. {example}), but config.json has no "
+            "quantization_config that says how to read them; take config.json from where the checkpoint "
+            "comes from, or the unquantized checkpoint"
+        )
+    if unexpected:
+        raise ModelError(
+            f"{settings.path} has {len(unexpected)} weights that {type(model).__name__} has no place for, "
+            f"e.g. {', '.join(unexpected[:3])}: {_why_unexpected(unexpected, config)}"
+        )
+
+
+def _is_prediction(name: str, config: Any) -> bool:
+    """Whether a weight belongs to layers for multi-token prediction, which the config counts apart."""
+    num_predicting = max(
+        int(getattr(config, field, None) or 0) for field in ("num_nextn_predict_layers", "num_mtp_layers")
+    )
+    layer = _NUMBERED_LAYER.search(name)
+    if num_predicting and _PREDICTION.search(name):
+        return True
+    beyond = int(layer[1]) - int(config.num_hidden_layers) if layer else -1
+    return 0 <= beyond < num_predicting
+
+
+def _unscaled_weights(model: Any, stored: Iterable[StoredTensor]) -> Iterator[str]:
+    """Return the names of weights that are integers or FP8: numbers that mean nothing without scales."""
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    for tensor in stored:
+        is_code = tensor.dtype not in _STORED_DTYPES and tensor.dtype != "BOOL"
+        if is_code and tensor.name.endswith("weight") and not any(p.search(tensor.name) for p in ignored):
+            yield tensor.name
+
+
+def _why_unexpected(names: list[str], config: Any) -> str:
+    layers = [int(match[1]) for match in map(_NUMBERED_LAYER.search, names) if match]
+    num_layers = int(config.num_hidden_layers)
+    if layers and max(layers) >= num_layers:
+        return (
+            f"the file has a layer {max(layers)}, config.json says num_hidden_layers is {num_layers}; "
+            "take config.json from where the checkpoint comes from"
+        )
+    if any("lora_" in name for name in names):
+        return "they are a LoRA adapter's; merge it into the model (peft: merge_and_unload) and save it again"
+    if all(name.endswith(".bias") for name in names):
+        return (
+            "biases that config.json switches off (attention_bias, mlp_bias or the like); take config.json "
+            "from where the checkpoint comes from"
+        )
+    return "config.json and weights belong to different models, or this version of transformers is too old"
+
+
+@contextmanager
+def _transformers_reports(report: Progress) -> Iterator[None]:
+    """Turn transformers' own progress bar into calls of `report`; its log of a load is said by our errors."""
+    silent: Any = hf_logging.EmptyTqdm
+
+    def hook(_factory: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+        items = list(args[0]) if args else []
+
+        def iterate() -> Iterator[Any]:
+            for number, item in enumerate(items):
+                report("loading weights", number / len(items))
+                yield item
+
+        return silent(iterate())
+
+    previous = hf_logging.set_tqdm_hook(hook)
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        hf_logging.set_tqdm_hook(previous)

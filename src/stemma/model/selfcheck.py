@@ -1,0 +1,198 @@
+"""The self-check at load: what this server computes is what the model itself computes.
+
+Whether an architecture counts positions itself, looks ahead, masks in a way that we never see, or brings a
+forward of its own that our fast path would skip can't be read off its class. So the model, as transformers
+runs it, computes a few tokens before anything is changed in it; and once it is ready to serve, the same
+tokens go through paged KV in two chunks. Architectures on `TESTED` are held against transformers by our tests
+and skip the comparison. For all of them, weights and logits must be finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stemma.errors import ModelError, UnsupportedModel
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.attention import SUPPORTED
+from stemma.model.batch import ForwardBatch
+from stemma.model.causal_lm import CausalLM
+from stemma.model.pretrained import foreign_code
+
+TESTED = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Gemma2ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Held against plain transformers in tests/model, logits of every path."""
+
+_BLOCK_SIZE = 8
+_CHUNKS = (7, 6)
+"""The second begins inside a block and ends in another."""
+_NUM_TOKENS = sum(_CHUNKS)
+_REPORT_BYTES = 1 << 28
+_LIMITS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+"""Largest error of a chunk's median token, as a share of its logits' spread.
+
+Of 75 classes with random weights, served rightly: at most 1e-6 in float32; in bfloat16 0.03 with 2 layers,
+0.02 to 0.08 with 24 and 48, 0.15 for the wildest mixture of experts. Wrong ones: 0.46 and more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the model itself says about the tokens of the check."""
+
+    token_ids: torch.Tensor
+    """[T] int64, on CPU."""
+    logits: torch.Tensor
+    """[T, vocab] float32, on CPU."""
+
+
+def needs_check(hf_model: Any) -> bool:
+    """Whether a model's answers are to be compared: all but plain models of the tested classes."""
+    model_class = type(hf_model)
+    is_known = model_class.__name__ in TESTED and model_class.__module__.startswith("transformers.models.")
+    return not is_known or getattr(hf_model, "hf_quantizer", None) is not None
+
+
+def check_weights(hf_model: nn.Module, progress: Callable[[float], None]) -> None:
+    """Raise ModelError naming the first weight that isn't all finite numbers."""
+    parameters = list(hf_model.named_parameters())
+    unreported_bytes = 0
+    for number, (name, parameter) in enumerate(parameters):
+        unreported_bytes += parameter.nbytes
+        if unreported_bytes > _REPORT_BYTES:
+            progress(number / len(parameters))
+            unreported_bytes = 0
+        # A sum reads memory as fast as it goes (torch's isfinite: a fortieth of that), and NaN and infinity
+        # show in it; so may an overflow, which the slow look then clears.
+        if parameter.is_floating_point() and not torch.isfinite(parameter.sum()):
+            bad = int((~torch.isfinite(parameter)).sum())
+            if bad:
+                raise ModelError(
+                    f"weight {name} has {bad} values that are NaN or infinite; the checkpoint is broken, "
+                    "download or convert it again"
+                )
+    progress(1.0)
+
+
+@torch.inference_mode()
+def take_reference(hf_model: Any) -> Reference:
+    """Run the check's tokens through the model as transformers does; it must not be changed yet.
+
+    Raises UnsupportedModel if it doesn't run on token ids alone, or if a token's logits depend on later ones.
+    """
+    name = type(hf_model).__name__
+    vocab_size = int(hf_model.config.get_text_config().vocab_size)
+    # Two prompts, equal in the first chunk: whatever differs there has looked ahead.
+    tokens = _prompt(hf_model.config, vocab_size)
+    other = torch.cat((tokens[: _CHUNKS[0]], tokens[_CHUNKS[0] :].flip(0)))
+    both = torch.stack((tokens, other)).to(hf_model.device)
+    with foreign_code(f"{name} doesn't compute logits from token ids alone", f". {SUPPORTED}"):
+        logits = hf_model(input_ids=both, use_cache=False).logits.float().cpu()
+    if logits.shape != (2, _NUM_TOKENS, vocab_size):
+        raise UnsupportedModel(
+            f"{name} returns logits {list(logits.shape)}, not one row of {vocab_size} a token. {SUPPORTED}"
+        )
+    _check_finite(name, logits)
+    ahead = _error(logits[1, : _CHUNKS[0]], logits[0, : _CHUNKS[0]])
+    if ahead > _LIMITS.get(hf_model.dtype, 1e-3):
+        raise UnsupportedModel(
+            f"{name} isn't causal: the logits of a token change with the tokens after it, so nothing of "
+            f"it can be cached. {SUPPORTED}"
+        )
+    return Reference(tokens, logits[0])
+
+
+def check_served(model: CausalLM, reference: Reference | None) -> None:
+    """Run the check's tokens over paged KV and compare them with `reference`, if there is one.
+
+    Raises ModelError if logits aren't finite, UnsupportedModel if they differ.
+    """
+    name = model.info.architecture
+    if reference is None:
+        tokens = torch.arange(1, 4) % model.vocab_size
+        with foreign_code(f"{name} fails on its first tokens"):
+            _check_finite(name, _run(model, tokens, (len(tokens),)))
+        return
+    chunks = _CHUNKS if model.max_model_len >= _NUM_TOKENS else (1, model.max_model_len - 1)
+    tokens = reference.token_ids[: sum(chunks)]
+    with foreign_code(f"{name} can't be served: it fails on a prompt in two chunks", f". {SUPPORTED}"):
+        logits = _run(model, tokens, chunks)
+    _check_finite(name, logits)
+    limit = _LIMITS.get(model.dtype, 1e-3)
+    first = _error(logits[: chunks[0]], reference.logits[: chunks[0]])
+    second = _error(logits[chunks[0] :], reference.logits[chunks[0] : len(tokens)])
+    if first > limit:
+        raise UnsupportedModel(
+            f"{name} can't be served: over paged KV it computes other logits than by itself (off by "
+            f"{first:.0%} of their spread in the first tokens). It may mask attention, or compute positions "
+            f"or layers, in a way of its own. {SUPPORTED}"
+        )
+    if second > limit:
+        raise UnsupportedModel(
+            f"{name} can't be served: in a prompt's second chunk it computes other logits than by itself "
+            f"(off by {second:.0%} of their spread). It may count positions itself or keep state other than "
+            f"KV. {SUPPORTED}"
+        )
+
+
+def _prompt(config: Any, vocab_size: int) -> torch.Tensor:
+    """Return token ids all over the vocabulary, without those that some models treat apart."""
+    special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
+    ids = [number * 7919 % vocab_size for number in range(1, 20 * _NUM_TOKENS)]
+    plain = [token_id for token_id in dict.fromkeys(ids) if token_id not in special and token_id > 3]
+    plain = plain or [0]
+    return torch.tensor((plain * _NUM_TOKENS)[:_NUM_TOKENS])
+
+
+def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
+    """Return logits [T, vocab] on CPU of one sequence, computed in chunks over blocks in mixed order."""
+    num_blocks = -(-len(tokens) // _BLOCK_SIZE)
+    kv = DeviceKV(model.layout(_BLOCK_SIZE), num_blocks + 1, model.device)
+    table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
+    logits: list[torch.Tensor] = []
+    start = 0
+    for length in chunks:
+        positions = torch.arange(start, start + length)
+        slots = table[positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        batch = ForwardBatch(
+            token_ids=tokens[start : start + length].to(model.device),
+            positions=positions.to(model.device),
+            slots=slots.to(model.device),
+            query_starts=[0, length],
+            context_lens=[start + length],
+            block_tables=table[None],
+            logits_rows=torch.arange(length, device=model.device),
+        )
+        logits.append(model.forward(batch, kv).cpu())
+        start += length
+    return torch.cat(logits)
+
+
+def _error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the median token's error, as a share of the spread of its logits [T, vocab].
+
+    The median: rounding may route a single token to another expert.
+    """
+    spread = (reference - reference.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
+    return float(((logits - reference).norm(dim=-1) / spread).median())
+
+
+def _check_finite(name: str, logits: torch.Tensor) -> None:
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            f"{name} computes logits that are NaN or infinite; the checkpoint is broken, or its numbers "
+            "don't fit the dtype: try another (--dtype bfloat16 or float32)"
+        )
