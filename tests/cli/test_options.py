@@ -33,6 +33,15 @@ def test_every_setting_is_a_flag_with_a_word_of_help() -> None:
             assert options[flag_of(name)].help, name
 
 
+def test_own_options_keep_their_declarations() -> None:
+    doctor = typer.main.get_command(make_app()).get_command(None, "doctor")
+    options = {parameter.opts[0]: parameter for parameter in doctor.params}
+
+    assert options["--config"].help
+    assert options["--json"].help == "Print JSON."
+    assert "--as-json" not in options
+
+
 def test_flags_are_parsed_and_absent_ones_stay_unset() -> None:
     given = parse(
         "path/to/model", "--block-size", "32", "--no-enable-prefix-cache", "--kv-cache-memory", "4GB"

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
-from stemma.cli.plan import kv_bytes
+from stemma.cli.pool import layout_of
 from stemma.errors import ConfigError
 
 SAMPLE = Path(__file__).parent.parent / "data" / "mooncake_conversation_head.jsonl"
@@ -34,11 +34,18 @@ def write(path: Path, config: dict[str, int]) -> Path:
         (DENSE, None, 2 * 2 * 8 * 64 * 2),
         (MLA, None, 61 * 576 * 2),
         (GQA, "float32", 2 * 2 * 2 * 64 * 4),
-        (GQA, "int8", 2 * 2 * 2 * (64 + 2)),
     ],
 )
 def test_bytes_per_token(tmp_path, config, dtype, expected):
-    assert kv_bytes(write(tmp_path / "config.json", config), dtype)[1] == expected
+    assert layout_of(write(tmp_path / "config.json", config), dtype).bytes_per_token == expected
+
+
+def test_kv_that_no_server_holds_is_refused(tmp_path):
+    write(tmp_path / "config.json", GQA)
+    sizes = ("--gpu-memory", "1GB", "--kv-dtype", "int8")
+    result = CliRunner().invoke(make_app(), ["plan", str(tmp_path), "--trace", str(SAMPLE), *sizes])
+    assert isinstance(result.exception, ConfigError)
+    assert "unknown KV dtype 'int8'" in str(result.exception)
 
 
 def test_plan(tmp_path):

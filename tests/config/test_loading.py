@@ -45,6 +45,10 @@ def test_a_flag_beats_a_variable_beats_the_file(file: Path) -> None:
     assert settings.server.port == 9002
 
 
+def test_the_switch_of_the_kernels_is_no_setting() -> None:
+    assert load_settings(environ={"STEMMA_NATIVE": "0", "STEMMA_MODEL": "m"}).engine.model.path == Path("m")
+
+
 def test_variables_are_parsed() -> None:
     environ = {
         "STEMMA_MODEL": "m",

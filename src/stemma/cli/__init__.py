@@ -17,7 +17,21 @@ EXIT_USAGE = 2
 
 def make_app() -> typer.Typer:
     """Return the command line: a file of this package per command, a line here for each."""
-    from stemma.cli import bench, cache, chat, config, demo, keys, order, plan, pool, route, serve, usage
+    from stemma.cli import (
+        bench,
+        cache,
+        chat,
+        config,
+        demo,
+        doctor,
+        keys,
+        order,
+        plan,
+        pool,
+        route,
+        serve,
+        usage,
+    )
     from stemma.cli.replay import replay_command
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -26,6 +40,7 @@ def make_app() -> typer.Typer:
     app.command("chat")(chat.command)
     app.command("bench")(bench.command)
     app.command("demo")(demo.command)
+    app.command("doctor")(doctor.command)
     app.command("replay")(replay_command)
     app.command("plan")(plan.command)
     app.command("order")(order.command)

@@ -25,7 +25,7 @@ def with_settings_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     ``model`` becomes an optional argument, since the file may name it.
     """
-    signature = inspect.signature(command)
+    signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     made = [_parameter(setting) for setting in setting_fields().values()]
     made.sort(key=lambda parameter: parameter.name != "model")

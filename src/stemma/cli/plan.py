@@ -22,7 +22,6 @@ from stemma.lab.tiers import Sharing
 from stemma.memory.device.layout import KVLayout
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-_SCALE_BYTES = 2
 
 
 def command(
@@ -32,7 +31,7 @@ def command(
     dram: Annotated[str, typer.Option(help="Host memory for KV.")] = "0",
     ssd: Annotated[str, typer.Option(help="Disk for KV.")] = "0",
     kv_dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16, float32 or int8; default: the checkpoint's.")
+        str | None, typer.Option(help="bfloat16, float16 or float32; default: the checkpoint's.")
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = "hazard",
     sharing: Annotated[str, typer.Option(help="inclusive, exclusive or keep-copy.")] = "keep-copy",
@@ -58,10 +57,10 @@ def command(
     columns = load_trace(console, trace, None, False, None, limit)
     if columns.num_blocks == 0:
         raise ConfigError(f"{columns.name} can't be planned for: {'; '.join(columns.caveats)}")
-    layout, bytes_per_token = kv_bytes(model, kv_dtype)
+    layout = layout_of(model, kv_dtype)
     workload = Workload(
         columns,
-        bytes_per_token,
+        layout.bytes_per_token,
         PrefillModel(prefill_tokens_per_s, attention_equal_at),
         Prices(price_miss, price_hit),
         policy,
@@ -90,19 +89,6 @@ def command(
 
         write_plan_report(html_path, workload, base, gains, curves)
         console.print(f"curves: {html_path}")
-
-
-def kv_bytes(model: Path, kv_dtype: str | None) -> tuple[KVLayout, int]:
-    """Return the layout that config.json implies (dense, GQA or MLA) and its bytes per token.
-
-    `int8` stores a byte per element and a 2-byte scale per head, part and layer of each token.
-    """
-    if kv_dtype != "int8":
-        layout = layout_of(model, kv_dtype)
-        return layout, layout.bytes_per_token
-    layout = layout_of(model, "bfloat16")
-    num_vectors = layout.num_layers * layout.num_parts * layout.num_kv_heads
-    return layout, num_vectors * (layout.head_dim + _SCALE_BYTES)
 
 
 def _print(

@@ -26,6 +26,8 @@ from stemma.config.settings import Settings, SettingsModel
 from stemma.errors import ConfigError
 
 ENV_PREFIX = "STEMMA_"
+_OTHER_VARIABLES = frozenset({"STEMMA_NATIVE"})
+"""Variables that no setting stands for: it switches the kernels off (`native/library.py`)."""
 _HIDDEN_TABLE = "engine"
 """Groups settings in the code; the file has its tables at the top level."""
 _RENAMED: dict[tuple[str, ...], str] = {
@@ -165,7 +167,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
     fields = setting_fields()
     given: dict[tuple[str, ...], _Given] = {}
     for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or not value:
+        if not variable.startswith(ENV_PREFIX) or variable in _OTHER_VARIABLES or not value:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in fields:

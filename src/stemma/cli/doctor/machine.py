@@ -1,0 +1,125 @@
+"""What this machine is: versions, processor, threads, memory, GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from stemma.memory.device.sizing import free_bytes
+from stemma.native.process_memory import resident_bytes
+
+_PACKAGES = ("stemma", "torch", "transformers", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
+CUDA_STATE = "the CUDA path is written, not yet run on a GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The processor and how much of it this process may use."""
+
+    name: str
+    architecture: str
+    num_cores: int
+    """Logical cores of the machine."""
+    num_usable_cores: int
+    """Those that this process may run on."""
+    quota_cores: float | None
+    """The container's limit (cgroup v2); None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads of the step loop."""
+
+    num_threads: int
+    origin: str
+    environment: dict[str, str]
+    """Variables that are set and change how threads run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of the machine."""
+
+    total_bytes: int
+    free_bytes: int
+    """What can still be allocated, within the container's limit."""
+    resident_bytes: int | None
+    """What this process holds after importing torch; None where the system doesn't say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """GPUs that torch finds."""
+
+    names: tuple[str, ...]
+    cuda_version: str | None
+    """That torch was built for; None: torch has no CUDA."""
+    state: str = CUDA_STATE
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, the system and the packages that matter."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def processor() -> Processor:
+    """Return what the system says about its processor."""
+    affinity = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return Processor(
+        _processor_name(), platform.machine(), os.cpu_count() or 1, affinity or 1, _quota_cores()
+    )
+
+
+def threads(wanted: int | None) -> Threads:
+    """Return the number of threads that the step loop will use; `wanted` is the setting."""
+    environment = {name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ}
+    if wanted is not None:
+        return Threads(wanted, "the setting num_threads", environment)
+    return Threads(torch.get_num_threads(), "torch's default", environment)
+
+
+def memory() -> Memory:
+    """Return the memory of the machine and of this process."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        resident = resident_bytes()
+    except OSError:
+        resident = None
+    return Memory(total, free_bytes(torch.device("cpu")), resident)
+
+
+def gpu() -> Gpu:
+    """Return the GPUs that torch can use."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = tuple(torch.cuda.get_device_name(number) for number in range(count))
+    return Gpu(names, torch.version.cuda)
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def _quota_cores() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None

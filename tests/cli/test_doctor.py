@@ -1,0 +1,85 @@
+"""`stemma doctor`: the report is whole, and what can't work is named and fails the command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import orjson
+import pytest
+from typer.testing import CliRunner, Result
+
+from stemma.cli import make_app
+from stemma.errors import ConfigError
+from stemma.native.levels import LEVELS, available_levels
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(make_app(), ["doctor", *arguments])
+
+
+def report(*arguments: str) -> dict:
+    return orjson.loads(doctor("--json", *arguments).stdout)
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled for these tests."""
+    monkeypatch.setenv("STEMMA_NATIVE", "0")
+
+
+def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    found = report("--num-threads", "2")
+
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
+    assert found["processor"]["num_usable_cores"] >= 1
+    assert found["kernels"]["levels"] == [level.name for level in available_levels()]
+    assert found["threads"] == {
+        "num_threads": 2,
+        "origin": "the setting num_threads",
+        "environment": {"OMP_NUM_THREADS": "3"},
+    }
+    assert 0 < found["memory"]["free_bytes"] <= found["memory"]["total_bytes"]
+    assert found["gpu"]["state"] == "the CUDA path is written, not yet run on a GPU"
+    assert found["tiers"] == {"host_bytes": None, "disk": None, "pool": None}
+    assert found["cache_folder"]["problem"] is None
+
+
+def test_the_text_says_what_is_lost_without_kernels() -> None:
+    result = doctor()
+
+    assert result.exit_code == 1
+    assert "STEMMA_NATIVE=0 switches the kernels off" in result.stdout
+    assert "wrong: no kernels" in result.stdout
+    assert "at about half the speed" in result.stdout
+
+
+def test_tiers_that_work_are_no_problem(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.toml"
+    pool.write_text(f'path = "{tmp_path / "pool"}"')
+    flags = ("--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "1MB", "--host-cache", "1MB")
+    found = report(*flags, "--pool", "directory", "--pool-config", str(pool))
+
+    assert found["tiers"]["host_bytes"] == 10**6
+    assert found["tiers"]["disk"]["folder"]["problem"] is None
+    assert found["tiers"]["pool"] == {"name": "directory", "problem": None}
+    assert [problem.split(":")[0] for problem in found["problems"]] == ["no kernels"]
+    assert not (tmp_path / "disk").exists()
+
+
+def test_tiers_that_cannot_work_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    flags = ("--disk-cache", str(tmp_path / "file" / "disk"), "--host-cache", "900TB", "--pool", "directory")
+    found = report(*flags)
+
+    [host, disk, pool, _] = found["problems"]
+    assert host.startswith("host tier: 900.0 TB asked for, but only")
+    assert disk.startswith("disk tier: can't write into")
+    assert pool == "pool directory: path: Field required"
+
+
+def test_a_wrong_setting_is_an_error() -> None:
+    missing = [level.name for level in LEVELS if level not in available_levels()]
+    for arguments in (("--block-size", "0"), *(("--isa", name) for name in missing)):
+        assert isinstance(doctor(*arguments).exception, ConfigError)
