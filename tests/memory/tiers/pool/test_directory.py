@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -126,3 +127,111 @@ def test_configuration_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         open_backend({"path": str(tmp_path / "file")})
+
+
+def put(pool: DirectoryPool, names: list[str]) -> list[PutResult]:
+    return pool.put_many(names, [parts_of(name) for name in names])
+
+
+def age(root: Path, name: str, seconds: float) -> None:
+    used_at = time.time() - seconds
+    os.utime(root / name[:2] / name[2:4] / name, (used_at, used_at))
+
+
+@pytest.mark.parametrize("capacity", [None, 100 * VALUE_BYTES])
+def test_an_expired_value_is_never_served(tmp_path: Path, capacity: int | None) -> None:
+    config = {"path": str(tmp_path), "ttl_s": 5}
+    pool = open_backend(config | ({"capacity": capacity} if capacity else {}))
+    names = [name_of(n) for n in range(20)]
+    put(pool, names)
+    for name in names:
+        age(tmp_path, name, 3600)
+    assert pool.exists_many(names) == [False] * 20
+    assert read(pool, names) == [ReadResult.MISS] * 20
+    assert put(pool, names[:2]) == [PutResult.STORED] * 2  # not EXISTS: it would stay a miss
+    assert read(pool, names[:3]) == [ReadResult.HIT, ReadResult.HIT, ReadResult.MISS]
+
+
+def test_a_time_to_live_counts_from_the_last_use(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path), "ttl_s": 20})
+    name = name_of("a")
+    put(pool, [name])
+    for _ in range(3):
+        age(tmp_path, name, 15)
+        assert read(pool, [name]) == [ReadResult.HIT]
+        age(tmp_path, name, 15)
+        assert put(pool, [name]) == [PutResult.EXISTS]
+        assert time.time() - (tmp_path / name[:2] / name[2:4] / name).stat().st_mtime < 10
+
+
+def test_expired_values_are_collected_without_a_capacity(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path), "ttl_s": 0.05})
+    names = [name_of(n) for n in range(10)]
+    put(pool, names)
+    for name in names:
+        age(tmp_path, name, 100)
+    time.sleep(0.1)
+    put(pool, [name_of("later")])
+    pool.wait_for_collection()
+    assert not any((tmp_path / name[:2] / name[2:4] / name).exists() for name in names)
+
+
+def test_a_full_file_system_without_a_capacity_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = open_backend({"path": str(tmp_path)})
+    names = [name_of(n) for n in range(20)]
+    put(pool, names)
+    for n, name in enumerate(names):
+        age(tmp_path, name, 1000 - n)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        assert put(pool, [name_of("new")]) == [PutResult.NO_SPACE]
+        assert put(pool, [name_of("new")]) == [PutResult.NO_SPACE]  # doesn't drop another tenth at once
+    pool.wait_for_collection()
+    assert pool.exists_many(names) == [False] * 2 + [True] * 18
+
+
+def test_a_collection_leaves_foreign_files_alone(tmp_path: Path) -> None:
+    """The path may be a directory that somebody uses for something else."""
+    pool = open_backend({"path": str(tmp_path), "capacity": 2 * VALUE_BYTES, "ttl_s": 1})
+    name = name_of("a")
+    put(pool, [name])
+    pool.wait_for_collection()
+    ours = tmp_path / name[:2] / name[2:4]
+    foreign = [
+        tmp_path / "thesis.tex",
+        tmp_path / name,  # a value's name in another place
+        ours / "notes",
+        ours / name_of("b"),
+        tmp_path / "photos" / "2024" / "a.jpg",
+        tmp_path / "ab" / "cd" / ("f" * 40),  # a git object
+        tmp_path / ".new-style",
+    ]
+    link = ours / (name[:4] + "0" * 60 + name[64:])
+    long_ago = time.time() - 1e6
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"precious")
+        os.utime(path, (long_ago, long_ago))
+    link.symlink_to(tmp_path / "thesis.tex")
+    age(tmp_path, name, 1000)
+    collected = pool.collect(make_room=True)
+    assert collected is not None
+    assert collected.num_removed == 1
+    assert all(path.read_bytes() == b"precious" for path in foreign)
+    assert link.is_symlink()
+
+
+def test_files_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    pool = open_backend({"path": str(tmp_path / "pool"), "capacity": 3 * VALUE_BYTES})
+    put(pool, [name_of("a"), name_of("b")])
+    pool.wait_for_collection()
+    files = [path for path in (tmp_path / "pool").rglob("*") if path.is_file()]
+    assert len(files) >= 2  # a value, and the collectors' lock
+    for path in [tmp_path / "pool", *files]:
+        assert path.stat().st_mode & 0o077 == 0, path

@@ -6,6 +6,7 @@ gone); what it reads into or writes from must stay untouched so long. `Call.when
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from stemma.errors import StorageError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -59,7 +61,10 @@ class Call(Generic[T]):
                 return
             self._over.set()
         for then in self._after:
-            then()
+            try:
+                then()
+            except Exception:
+                logger.exception("what follows a pool's call failed")
 
 
 class Calls:
@@ -75,15 +80,17 @@ class Calls:
         call: Call[T] = Call()
 
         def run() -> None:
-            if call._begin():
+            if not call._begin():
+                return
+            try:
                 call.value = function(*arguments)
-
-        def failed(error: BaseException) -> None:
-            call.error = error
-            call._end()
+            except BaseException as error:  # noqa: BLE001 - somebody waits for the call, whatever ended it
+                call.error = error
+            finally:
+                call._end()
 
         try:
-            self._threads.apply_async(run, callback=lambda _: call._end(), error_callback=failed)
+            self._threads.apply_async(run)
         except ValueError as error:  # closed by another thread, just now
             raise StorageError("the pool is closed") from error
         return call

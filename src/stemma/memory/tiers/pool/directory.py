@@ -7,10 +7,14 @@ lock between writers: two that write one key write the same bytes, and the later
 fsync: the checksum in front of the value finds a file that a power failure tore, and it is then a miss.
 
 The size limit is kept by whoever notices: each process counts what it wrote since its last look, and one
-that finds the limit in danger takes an advisory lock (so that one collects at a time), walks the tree and
-removes the files unused for longest until 90 % of the limit are left. This happens in a thread beside its
-puts. So the limit may be passed for a short time, by what all processes write until then: each looks after
-5 % of it.
+that finds the limit in danger, or the file system full, takes an advisory lock (so that one collects at a
+time), walks the tree and removes the files unused for longest until 90 % of the limit (of what there is, if
+there is no limit) are left. This happens in a thread beside its puts. So the limit may be passed for a short
+time, by what all processes write until then: each looks after 5 % of it.
+
+A value that outlived its TTL is absent at once; a collection gives its bytes back. A collection removes only
+files that have the place and the name of a value. Files are readable by their owner alone, because KV reveals
+prompts: servers that share a directory run as one user.
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
+import re
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,15 +40,21 @@ from pydantic import Field
 from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError, StorageError
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend, part_bytes
+from stemma.memory.tiers.pool.keys import is_value_name
 from stemma.memory.tiers.pool.registry import PoolConfig
 from stemma.memory.tiers.store import PutResult, ReadResult
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _TEMPORARY = ".new-"
 _STALE_TEMPORARY_S = 3600.0
 _TOUCH_AFTER_S = 60.0
 _LOOK_AFTER = 0.05
+_LOOK_EVERY_S = 600.0
+"""With a TTL: how often to look for expired values, at least."""
+_FULL_AGAIN_S = 10.0
+"""After a collection that a full file system caused, how long until the next one."""
 _LOW_WATER = 0.9
+_HEX_PAIR = re.compile("[0-9a-f]{2}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -52,7 +65,7 @@ class DirectoryConfig(PoolConfig):
     capacity: ByteSize | None = Field(default=None, gt=0)
     """Bytes of all values together; None: no limit but the file system's."""
     ttl_s: float | None = Field(default=None, gt=0)
-    """Seconds of disuse after which a collection removes a value."""
+    """Seconds of disuse after which a value is absent, and collected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +97,19 @@ class DirectoryPool(PoolBackend):
         self._tag = f"{os.uname().nodename}-{os.getpid()}"
         self._lock = threading.Lock()
         self._unseen_bytes = 0
+        self._looked_at = time.monotonic()
+        self._found_full_at = -math.inf
         self._closed = False
         self._collector: threading.Thread | None = None
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"pool directory {self._root}: {error.strerror}") from error
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         """One `stat` a key."""
         self._require_root()
-        return [os.path.exists(self._path(key)) for key in keys]
+        return [self._is_there(self._path(key)) for key in keys]
 
     def get_many(self, keys: Sequence[str], into: Sequence[Parts]) -> list[ReadResult]:
         """One open and one scattered read a key."""
@@ -110,8 +125,9 @@ class DirectoryPool(PoolBackend):
             for parts, result in zip(values, results, strict=True)
             if result is PutResult.STORED
         )
-        if self._time_to_look(written, PutResult.NO_SPACE in results):
-            self._collect_aside()
+        found_full = PutResult.NO_SPACE in results
+        if self._time_to_look(written, found_full):
+            self._collect_aside(make_room=found_full)
         return results
 
     def remove(self, keys: Sequence[str]) -> int:
@@ -128,25 +144,28 @@ class DirectoryPool(PoolBackend):
         if self._collector is not None:
             self._collector.join()
 
-    def _collect_aside(self) -> None:
+    def _collect_aside(self, *, make_room: bool) -> None:
         """Collect in a thread of its own: a walk over the tree takes longer than a put may."""
         with self._lock:
             if self._collector is None or not self._collector.is_alive():
                 self._collector = threading.Thread(
-                    target=self._collect_quietly, name="stemma-pool-collect", daemon=True
+                    target=self._collect_quietly, args=(make_room,), name="stemma-pool-collect", daemon=True
                 )
                 self._collector.start()
 
-    def _collect_quietly(self) -> None:
+    def _collect_quietly(self, make_room: bool) -> None:
         try:
-            self.collect()
+            self.collect(make_room=make_room)
         except OSError as error:
-            _log.warning("pool directory %s can't be cleaned: %s", self._root, error.strerror)
+            logger.warning("pool directory %s can't be cleaned: %s", self._root, error.strerror)
+        except Exception:
+            logger.exception("pool directory %s can't be cleaned", self._root)
 
-    def collect(self) -> Collected | None:
+    def collect(self, *, make_room: bool = False) -> Collected | None:
         """Enforce the size limit and the TTL now; None if another process is at it.
 
-        Walks the whole tree: about a second per 100,000 values on a local disk.
+        With `make_room` a tenth of the values goes also where there is no limit. Walks the whole tree: about
+        a second per 100,000 values on a local disk.
         """
         with _collector_lock(self._root) as mine:
             if not mine:
@@ -155,11 +174,12 @@ class DirectoryPool(PoolBackend):
             values = sorted(self._walk(now))
             total = sum(size for _, size, _ in values)
             limit = self._capacity
-            target = total if limit is None or total <= limit * _LOW_WATER else int(limit * _LOW_WATER)
+            target = total if limit is None else min(total, int(limit * _LOW_WATER))
+            if make_room:
+                target = min(target, int(total * _LOW_WATER))
             num_removed = 0
             for used_at, size, path in values:
-                expired = self._ttl_s is not None and now - used_at > self._ttl_s
-                if not expired and total <= target:
+                if not self._is_expired(used_at, now) and total <= target:
                     break
                 if _unlink(path):
                     num_removed += 1
@@ -167,28 +187,58 @@ class DirectoryPool(PoolBackend):
             return Collected(len(values) - num_removed, total, num_removed)
 
     def _walk(self, now: float) -> Iterator[tuple[float, int, str]]:
-        """Yield (last use, bytes, path) of each value; remove temporary files that a dead writer left."""
-        for directory, _, names in os.walk(self._root):
-            for name in names:
-                path = os.path.join(directory, name)
-                try:
-                    status = os.stat(path)
-                except FileNotFoundError:
+        """Yield (last use, bytes, path) of each value; remove temporary files that a dead writer left.
+
+        Whatever else lies in the directory isn't ours and stays.
+        """
+        for directory in self._value_directories():
+            for entry in _entries(directory):
+                is_value = is_value_name(entry.name) and self._path(entry.name) == entry.path
+                if not is_value and not entry.name.startswith(_TEMPORARY):
                     continue
-                if not name.startswith("."):
-                    yield status.st_mtime, status.st_size, path
-                elif name.startswith(_TEMPORARY) and now - status.st_mtime > _STALE_TEMPORARY_S:
-                    _unlink(path)
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                if is_value:
+                    yield status.st_mtime, status.st_size, entry.path
+                elif now - status.st_mtime > _STALE_TEMPORARY_S:
+                    _unlink(entry.path)
+
+    def _value_directories(self) -> Iterator[str]:
+        for outer in _entries(os.fspath(self._root)):
+            if _HEX_PAIR.fullmatch(outer.name):
+                yield from (inner.path for inner in _entries(outer.path) if _HEX_PAIR.fullmatch(inner.name))
 
     def _time_to_look(self, written_bytes: int, found_full: bool) -> bool:
-        if self._capacity is None:
-            return False
+        now = time.monotonic()
         with self._lock:
             self._unseen_bytes += written_bytes
-            if not found_full and self._unseen_bytes < self._capacity * _LOOK_AFTER:
-                return False
-            self._unseen_bytes = 0
-            return True
+            due = self._capacity is not None and self._unseen_bytes >= self._capacity * _LOOK_AFTER
+            if found_full and now - self._found_full_at >= _FULL_AGAIN_S:
+                due, self._found_full_at = True, now
+            if self._ttl_s is not None and now - self._looked_at >= min(self._ttl_s, _LOOK_EVERY_S):
+                due = True
+            if due:
+                self._unseen_bytes, self._looked_at = 0, now
+            return due
+
+    def _is_expired(self, used_at: float, now: float) -> bool:
+        return self._ttl_s is not None and now - used_at > self._ttl_s
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            return not self._is_expired(os.stat(path, follow_symlinks=False).st_mtime, time.time())
+        except OSError:
+            return False
+
+    def _touch(self, file: int | str, used_at: float, now: float) -> None:
+        """Note a use, unless one was noted lately. A user without write permission leaves it."""
+        if now - used_at > min(_TOUCH_AFTER_S, math.inf if self._ttl_s is None else self._ttl_s / 8):
+            with contextlib.suppress(OSError):
+                os.utime(file)
 
     def _require_root(self) -> None:
         if self._closed:
@@ -202,19 +252,18 @@ class DirectoryPool(PoolBackend):
 
     def _get(self, key: str, parts: Parts) -> ReadResult:
         try:
-            file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return ReadResult.MISS
         except OSError:
             return ReadResult.ERROR
         try:
-            status = os.fstat(file)
+            status, now = os.fstat(file), time.time()
+            if self._is_expired(status.st_mtime, now):
+                return ReadResult.MISS
             if status.st_size != part_bytes(parts) or not _read_all(file, parts):
                 return ReadResult.CORRUPT
-            if time.time() - status.st_mtime > _TOUCH_AFTER_S:
-                # mtime is the time of last use. A reader without write permission leaves it.
-                with contextlib.suppress(PermissionError):
-                    os.utime(file)
+            self._touch(file, status.st_mtime, now)
             return ReadResult.HIT
         except OSError:
             return ReadResult.ERROR
@@ -223,11 +272,14 @@ class DirectoryPool(PoolBackend):
 
     def _put(self, key: str, parts: Parts) -> PutResult:
         path = self._path(key)
-        if os.path.exists(path):
-            return PutResult.EXISTS
+        with contextlib.suppress(OSError):
+            used_at, now = os.stat(path, follow_symlinks=False).st_mtime, time.time()
+            if not self._is_expired(used_at, now):
+                self._touch(path, used_at, now)
+                return PutResult.EXISTS
         temporary = os.path.join(os.path.dirname(path), f"{_TEMPORARY}{self._tag}-{next(self._serial)}")
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             _write_new(temporary, parts)
             os.replace(temporary, path)
         except OSError as error:
@@ -237,7 +289,7 @@ class DirectoryPool(PoolBackend):
 
 
 def _write_new(path: str, parts: Parts) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         rest = [part for part in parts if part.nbytes]
         while rest:
@@ -268,6 +320,15 @@ def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    """Return what a directory holds; nothing if it is gone, or not ours to read."""
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
 def _unlink(path: str) -> bool:
     try:
         os.unlink(path)
@@ -280,7 +341,8 @@ def _unlink(path: str) -> bool:
 def _collector_lock(root: Path) -> Iterator[bool]:
     """Hold the advisory lock of collectors; yields False if another process or thread holds it."""
     try:
-        file = os.open(root / ".collector", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(root / ".collector", flags, 0o600)
     except OSError:
         yield False
         return

@@ -9,12 +9,14 @@ them, and the last field is an injective encoding of the model's name (long name
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from stemma.types import BlockKey
 
 _MAX_MODEL_CHARS = 64
+_NAME = re.compile(r"[0-9a-f]{64}_[0-9]+_[0-9]+_[A-Za-z0-9.~%-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class PoolKeys:
 
     def _name(self, key: BlockKey, rank: int) -> str:
         return f"{key.hex()}_{rank}_{self.tp_size}_{_encoded(self.model)}"
+
+
+def is_value_name(name: str) -> bool:
+    """Return whether `PoolKeys` gives names of this form."""
+    return _NAME.fullmatch(name) is not None
 
 
 def _encoded(model: str) -> str:
