@@ -19,6 +19,7 @@ StemmaError
  +-- StorageError              a tier can't be opened or used
  |    +-- StorageLocked        another server owns the directory
  |    +-- StorageMismatch      the directory belongs to another model, dtype, block size or format
+ |    +-- UntrustedFile        blocks in a file that nobody signed (HTTP 403)
  +-- TraceError                a trace line can't be read; carries its number and the reason
  +-- IntegrityError            an invariant is broken; raised by `check()` alone
 """
@@ -111,6 +112,10 @@ class StorageLocked(StorageError):
 
 class StorageMismatch(StorageError):
     """The storage was written for another model, dtype, block size or format version."""
+
+
+class UntrustedFile(StorageError):
+    """A file of blocks that none of our servers signed, and that the operator doesn't vouch for."""
 
 
 class TraceError(StemmaError):

@@ -188,7 +188,7 @@ def test_disk_caches_from_the_command_line(
     assert "blocks sound, none damaged" in run_cli("cache", "verify", cache)
     file = tmp_path / "prefix.kv"
     run_cli("cache", "export", file, "--dir", cache, "--prompt", PREFIX, "--model", tiny_model)
-    assert f"{NUM_BLOCKS} new blocks" in run_cli("cache", "import", file, "--dir", copy)
+    assert f"{NUM_BLOCKS} new blocks" in run_cli("cache", "import", file, "--dir", copy, "--trust-imports")
     second = start(disk_cache=copy, disk_cache_size="20MB")
     found = second.complete(PREFIX, max_tokens=8)
     assert found["choices"][0]["text"] == expected["choices"][0]["text"]

@@ -25,6 +25,9 @@ Space = Annotated[
 ]
 Url = Annotated[str | None, typer.Option(help="A running server, e.g. http://127.0.0.1:8000.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="STEMMA_API_KEY", help="Its API key.")]
+KeyFile = Annotated[
+    Path | None, typer.Option(help="With --dir: file with the secret that signs exported files.")
+]
 Salt = Annotated[str, typer.Option(help="Namespace, as `cache_salt` in requests.")]
 
 
@@ -121,13 +124,15 @@ def export_command(
     model: Annotated[Path | None, typer.Option(help="Checkpoint; with --dir and text, to tokenize.")] = None,
     salt: Salt = "",
     api_key: ApiKey = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Write the cached blocks of a prompt to a file, from a running server or from a disk cache."""
     given = _prompt(prompt, prompt_file, token_ids)
     draft = output.with_name(output.name + ".new")
     try:
         if directory is not None:
-            count = _export_from_directory(draft, directory, space, _tokens(given, model), salt)
+            tokens = _tokens(given, model)
+            count = _export_from_directory(draft, directory, space, tokens, salt, key_file)
         elif url is not None:
             count = _export_from_server(draft, url, {"prompt": given, "cache_salt": salt}, api_key)
         else:
@@ -148,10 +153,19 @@ def import_command(
     ] = None,
     salt: Salt = "",
     api_key: ApiKey = None,
+    key_file: KeyFile = None,
+    trust_imports: Annotated[
+        bool, typer.Option("--trust-imports", help="With --dir: take a file that --key-file doesn't prove.")
+    ] = False,
 ) -> None:
-    """Give the blocks of an exported file to a running server, or put them into a disk cache."""
+    """Give the blocks of an exported file to a running server, or put them into a disk cache.
+
+    Whoever wrote the file decides what the model says after its prompt. A server has settings of its own for
+    which files it takes.
+    """
     if directory is not None:
-        count = _import_to_directory(file, directory, None if size is None else parse_size(size))
+        limit = None if size is None else parse_size(size)
+        count = _import_to_directory(file, directory, limit, key_file, trust_imports)
     elif url is not None:
         count = _import_to_server(file, url, salt, api_key)
     else:
@@ -198,7 +212,7 @@ def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
 
 
 def _export_from_directory(
-    draft: Path, directory: Path, space: str | None, tokens: TokenArray, salt: str
+    draft: Path, directory: Path, space: str | None, tokens: TokenArray, salt: str, key_file: Path | None
 ) -> int:
     from stemma.memory.tiers.bundle import write_bundle
     from stemma.memory.tiers.disk.existing import find_space, open_existing, space_of
@@ -219,15 +233,19 @@ def _export_from_directory(
             yield buffer
 
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        count = write_bundle(file, key_space, root, tokens, blocks(), store.block_bytes)
+        count = write_bundle(
+            file, key_space, root, tokens, blocks(), block_bytes=store.block_bytes, key=_key(key_file)
+        )
     store.close()
     if not count:
         raise StorageError("nothing of this prompt lies in the disk cache")
     return count
 
 
-def _import_to_directory(path: Path, directory: Path, size_bytes: int | None) -> int:
-    from stemma.memory.tiers.bundle import read_blocks, read_header
+def _import_to_directory(
+    path: Path, directory: Path, size_bytes: int | None, key_file: Path | None, trust_imports: bool
+) -> int:
+    from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header
     from stemma.memory.tiers.disk.directory import list_spaces, new_manifest
     from stemma.memory.tiers.disk.existing import count_blocks
     from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
@@ -235,7 +253,7 @@ def _import_to_directory(path: Path, directory: Path, size_bytes: int | None) ->
     from stemma.prefix.eviction.registry import make_policy
 
     with _open(path) as file:
-        header = read_header(file)
+        header = read_header(file, BundleTrust(_key(key_file), takes_unsigned=trust_imports))
         if size_bytes is None:
             manifest = new_manifest(header.space, header.block_bytes, 0)
             spaces = list_spaces(directory) if directory.exists() else []
@@ -259,6 +277,18 @@ def _import_to_directory(path: Path, directory: Path, size_bytes: int | None) ->
         finally:
             store.close()
     return num_new
+
+
+def _key(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    if len(key) < 32:
+        raise ConfigError(f"{path} must hold a secret of at least 32 bytes, e.g. from `openssl rand -hex 32`")
+    return key
 
 
 def _open(path: Path) -> Any:

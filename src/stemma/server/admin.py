@@ -20,6 +20,7 @@ from stemma.engine.api import GenerationRequest
 from stemma.engine.operator.cache_control import CacheLookup, Pin
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ClientDisconnected, GenerationFailed, InvalidRequest, StorageError
+from stemma.memory.tiers.bundle import BundleTrust
 from stemma.prefix.keys import Namespace
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
@@ -180,7 +181,8 @@ async def import_(request: Request) -> Response:
             raise ClientDisconnected("the client left while sending the file") from error
         file.seek(0, os.SEEK_SET)
         try:
-            header, num_new = await context.engine.cache_control.import_(namespace, file)
+            trust = BundleTrust(takes_unsigned=True)
+            header, num_new = await context.engine.cache_control.import_(namespace, file, trust)
         except StorageError as error:
             raise InvalidRequest(str(error)) from error
     return json_response(

@@ -1,13 +1,19 @@
+"""Exported prefixes: round trip, every damage, and files that somebody made up."""
+
 from __future__ import annotations
 
 import io
+import json
+import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.contracts.block_store_suite import bytes_of
 
-from stemma.errors import StorageError, StorageMismatch
-from stemma.memory.tiers.bundle import read_blocks, read_header, write_bundle
+from stemma.errors import StorageError, StorageMismatch, UntrustedFile
+from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header, write_bundle
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace, chain_keys
 
 SPACE = KeySpace("model-a", "layout-a", 16)
@@ -15,57 +21,149 @@ ROOT = SPACE.root(DEFAULT_NAMESPACE)
 TOKENS = np.arange(53, dtype=np.int32)
 KEYS = chain_keys(ROOT, TOKENS, 16)
 BLOCK_BYTES = 1000
+SECRET = b"0123456789abcdef0123456789abcdef"
+OURS = BundleTrust(key=SECRET)
+ANY = BundleTrust(takes_unsigned=True)
 
 
-def written(num_blocks: int = 3) -> bytes:
+def written(num_blocks: int = 3, tokens: np.ndarray = TOKENS, key: bytes | None = SECRET) -> bytes:
     file = io.BytesIO()
-    blocks = (memoryview(bytes_of(key, BLOCK_BYTES)) for key in KEYS[:num_blocks])
-    assert write_bundle(file, SPACE, ROOT, TOKENS, blocks, BLOCK_BYTES) == num_blocks
+    keys = chain_keys(ROOT, tokens, 16)
+    blocks = (memoryview(bytes_of(key, BLOCK_BYTES)) for key in keys[:num_blocks])
+    assert write_bundle(file, SPACE, ROOT, tokens, blocks, block_bytes=BLOCK_BYTES, key=key) == num_blocks
+    assert file.tell() == len(file.getvalue())
     return file.getvalue()
 
 
-def read(content: bytes) -> list[bytes]:
+def read(content: bytes, trust: BundleTrust = OURS) -> list[bytes]:
     file = io.BytesIO(content)
     taken: list[bytes] = []
-    read_blocks(file, read_header(file), lambda _position, _key, data: taken.append(bytes(data)))
+    header = read_header(file, trust)
+    header.check(SPACE, ROOT, BLOCK_BYTES, vocab_size=1000)
+    read_blocks(file, header, lambda _position, _key, data: taken.append(bytes(data)))
     return taken
 
 
+@pytest.mark.parametrize("key", [SECRET, None])
 @pytest.mark.parametrize("num_blocks", [0, 2, 3])
-def test_round_trip(num_blocks: int) -> None:
-    content = written(num_blocks)
-    header = read_header(io.BytesIO(content))
+def test_round_trip(num_blocks: int, key: bytes | None) -> None:
+    content = written(num_blocks, key=key)
+    header = read_header(io.BytesIO(content), OURS if key else ANY)
     assert header.keys == KEYS[:num_blocks]
     assert header.tokens.tolist() == TOKENS[:48].tolist()
-    assert read(content) == [bytes_of(key, BLOCK_BYTES) for key in KEYS[:num_blocks]]
+    assert read(content, OURS if key else ANY) == [bytes_of(key, BLOCK_BYTES) for key in KEYS[:num_blocks]]
 
 
-def test_every_damage_is_noticed() -> None:
-    content = written()
-    sound = read(content)
-    for at in range(0, len(content), 37):
+@pytest.mark.parametrize("key", [SECRET, None])
+def test_every_damage_is_noticed(key: bytes | None) -> None:
+    content = written(key=key)
+    for at in range(0, len(content), 7):
         damaged = bytearray(content)
         damaged[at] ^= 1
-        try:
-            blocks = read(bytes(damaged))
-        except StorageError:
-            continue
-        # Only the count of blocks isn't covered by a checksum; fewer of them are still the right ones.
-        assert 8 <= at < 12
-        assert blocks == sound[: len(blocks)]
+        with pytest.raises(StorageError):
+            read(bytes(damaged), BundleTrust(key, takes_unsigned=key is None))
 
 
 def test_a_shorter_file_is_noticed() -> None:
     content = written()
-    for length in (0, 5, 30, 200, len(content) - 1):
+    for length in (0, 5, 30, 60, 200, 400, len(content) - 1):
         with pytest.raises(StorageError):
             read(content[:length])
 
 
-def test_it_belongs_to_one_model_and_one_namespace() -> None:
-    header = read_header(io.BytesIO(written()))
-    header.check(SPACE, ROOT)
+def test_only_what_our_servers_signed_is_read() -> None:
+    with pytest.raises(UntrustedFile, match="isn't signed"):
+        read(written(key=None))
+    with pytest.raises(UntrustedFile, match="another key"):
+        read(written(key=b"x" * 32))
+    with pytest.raises(UntrustedFile, match="no key"):
+        read(written(), BundleTrust())
+    # The operator vouches for it.
+    for content in (written(key=None), written(key=b"x" * 32), written()):
+        assert len(read(content, BundleTrust(SECRET, takes_unsigned=True))) == 3
+
+
+def test_bytes_that_are_not_this_prompts_are_refused_even_with_a_valid_checksum() -> None:
+    """Blocks of one signed file can't be spliced into another one."""
+    first, second = written(), written(tokens=TOKENS + 100)
+    start = len(first) - 3 * BLOCK_BYTES
+    with pytest.raises(StorageError, match="block 0"):
+        read(first[:start] + second[start:])
+
+
+def test_it_belongs_to_one_model_one_layout_and_one_namespace() -> None:
+    header = read_header(io.BytesIO(written()), OURS)
+    header.check(SPACE, ROOT, BLOCK_BYTES)
     with pytest.raises(StorageMismatch, match="model_fingerprint is 'model-a', not 'model-b'"):
-        header.check(KeySpace("model-b", "layout-a", 16), ROOT)
+        header.check(KeySpace("model-b", "layout-a", 16), ROOT, BLOCK_BYTES)
+    with pytest.raises(StorageMismatch, match="1000 bytes, not 2000"):
+        header.check(SPACE, ROOT, 2000)
+    with pytest.raises(StorageMismatch, match="token id 47, the model 40"):
+        header.check(SPACE, ROOT, BLOCK_BYTES, vocab_size=40)
     with pytest.raises(StorageMismatch, match="namespace"):
-        header.check(SPACE, SPACE.root(Namespace(salt="other")))
+        header.check(SPACE, SPACE.root(Namespace(salt="other")), BLOCK_BYTES)
+
+
+def test_a_negative_token_id_is_refused() -> None:
+    """One of them in the tree ended the step loop when somebody drew it."""
+    with pytest.raises(StorageError, match="negative"):
+        read(written(tokens=np.full(53, -5, dtype=np.int32)))
+
+
+def _forged(fields: object, num_blocks: int, tokens: list[int], table: bytes) -> bytes:
+    header = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    raw = np.array(tokens, dtype="<i4").tobytes()
+    return (
+        struct.pack("<8sIIIII", b"STEMMAKV", 2, 0, num_blocks, len(header), len(tokens))
+        + bytes(32)
+        + (header + raw + table)
+    )
+
+
+GOOD = {
+    "model_fingerprint": "model-a",
+    "kv_layout": "layout-a",
+    "block_size": 16,
+    "key_format": 1,
+    "block_bytes": BLOCK_BYTES,
+    "root": ROOT.hex(),
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"\xff\xfe",
+        b"[" * 60_000,
+        b'{"block_size": ' + b"9" * 6000 + b"}",
+        [],
+        GOOD | {"block_size": 0},
+        GOOD | {"block_size": -16},
+        GOOD | {"block_size": True},
+        GOOD | {"block_size": 1.5},
+        GOOD | {"block_bytes": 1 << 60},
+        GOOD | {"block_bytes": None},
+        GOOD | {"root": "zz"},
+        GOOD | {"root": "00"},
+        GOOD | {"root": 7},
+        GOOD | {"model_fingerprint": ["model-a"]},
+        GOOD | {"extra": 1},
+        {name: value for name, value in GOOD.items() if name != "root"},
+    ],
+)
+def test_a_made_up_header_is_a_storage_error(fields: object) -> None:
+    with pytest.raises(StorageError):
+        read(_forged(fields, 1, list(range(16)), bytes(32)), ANY)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    content=st.binary(max_size=300),
+    numbers=st.lists(st.integers(0, 2**32 - 1), min_size=5, max_size=5),
+    is_framed=st.booleans(),
+)
+def test_no_file_raises_anything_else(content: bytes, numbers: list[int], is_framed: bool) -> None:
+    if is_framed:
+        content = b"STEMMAKV" + struct.pack("<IIIII", 2, *(n % 400 for n in numbers[1:])) + content
+    with pytest.raises(StorageError):
+        read(content, ANY)

@@ -18,7 +18,7 @@ from stemma.errors import InvalidRequest, Overloaded, StorageError
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.bundle import BundleHeader, read_blocks, read_header, write_bundle
+from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
 from stemma.memory.tiers.store import ReadResult
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys
@@ -178,27 +178,42 @@ class CacheControl:
             kept |= {tier: stats.num_blocks for tier, stats in tiers.items() if stats.num_blocks is not None}
         return FlushReport(freed, kept, self._device.block_bytes)
 
-    async def export(self, namespace: Namespace, tokens: TokenArray, file: BinaryIO) -> int:
-        """Write the cached leading blocks of a prompt to a file; return how many. See `memory/bundle.py`."""
+    async def export(
+        self, namespace: Namespace, tokens: TokenArray, file: BinaryIO, *, key: bytes | None = None
+    ) -> int:
+        """Write the cached leading blocks of a prompt to a file, signed with `key`; return how many.
+
+        See `memory/tiers/bundle.py`.
+        """
         lease = await self._run(lambda: self._cache.hold(namespace, tokens))
         root = self._space.root(namespace)
         keys = self._keys(namespace, tokens)
         blocks = self._read_blocks(lease, keys)
         try:
             return await asyncio.to_thread(
-                write_bundle, file, self._space, root, tokens, blocks, self._device.block_bytes
+                write_bundle,
+                file,
+                self._space,
+                root,
+                tokens,
+                blocks,
+                block_bytes=self._device.block_bytes,
+                key=key,
             )
         finally:
             await self._run(lambda: self._cache.free(lease, lease.num_tokens))
 
-    async def import_(self, namespace: Namespace, file: BinaryIO) -> tuple[BundleHeader, int]:
+    async def import_(
+        self, namespace: Namespace, file: BinaryIO, trust: BundleTrust
+    ) -> tuple[BundleHeader, int]:
         """Take the blocks of a file into the device tier; return its header and how many blocks were new.
 
-        Raises StorageMismatch if they belong to another model or namespace, StorageError if one is damaged
-        (those before it stay), Overloaded if there is no room.
+        Raises UntrustedFile unless `trust` covers the file, StorageMismatch if the blocks belong to another
+        model or namespace, StorageError if one is damaged (those before it stay), Overloaded if there is no
+        room.
         """
-        header = await asyncio.to_thread(read_header, file)
-        header.check(self._space, self._space.root(namespace))
+        header = await asyncio.to_thread(read_header, file, trust)
+        header.check(self._space, self._space.root(namespace), self._device.block_bytes)
         size = self._space.block_size
         tokens = header.tokens[: header.num_blocks * size]
         if not len(tokens):

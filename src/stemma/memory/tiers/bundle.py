@@ -3,35 +3,58 @@
 Little-endian::
 
     8 bytes   magic "STEMMAKV"
+    u32       format version, 2
+    u32       1 if the file is signed, else 0
     u32       number of blocks
     u32       length of the header
-    u64       XXH3-64 of the header
-    header    JSON: what `KeySpace` and the bytes depend on, root key, token ids
-    then per block: u64 checksum seeded with its key, and the block's bytes
+    u32       number of token ids, a multiple of the block size
+    32 bytes  signature: HMAC-SHA256 of everything else up to the blocks; SHA-256 if the file isn't signed
+    header    JSON: what `KeySpace` and the bytes depend on, root key
+    i32 ...   token ids
+    then per full block of the tokens: 32 bytes, SHA-256 of block key and bytes; zeros if it isn't in the file
+    then the bytes of each block
 
-Keys aren't stored: they follow from root and token ids, so a file can't put bytes under a foreign key. The
-file tells the prompt to whoever reads it.
+Keys aren't stored: they follow from root and token ids, so a file can't put bytes under a foreign key. But
+whoever writes a file chooses the bytes, and with them what the model says after this prompt. So a file is
+read only if one of our own servers signed it, or if the operator trusts it. The file tells the prompt to
+whoever reads it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
-import xxhash
+import numpy as np
 
-from stemma.errors import StorageError, StorageMismatch
-from stemma.memory.tiers.disk.record import block_checksum
+from stemma.errors import StorageError, StorageMismatch, UntrustedFile
 from stemma.prefix.keys import FORMAT_VERSION, KeySpace, chain_keys
-from stemma.types import BlockKey, TokenArray, as_tokens
+from stemma.types import BlockKey, TokenArray
 
 _MAGIC = b"STEMMAKV"
-_PREAMBLE = struct.Struct("<8sIIQ")
-_CHECKSUM = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 256 * 2**20
+_VERSION = 2
+_PREAMBLE = struct.Struct("<8sIIIII")
+_DIGEST_BYTES = 32
+_NO_DIGEST = bytes(_DIGEST_BYTES)
+_KEY_BYTES = 32
+_MAX_HEADER_BYTES = 65536
+_MAX_TOKENS = 1 << 22
+_MAX_BLOCK_BYTES = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class BundleTrust:
+    """Which files are read. By default none is."""
+
+    key: bytes | None = None
+    """Secret of our servers: signs what is written and proves what is read."""
+    takes_unsigned: bool = False
+    """Whether the operator vouches for files that this key didn't sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +66,32 @@ class BundleHeader:
     root: BlockKey
     """The namespace's root key."""
     tokens: TokenArray
-    """A whole number of blocks."""
+    """A whole number of blocks; none is negative."""
     num_blocks: int
     """Leading blocks that are in the file; the prompt may have more."""
+    digests: bytes
+    """SHA-256 of key and bytes of each block in the file."""
 
     @property
     def keys(self) -> list[BlockKey]:
         """Keys of the blocks in the file."""
         return chain_keys(self.root, self.tokens, self.space.block_size)[: self.num_blocks]
 
-    def check(self, space: KeySpace, root: BlockKey) -> None:
-        """Raise StorageMismatch unless the bytes are meant for this model, layout and namespace."""
+    def check(
+        self, space: KeySpace, root: BlockKey, block_bytes: int, *, vocab_size: int | None = None
+    ) -> None:
+        """Raise StorageMismatch unless the bytes are meant for this model, layout and namespace.
+
+        `vocab_size`: the model's number of token ids, where it is known.
+        """
         mine, theirs = asdict(self.space), asdict(space)
         wrong = [
             f"{name} is {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]
         ]
+        if self.block_bytes != block_bytes:
+            wrong.append(f"a block has {self.block_bytes} bytes, not {block_bytes}")
+        if vocab_size is not None and len(self.tokens) and int(self.tokens.max()) >= vocab_size:
+            wrong.append(f"it has token id {int(self.tokens.max())}, the model {vocab_size} token ids")
         if wrong:
             raise StorageMismatch("the file was exported for something else: " + "; ".join(wrong))
         if self.root != root:
@@ -70,53 +104,67 @@ def write_bundle(
     root: BlockKey,
     tokens: TokenArray,
     blocks: Iterator[memoryview],
+    *,
     block_bytes: int,
+    key: bytes | None = None,
 ) -> int:
     """Write the full blocks of `tokens` that `blocks` yields, in order; return how many those were.
 
-    `file` is seekable. `blocks` may end early: the file then holds a shorter prefix.
+    `file` is seekable. `blocks` may end early: the file then holds a shorter prefix. `key` signs the file.
+    Raises StorageError if there are too many tokens for a file.
     """
-    whole = tokens[: len(tokens) // space.block_size * space.block_size]
-    fields = asdict(space) | {
-        "key_format": FORMAT_VERSION,
-        "block_bytes": block_bytes,
-        "root": root.hex(),
-        "token_ids": whole.tolist(),
-    }
+    num_full = len(tokens) // space.block_size
+    whole = np.ascontiguousarray(tokens[: num_full * space.block_size], dtype="<i4")
+    if len(whole) > _MAX_TOKENS:
+        raise StorageError(f"an exported prefix has up to {_MAX_TOKENS} tokens, this one has {len(whole)}")
+    fields = asdict(space) | {"key_format": FORMAT_VERSION, "block_bytes": block_bytes, "root": root.hex()}
     header = json.dumps(fields).encode()
-    digest = xxhash.xxh3_64_intdigest(header)
-    file.write(_PREAMBLE.pack(_MAGIC, 0, len(header), digest))
-    file.write(header)
-    count = 0
-    for key, data in zip(chain_keys(root, whole, space.block_size), blocks, strict=False):
-        file.write(_CHECKSUM.pack(block_checksum(key, 0, data)))
+    start = file.tell()
+    file.seek(start + _first_block(len(header), len(whole), num_full))
+    digests = bytearray()
+    for block_key, data in zip(chain_keys(root, whole, space.block_size), blocks, strict=False):
+        digests += _digest(block_key, data)
         file.write(data)
-        count += 1
     end = file.tell()
-    file.seek(0)
-    file.write(_PREAMBLE.pack(_MAGIC, count, len(header), digest))
+    count = len(digests) // _DIGEST_BYTES
+    preamble = _PREAMBLE.pack(_MAGIC, _VERSION, key is not None, count, len(header), len(whole))
+    rest = header + whole.tobytes() + bytes(digests) + _NO_DIGEST * (num_full - count)
+    file.seek(start)
+    file.write(preamble + _signature(key, preamble, rest) + rest)
     file.seek(end)
     return count
 
 
-def read_header(file: BinaryIO) -> BundleHeader:
-    """Read up to the first block. Raises StorageError if this is no bundle or a damaged one."""
+def read_header(file: BinaryIO, trust: BundleTrust) -> BundleHeader:
+    """Read up to the first block.
+
+    Raises UntrustedFile if `trust` doesn't cover the file, StorageError if this is no bundle or a damaged
+    one, StorageMismatch if its format is another one. Nothing but the preamble is looked at before the
+    signature is proved.
+    """
     preamble = file.read(_PREAMBLE.size)
     if len(preamble) < _PREAMBLE.size or preamble[: len(_MAGIC)] != _MAGIC:
         raise StorageError("this is no exported prefix")
-    _, num_blocks, length, digest = _PREAMBLE.unpack(preamble)
-    if length > _MAX_HEADER_BYTES:
-        raise StorageError("the exported prefix is damaged: impossible header length")
-    raw = file.read(length)
-    if len(raw) < length or xxhash.xxh3_64_intdigest(raw) != digest:
-        raise StorageError("the exported prefix is damaged: its header fails the checksum")
-    fields = json.loads(raw)
-    if fields["key_format"] != FORMAT_VERSION:
-        raise StorageMismatch(f"the file has key format {fields['key_format']}, not {FORMAT_VERSION}")
-    space = KeySpace(fields["model_fingerprint"], fields["kv_layout"], fields["block_size"])
-    root = BlockKey(bytes.fromhex(fields["root"]))
-    tokens = as_tokens(fields["token_ids"])
-    return BundleHeader(space, fields["block_bytes"], root, tokens, num_blocks)
+    _, version, is_signed, num_blocks, header_bytes, num_tokens = _PREAMBLE.unpack(preamble)
+    if version != _VERSION:
+        raise StorageMismatch(f"the file has format {version}, not {_VERSION}; export it again")
+    if is_signed > 1 or header_bytes > _MAX_HEADER_BYTES or num_tokens > _MAX_TOKENS:
+        raise StorageError("the exported prefix is damaged: impossible lengths")
+    signature = file.read(_DIGEST_BYTES)
+    raw = file.read(header_bytes + 4 * num_tokens)
+    if len(raw) < header_bytes + 4 * num_tokens:
+        raise StorageError("the exported prefix ends within its header")
+    # The block size, and with it the length of the table, stands in the header: parse it, believe nothing.
+    space, block_bytes, root = _parse(raw[:header_bytes])
+    num_full, rest = divmod(num_tokens, space.block_size)
+    table = file.read(num_full * _DIGEST_BYTES)
+    if rest or num_blocks > num_full or len(table) < num_full * _DIGEST_BYTES:
+        raise StorageError("the exported prefix is damaged: its lengths disagree")
+    _prove(trust, is_signed != 0, signature, preamble, raw + table)
+    tokens = np.frombuffer(raw, dtype="<i4", offset=header_bytes).astype(np.int32)
+    if len(tokens) and int(tokens.min()) < 0:
+        raise StorageError("the exported prefix is damaged: a token id is negative")
+    return BundleHeader(space, block_bytes, root, tokens, num_blocks, table[: num_blocks * _DIGEST_BYTES])
 
 
 def read_blocks(
@@ -124,18 +172,77 @@ def read_blocks(
 ) -> None:
     """Hand each block (position, key, bytes valid during the call) to `take`, once it is proved.
 
-    Raises StorageError at the first damaged or missing one.
+    Call it after `header.check`, which bounds the size of a block. Raises StorageError at the first damaged
+    or missing one.
     """
     buffer = bytearray(header.block_bytes)
     view = memoryview(buffer)
     for position, key in enumerate(header.keys):
-        checksum = file.read(_CHECKSUM.size)
         filled = 0
         while filled < len(buffer) and (part := file.read(len(buffer) - filled)):
             view[filled : filled + len(part)] = part
             filled += len(part)
-        if len(checksum) < _CHECKSUM.size or filled < len(buffer):
+        if filled < len(buffer):
             raise StorageError(f"the exported prefix ends within block {position}")
-        if block_checksum(key, 0, view) != _CHECKSUM.unpack(checksum)[0]:
+        expected = header.digests[position * _DIGEST_BYTES : (position + 1) * _DIGEST_BYTES]
+        if not hmac.compare_digest(_digest(key, view), expected):
             raise StorageError(f"block {position} of the exported prefix fails its checksum")
         take(position, key, view)
+
+
+def _first_block(header_bytes: int, num_tokens: int, num_full: int) -> int:
+    return _PREAMBLE.size + _DIGEST_BYTES + header_bytes + 4 * num_tokens + num_full * _DIGEST_BYTES
+
+
+def _digest(key: BlockKey, data: memoryview) -> bytes:
+    digest = hashlib.sha256(key)
+    digest.update(data)
+    return digest.digest()
+
+
+def _signature(key: bytes | None, preamble: bytes, rest: bytes) -> bytes:
+    if key is None:
+        return hashlib.sha256(preamble + rest).digest()
+    return hmac.digest(key, b"stemma bundle" + preamble + rest, "sha256")
+
+
+def _prove(trust: BundleTrust, is_signed: bool, signature: bytes, preamble: bytes, rest: bytes) -> None:
+    """Raise unless the file is sound and trusted."""
+    if is_signed and trust.key is not None:
+        if hmac.compare_digest(signature, _signature(trust.key, preamble, rest)):
+            return
+        if not trust.takes_unsigned:
+            raise UntrustedFile("the exported prefix is damaged, or signed with another key than this one's")
+    if not trust.takes_unsigned:
+        how = "is signed, and this server has no key to prove it" if is_signed else "isn't signed"
+        raise UntrustedFile(f"the exported prefix {how}; --trust-imports takes it all the same")
+    if not is_signed and not hmac.compare_digest(signature, _signature(None, preamble, rest)):
+        raise StorageError("the exported prefix is damaged: its header fails the checksum")
+
+
+def _parse(raw: bytes) -> tuple[KeySpace, int, BlockKey]:
+    """Return key space, bytes of a block and root key; StorageError for whatever isn't exactly that."""
+    try:
+        fields = json.loads(raw)
+        expected = {"model_fingerprint", "kv_layout", "block_size", "key_format", "block_bytes", "root"}
+        if not isinstance(fields, dict) or fields.keys() != expected:
+            raise ValueError("other fields")
+        for name in ("block_size", "key_format", "block_bytes"):
+            if type(fields[name]) is not int or fields[name] < 1:
+                raise ValueError(name)
+        for name in ("model_fingerprint", "kv_layout", "root"):
+            if type(fields[name]) is not str:
+                raise ValueError(name)
+        root = BlockKey(bytes.fromhex(fields["root"]))
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"the exported prefix is damaged: its header can't be read ({error})") from error
+    if (
+        len(root) != _KEY_BYTES
+        or fields["block_size"] > _MAX_TOKENS
+        or fields["block_bytes"] > _MAX_BLOCK_BYTES
+    ):
+        raise StorageError("the exported prefix is damaged: impossible sizes")
+    if fields["key_format"] != FORMAT_VERSION:
+        raise StorageMismatch(f"the file has key format {fields['key_format']}, not {FORMAT_VERSION}")
+    space = KeySpace(fields["model_fingerprint"], fields["kv_layout"], fields["block_size"])
+    return space, fields["block_bytes"], root
