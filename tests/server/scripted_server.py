@@ -1,12 +1,17 @@
-"""A process to send signals to: arguments are a tokenizer's directory, delay and drain timeout in seconds."""
+"""A process to send signals to.
+
+Arguments: a tokenizer's directory, delay and drain timeout in seconds, and maybe more settings as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.model.tokenizer import Tokenizer
+from stemma.server.planes import listen_planes
 from stemma.server.runtime import listen, serve
 from tests.server.scripted_engine import Script, ScriptedEngine
 
@@ -17,9 +22,10 @@ def main() -> int:
     settings = Settings(
         engine=EngineSettings(model=ModelSettings(path=path)),
         server=ServerSettings(port=0, drain_timeout_s=drain_timeout_s),
+        **(json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}),
     )
-    listener = listen("127.0.0.1", 0)
-    return serve(engine, settings, listener, lambda url: print(url, flush=True))
+    with listen_planes(settings, listen) as listeners:
+        return serve(engine, settings, listeners, lambda url: print(url, flush=True))
 
 
 if __name__ == "__main__":

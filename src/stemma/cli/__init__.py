@@ -20,6 +20,7 @@ def make_app() -> typer.Typer:
     from stemma.cli import (
         bench,
         cache,
+        certs,
         chat,
         config,
         demo,
@@ -50,6 +51,7 @@ def make_app() -> typer.Typer:
     app.add_typer(keys.app, name="keys")
     app.add_typer(pool.app, name="pool")
     app.add_typer(config.app, name="config")
+    app.add_typer(certs.app, name="certs")
     return app
 
 

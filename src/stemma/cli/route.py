@@ -19,8 +19,9 @@ def command(
     import uvicorn
 
     from stemma.cli.serve import READY
+    from stemma.server.planes import url_of
     from stemma.server.route import create_route_app
-    from stemma.server.runtime import listen, url_of
+    from stemma.server.runtime import listen
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     app = create_route_app(prefill, decode)

@@ -54,19 +54,21 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     path = settings.engine.model.path
     if not path.is_dir() and not is_demo(path):
         raise ModelError(f"no checkpoint directory at {path}")
+    from stemma.server.planes import listen_planes
     from stemma.server.runtime import listen, serve
 
-    listener = listen(settings.server.host, settings.server.port)
-    with listener:
+    with listen_planes(settings, listen) as listeners:
         engine = _load(console, settings)
 
         def on_ready(url: str) -> None:
             console.print(_summary(engine.parts, settings))
             if settings.server.api_key is None and not _is_loopback(settings.server.host):
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
+            for port in listeners.ports[1:]:
+                console.print(f"{' and '.join(sorted(port.planes))}: {port.url}")
             console.print(f"[bold green]{READY}[/] {url}  [dim](Ctrl-C drains and stops)[/]")
 
-        raise typer.Exit(serve(engine, settings, listener, on_ready))
+        raise typer.Exit(serve(engine, settings, listeners, on_ready))
 
 
 def _load(console: Console, settings: Settings) -> AsyncEngine:

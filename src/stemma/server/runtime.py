@@ -1,23 +1,28 @@
 """Listening, serving and stopping: SIGTERM or Ctrl-C drains, a second one cuts off.
 
 While it drains, the server still answers: running requests finish, new ones get 503, and `/health` says
-503 so that a load balancer looks elsewhere.
+503 so that a load balancer looks elsewhere. SIGHUP reads the certificates again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from stemma.config.settings import Settings
 from stemma.engine.api import EngineClient
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
+from stemma.server.context import ServerContext
+from stemma.server.planes import Listeners, PlaneFilter, PlaneListener
 
 EXIT_CLEAN = 0
 EXIT_CUT_OFF = 1
@@ -38,30 +43,43 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}") from error
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the base URL under which `listener` is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+class _PortServer(uvicorn.Server):
+    """uvicorn's server on one port. Signals and the app's lifespan belong to the main port's."""
 
-
-class _DrainingServer(uvicorn.Server):
-    """uvicorn's server, except that the first signal drains before it stops."""
-
-    def __init__(self, app: FastAPI, settings: Settings) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-            )
+    def __init__(self, app: ASGIApp, port: PlaneListener, *, is_main: bool = False) -> None:
+        config = uvicorn.Config(
+            PlaneFilter(app, port.planes),
+            log_config=None,
+            access_log=False,
+            lifespan="on" if is_main else "off",
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
+        config.load()
+        config.ssl = port.tls
+        super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+class _DrainingServer(_PortServer):
+    """The main port's, except that the first signal drains before it stops."""
+
+    def __init__(self, app: ASGIApp, port: PlaneListener, context: ServerContext, settings: Settings) -> None:
+        super().__init__(app, port, is_main=True)
         self.exit_code = EXIT_CLEAN
-        self._context = app.state.context
+        self._context = context
         self._timeout_s = settings.server.drain_timeout_s
         self._num_signals = 0
         self._drain: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Take signals as uvicorn does."""
+        with uvicorn.Server.capture_signals(self):
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Count a signal; called by the interpreter at any point, so nothing else happens here."""
@@ -87,18 +105,38 @@ class _DrainingServer(uvicorn.Server):
 
 
 def serve(
-    engine: EngineClient, settings: Settings, listener: socket.socket, on_ready: Callable[[str], None]
+    engine: EngineClient, settings: Settings, listeners: Listeners, on_ready: Callable[[str], None]
 ) -> int:
-    """Serve until a signal stops it; return the exit code. `on_ready` gets the URL. Closes the engine."""
+    """Serve until a signal stops it; return the exit code. Closes the engine.
+
+    `on_ready` gets the main port's URL. The ports of other planes answer until the main one has ended.
+    """
     app = create_app(engine, settings)
-    server = _DrainingServer(app, settings)
+    main = listeners.main
+    server = _DrainingServer(app, main, app.state.context, settings)
+    others = [(_PortServer(app, port), port.listener) for port in listeners.ports[1:]]
 
     async def run() -> None:
-        on_ready(url_of(listener))
-        await server.serve(sockets=[listener])
+        _reload_on_hangup(listeners)
+        tasks = [asyncio.create_task(other.serve(sockets=[listener])) for other, listener in others]
+        on_ready(main.url)
+        try:
+            await server.serve(sockets=[main.listener])
+        finally:
+            for other, _ in others:
+                other.should_exit = True
+                other.force_exit = server.force_exit
+            await asyncio.gather(*tasks)
 
     try:
         asyncio.run(run())
     finally:
         engine.close()
     return server.exit_code
+
+
+def _reload_on_hangup(listeners: Listeners) -> None:
+    """Read certificates again on SIGHUP, if there are any; without, the signal keeps its meaning."""
+    has_tls = any(port.tls is not None for port in listeners.ports)
+    if has_tls and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listeners.reload_certificates)

@@ -53,7 +53,7 @@ class ModelOptions(MindIESection):
 
     section: ClassVar[str] = "ModelConfig.models.*"
 
-    kv_cache_options: KVCacheOptions = Field(KVCacheOptions(), alias="kv_cache_options")
+    kv_cache_options: KVCacheOptions = Field(default=KVCacheOptions(), alias="kv_cache_options")
     enable_mlapo_prefetch: bool = no_effect(False, NO_NPU, alias="enable_mlapo_prefetch")
 
     @model_validator(mode="before")
@@ -164,9 +164,9 @@ class BackendConfig(MindIESection):
     inter_node_tls_crl_files: list[str] = no_effect(["server_crl.pem"], NO_LINK)
     inter_node_kmc_ksf_master: str = no_effect("tools/pmt/master/ksfa", NO_LINK)
     inter_node_kmc_ksf_standby: str = no_effect("tools/pmt/standby/ksfb", NO_LINK)
-    kv_pool_config: KVPoolConfig = Field(KVPoolConfig())
-    model_deploy_config: ModelDeployConfig | None = Field(None, alias="ModelDeployConfig")
-    schedule_config: ScheduleConfig | None = Field(None, alias="ScheduleConfig")
+    kv_pool_config: KVPoolConfig = Field(default=KVPoolConfig())
+    model_deploy_config: ModelDeployConfig | None = Field(default=None, alias="ModelDeployConfig")
+    schedule_config: ScheduleConfig | None = Field(default=None, alias="ScheduleConfig")
 
     @field_validator("kv_pool_config", mode="before")
     @classmethod

@@ -26,15 +26,11 @@ class MindIEConfig(MindIESection):
     """Top of the file. `ModelDeployConfig` and `ScheduleConfig` may stand here or in `BackendConfig`."""
 
     version: str = no_effect("1.0.0", "not checked", alias="Version")
-    server: ServerConfig = Field(
-        default_factory=lambda: ServerConfig.model_validate({}), alias="ServerConfig"
-    )
-    backend: BackendConfig = Field(
-        default_factory=lambda: BackendConfig.model_validate({}), alias="BackendConfig"
-    )
-    log: LogConfig = Field(LogConfig(), alias="LogConfig")
-    model_deploy_config: ModelDeployConfig | None = Field(None, alias="ModelDeployConfig")
-    schedule_config: ScheduleConfig | None = Field(None, alias="ScheduleConfig")
+    server: ServerConfig = Field(default=ServerConfig(), alias="ServerConfig")
+    backend: BackendConfig = Field(default=BackendConfig(), alias="BackendConfig")
+    log: LogConfig = Field(default=LogConfig(), alias="LogConfig")
+    model_deploy_config: ModelDeployConfig | None = Field(default=None, alias="ModelDeployConfig")
+    schedule_config: ScheduleConfig | None = Field(default=None, alias="ScheduleConfig")
 
     @property
     def deploy(self) -> ModelDeployConfig:

@@ -97,7 +97,7 @@ class ServerConfig(MindIESection):
     inter_comm_tls_crl_path: _Path = no_effect("security/grpc/certs/", NO_LINK)
     inter_comm_tls_crl_files: _CRLFiles = no_effect(["server_crl.pem"], NO_LINK)
     dist_dp_server_enabled: bool = no_effect(False, NO_LINK, alias="distDPServerEnabled")
-    health_check: HealthCheckConfig = Field(HealthCheckConfig(), alias="HealthCheckConfig")
+    health_check: HealthCheckConfig = Field(default=HealthCheckConfig(), alias="HealthCheckConfig")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,0 +1,115 @@
+"""The dialogue of MindIE's manual: its config.json, its certificates, its two curls to the letter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stemma.model.tiny import write_tiny_model
+
+PRINTED = Path(__file__).parents[1] / "data" / "mindie"
+SOURCE = Path(__file__).parents[2] / "src"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("curl") is None or shutil.which("bash") is None, reason="no curl, no bash"
+    ),
+]
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory as MindIE's, with a daemon that serves from it on the default ports."""
+    if not all(map(is_free, (1025, 1026, 1027))):
+        pytest.skip("another program has one of MindIE's ports 1025 to 1027")
+    root = tmp_path_factory.mktemp("mindie")
+    model = write_tiny_model(root / "DeepSeek-R1_w8a8", hidden_size=96, num_layers=2)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 4096}))
+    (root / "conf").mkdir()
+    printed = (PRINTED / "prefix_cache_as_printed.txt").read_text(encoding="utf-8").rstrip().rstrip(",")
+    fragment = printed.replace("/data/weights/DeepSeek-R1_w8a8", str(model))
+    fragment = fragment.replace('"cpuMemSize" : 5', '"cpuMemSize" : 0').replace(
+        '"npuMemSize" : -1', '"npuMemSize" : 1'
+    )
+    (root / "conf" / "config.json").write_text("{" + fragment + "}", encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "STEMMA_NUM_THREADS": "1"}
+    certs = [sys.executable, "-m", "stemma", "certs", "dev"]
+    subprocess.run(certs, cwd=root, env=environ, check=True, capture_output=True)
+    daemon = subprocess.Popen(
+        [sys.executable, "-m", "stemma.cli.mindie_daemon"],
+        cwd=root,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert daemon.stdout is not None
+    said = []
+    for line in daemon.stdout:
+        said.append(line)
+        if line.startswith("Ready:"):
+            break
+    else:
+        pytest.fail("".join(said))
+    assert "accepted without effect: worldSize, backendType, enable_nz" in "".join(said)
+    yield root
+    daemon.send_signal(signal.SIGTERM)
+    assert daemon.wait(30) == 0
+    daemon.stdout.close()
+
+
+def run_curl(installation: Path, script: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Run a command of the manual in the installation; return body and headers."""
+    # What a reader sees on the terminal is the body alone; curl's own file asks for the headers beside it.
+    (installation / ".curlrc").write_text("silent\nshow-error\ndump-header = headers\n")
+    environ = {**os.environ, "HOME": str(installation), "CURL_HOME": str(installation)}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=installation, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (installation / "headers").read_text().splitlines()
+    headers = dict(line.lower().split(": ", 1) for line in lines if ": " in line)
+    return json.loads(done.stdout), headers
+
+
+def test_both_curls_to_the_letter(installation: Path) -> None:
+    """The second round shares the first question: whole blocks, and the rest of it, are reused."""
+    first_body, first = run_curl(installation, (PRINTED / "curl_round_1.sh").read_text())
+    again_body, again = run_curl(installation, (PRINTED / "curl_round_1.sh").read_text())
+    second_body, second = run_curl(installation, (PRINTED / "curl_round_2.sh").read_text())
+
+    assert first_body.keys() == second_body.keys() == {"generated_text"}
+    assert again_body == first_body, "a hit changes nothing"
+    assert first["x-stemma-cached-tokens"] == "0"
+    num_question = int(again["x-stemma-cached-tokens"]) + 1
+    assert num_question > 128
+    shared = int(second["x-stemma-cached-tokens"])
+    assert num_question - 3 <= shared <= num_question
+
+
+def test_without_a_client_certificate_nothing_is_served(installation: Path) -> None:
+    script = (PRINTED / "curl_round_1.sh").read_text()
+    bare = script.replace("--cert client.pem --key client.key.pem", "")
+    done = subprocess.run(["bash", "-c", bare], cwd=installation, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode != 0
+    assert done.stdout == ""
