@@ -84,7 +84,9 @@ def test_errors_are_one_line() -> None:
     result = stemma("serve", "no/such/model")
 
     assert result.returncode == 2
-    assert result.stderr.splitlines() == ["error: no checkpoint directory at no/such/model"]
+    assert result.stderr.splitlines() == [
+        "error: no checkpoint directory at no/such/model; give the path of a downloaded one"
+    ]
 
 
 def test_server_process_reports_why_it_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

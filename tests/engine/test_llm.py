@@ -6,8 +6,11 @@ import pytest
 
 import stemma
 from stemma import LLM, SamplingParams
+from stemma.config.settings import CacheSettings, EngineSettings, ModelSettings
+from stemma.engine.build import build_engine
 from stemma.errors import ConfigError, PromptTooLong
 from stemma.types import FinishReason
+from tests import checkpoints
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -115,3 +118,11 @@ def test_a_thousand_requests_leave_memory_flat(checkpoint):
     llm.engine.check()
     assert llm.engine.cache.stats().num_evicted_blocks > 0
     assert grown < 120_000, f"{grown} bytes grown by 900 requests"
+
+
+def test_the_tokenizer_ends_sequences_where_the_configs_dont(tmp_path):
+    """Without this, every answer would run to the end of its budget."""
+    path = checkpoints.build("llama", tmp_path, generation={"eos_token_id": None}, eos_token_id=None)
+    model = ModelSettings(path=path, device="cpu")
+    parts = build_engine(EngineSettings(model=model, cache=CacheSettings(kv_cache_memory="1MB")))
+    assert parts.engine.limits.eos_token_ids == frozenset({parts.tokenizer.eos_token_id})

@@ -60,7 +60,7 @@ def test_dtype_and_context_as_asked(qwen2: Path) -> None:
 
 
 def test_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no model directory"):
+    with pytest.raises(ModelError, match="no checkpoint directory"):
         load(tmp_path / "nowhere")
 
 

@@ -17,8 +17,8 @@ from stemma.cli.options import with_settings_flags
 from stemma.config.loading import load_settings
 from stemma.config.settings import Settings
 from stemma.config.sizes import format_size
-from stemma.errors import ModelError
 from stemma.model.demo import is_demo
+from stemma.model.directory import check_directory
 
 if TYPE_CHECKING:
     from stemma.engine.async_engine import AsyncEngine
@@ -52,8 +52,8 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         note=lambda line: console.print(f"[yellow]{escape(line)}[/]"),
     )
     path = settings.engine.model.path
-    if not path.is_dir() and not is_demo(path):
-        raise ModelError(f"no checkpoint directory at {path}")
+    if not is_demo(path):
+        check_directory(path)
     from stemma.server.planes import listen_planes
     from stemma.server.runtime import listen, serve
 

@@ -101,7 +101,8 @@ def build_engine(
         takes_tails=settings.role == "decode",
         block_costs=device_block_costs(settings.cache, kv.num_blocks),
     )
-    limits = Limits(model.eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
+    eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
+    limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
     engine = Engine(
         Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),
         cache,

@@ -47,7 +47,7 @@ def check_directory(path: Path) -> None:
             "save_pretrained(...) writes a directory that is served"
         )
     if not path.is_dir():
-        raise ModelError(f"no model directory {path}; give the path of a downloaded Hugging Face checkpoint")
+        raise ModelError(f"no checkpoint directory at {path}; give the path of a downloaded one")
     if has_file(path, "adapter_config.json"):
         beside = "an adapter beside a full model" if has_file(path, CONFIG) else "an adapter (LoRA) alone"
         raise ModelError(

@@ -24,9 +24,10 @@ from stemma.model.cpu.weights import can_pack, pack_linears, plain_layers
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import check_directory, has_file, read_json, weight_files
 from stemma.model.fingerprint import model_fingerprint
+from stemma.model.foreign import foreign_code
 from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
-from stemma.model.pretrained import Progress, foreign_code, load_config, load_weights, runs_remote_code
+from stemma.model.pretrained import Progress, load_config, load_weights, runs_remote_code
 from stemma.model.selfcheck import check_served, check_weights, needs_check, take_reference
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart, trim_heap

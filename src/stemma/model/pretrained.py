@@ -20,11 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import ModelError, StemmaError, UnsupportedModel
+from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model import fp8
 from stemma.model.attention import SUPPORTED
 from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tensors
+from stemma.model.foreign import foreign_code
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called with what is going on and the share of it that is done, 0..1."""
@@ -37,22 +38,6 @@ _SCALES = re.compile(
     r"(scale|scale_inv|scales|scale_2|qweight|qzeros|zero_point|g_idx|weight_packed|weight_shape|absmax|SCB"
     r"|quant_map|quant_state\S*)$"
 )
-_MAX_MESSAGE = 600
-
-
-@contextmanager
-def foreign_code(doing: str, advice: str = "") -> Iterator[None]:
-    """Turn what transformers or a checkpoint's own code raises into a ModelError: `doing`: why; `advice`."""
-    try:
-        yield
-    except (StemmaError, MemoryError):
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:_MAX_MESSAGE]
-        named = (
-            text if isinstance(error, OSError | ImportError) and text else f"{type(error).__name__}: {text}"
-        )
-        raise ModelError(f"{doing}: {named}{advice}") from error
 
 
 def runs_remote_code(settings: ModelSettings) -> bool:

@@ -21,7 +21,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import SUPPORTED
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
-from stemma.model.pretrained import foreign_code
+from stemma.model.foreign import foreign_code
 
 TESTED = frozenset(
     {

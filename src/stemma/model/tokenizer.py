@@ -7,9 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from stemma.errors import InvalidRequest, ModelError
+from stemma.errors import InvalidRequest
+from stemma.model.foreign import foreign_code
 from stemma.types import TokenArray, as_tokens
 
 
@@ -17,18 +19,24 @@ class Tokenizer:
     """A thin wrapper over the Hugging Face tokenizer of a checkpoint directory. Thread-safe to read."""
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
-        try:
+        advice = "; take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
+        with foreign_code(f"no usable tokenizer in {path}", advice):
             self._hf: Any = AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError) as error:
-            raise ModelError(f"no usable tokenizer in {path}: {error}") from error
+            # Some broken files are noticed only in use.
+            self._hf.decode(self._hf.encode("a"))
 
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence id; `generation_config.json` may name more."""
         token_id: int | None = self._hf.eos_token_id
         return token_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence where the checkpoint's configs name none; maybe none here either."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -63,11 +71,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenArray:
-        """Render a conversation and return its ids; raise InvalidRequest if the template refuses it."""
+        """Render a conversation and return its ids; raise InvalidRequest if the template fails."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        from jinja2.exceptions import TemplateError
-
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
@@ -76,8 +82,11 @@ class Tokenizer:
                 tokenize=False,
                 **dict(template_kwargs or {}),
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program of the checkpoint's: anything may come out of it
+            named = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise InvalidRequest(
-                f"the chat template refuses these messages: {error}", param="messages"
+                f"the chat template refuses these messages: {named}", param="messages"
             ) from error
         return self.encode(str(text), add_special_tokens=False)
