@@ -91,6 +91,7 @@ def build_engine(
             pool=settings.cache.pool,
             role=settings.role,
             device=device,
+            supervisor=supervisor,
         )
     cache = PrefixCache(
         kv,

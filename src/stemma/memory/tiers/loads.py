@@ -1,7 +1,8 @@
 """Blocks on their way up: read by worker threads, copied into device blocks, and given up when late.
 
 This is the one place where a read that misses, fails, is corrupt or comes late turns into a smaller number
-of loaded blocks. It is counted with its tier and reason, and the scheduler computes the tokens instead.
+of loaded blocks. It is counted with its tier and reason, and the scheduler computes the tokens instead. An
+error that nobody expects ends a load too, and is reported to the supervisor.
 
 Blocks of a slow store are read into a buffer of the worker first, or into one that the store lends. So a read
 that hangs never writes into device blocks that were given to somebody else meanwhile. A host block goes
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from queue import PriorityQueue
 
 import torch
@@ -30,6 +32,7 @@ from stemma.memory.tiers.host import HostStore
 from stemma.memory.tiers.lower import LoadCounters
 from stemma.memory.tiers.recent_keys import Whereabouts
 from stemma.memory.tiers.store import BlockPut, BlockStore, ReadResult
+from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
@@ -93,6 +96,7 @@ class LoadQueue:
         num_threads: int = 2,
         exclusive: bool = False,
         fails: bool = False,
+        supervisor: Supervisor,
     ) -> None:
         """`stores` gives the stores to read from, nearest first. `exclusive` removes from the host tier
         what was moved to the device. With `fails`, a load that lacks blocks which a tier couldn't deliver
@@ -113,13 +117,10 @@ class LoadQueue:
         self._deadlines_changed = threading.Condition()
         self._is_closed = False
         self._helpers = ThreadPoolExecutor(num_threads, thread_name_prefix="stemma-deliver")
-        self._threads = [
-            threading.Thread(target=self._run, name=f"stemma-load-{n}", daemon=True)
-            for n in range(num_threads)
-        ]
-        self._threads.append(threading.Thread(target=self._watch, name="stemma-load-limit", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._supervisor = supervisor
+        names = [f"stemma-load-{n}" for n in range(num_threads)]
+        self._threads = [start_thread(name, partial(self._run, name), supervisor) for name in names]
+        self._threads.append(start_thread("stemma-load-limit", self._watch, supervisor))
 
     @property
     def num_queued_blocks(self) -> int:
@@ -218,13 +219,15 @@ class LoadQueue:
 
     # -- worker threads ---------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, name: str) -> None:
         reader = ChunkReader(self._device.block_bytes, pin_memory=self._device.is_cuda)
         while (task := self._tasks.get()[2]) is not None:
             try:
                 self._work(task, reader)
             except StorageError as error:
                 logger.warning("a load ended early: %s", error)
+            except Exception as error:  # noqa: BLE001 - reported; the load ends with what it has
+                self._supervisor.on_thread_failure(name, error)
             finally:
                 task.finish(task.num_done, fails=self._fails)
                 with self._lock:

@@ -15,6 +15,7 @@ from stemma.memory.tiers.store import BlockStore
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import KeySpace
+from stemma.supervision import Supervisor
 from stemma.types import Tier
 
 
@@ -27,12 +28,13 @@ def open_tiers(
     pool: PoolSettings | None = None,
     role: Role = "both",
     device: DeviceCopy | None = None,
+    supervisor: Supervisor | None = None,
 ) -> TierTransfer:
     """Open the tiers that the settings name, each with a policy `eviction` of its own.
 
-    Without any the transfer idles; a pool may be attached to it later. Raises ConfigError if a tier is too
-    small for a block, StorageError (StorageLocked, StorageMismatch) if the disk's directory can't be used or
-    the pool doesn't answer.
+    Without any the transfer idles; a pool may be attached to it later. `supervisor` hears of errors in the
+    threads of the tiers. Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked,
+    StorageMismatch) if the disk's directory can't be used or the pool doesn't answer.
     """
     block_bytes = kv.layout.block_bytes
     stores: list[BlockStore] = []
@@ -58,6 +60,7 @@ def open_tiers(
         time.monotonic,
         block_size=kv.layout.block_size,
         staging_bytes=settings.transfer_buffer,
+        supervisor=supervisor,
     )
     if pool is not None:
         try:

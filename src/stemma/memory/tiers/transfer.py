@@ -27,6 +27,7 @@ from stemma.memory.tiers.slotted import SlottedStore
 from stemma.memory.tiers.staging import StagingArena
 from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, StagedBlock, WriteQueue
+from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import BlockKey, Tier
 
 PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
@@ -74,8 +75,13 @@ class TierTransfer:
         *,
         block_size: int,
         staging_bytes: int,
+        supervisor: Supervisor | None = None,
     ) -> None:
-        """`stores`: at most one per tier; they are closed with this object. `clock` never decreases."""
+        """`stores`: at most one per tier; they are closed with this object. `clock` never decreases.
+
+        `supervisor` hears of errors in the threads started here; None: they are logged.
+        """
+        self._supervisor = supervisor or LoggingSupervisor()
         self.estimator = LoadEstimator(block_size, clock)
         self._device = device
         self._policy = policy
@@ -99,6 +105,7 @@ class TierTransfer:
             whereabouts=self._whereabouts,
             exclusive=policy.exclusive,
             fails=policy.fail_on_load_failure,
+            supervisor=self._supervisor,
         )
         for store in stores:
             self.attach(store)
@@ -135,6 +142,7 @@ class TierTransfer:
             self._queues[store.tier] = WriteQueue(
                 store,
                 self._staging,
+                supervisor=self._supervisor,
                 idle_work=lambda: self._idle_work(store),
                 on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
             )

@@ -2,7 +2,8 @@
 
 The step loop pays one memcpy a block, into staging; from then on the device block may be reused. The queue is
 bounded by the staging arena. When that is full the newest blocks are dropped and counted: a cache may forget,
-it may not stall.
+it may not stall. An error that nobody expects is reported to the supervisor; its blocks count as not written,
+and the thread goes on, so that nobody waits for it in vain.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from stemma.errors import StorageError
 from stemma.memory.tiers.lower import DeviceBlock
 from stemma.memory.tiers.staging import StagingArena
 from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore, PutResult
+from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class WriteQueue:
         store: BlockStore,
         staging: StagingArena,
         *,
+        supervisor: Supervisor,
         idle_work: Work | None = None,
         on_failed: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
@@ -59,8 +62,9 @@ class WriteQueue:
         self._is_busy = False
         self._is_awake = False
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name=f"stemma-write-{store.tier}", daemon=True)
-        self._thread.start()
+        self._name = f"stemma-write-{store.tier}"
+        self._supervisor = supervisor
+        self._thread = start_thread(self._name, self._run, supervisor)
 
     @property
     def num_queued(self) -> int:
@@ -74,6 +78,10 @@ class WriteQueue:
     def put(self, staged: Sequence[StagedBlock]) -> None:
         """Queue blocks; this queue is one of the owners of each."""
         with self._changed:
+            if self._is_closing:
+                self._num_put += len(staged)
+                self._give_back(list(staged))
+                return
             self._blocks.extend(staged)
             self._keys.update(one.block.key for one in staged)
             self._num_put += len(staged)
@@ -114,6 +122,15 @@ class WriteQueue:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._write_until_closed()
+        finally:  # whoever drains this queue waits no longer
+            with self._changed:
+                self._is_closing, self._is_busy, self._is_awake = True, False, False
+                self._touches.clear()
+                self._give_back([self._blocks.popleft() for _ in range(len(self._blocks))])
+
+    def _write_until_closed(self) -> None:
         while True:
             with self._changed:
                 self._is_busy = False
@@ -141,7 +158,11 @@ class WriteQueue:
             elif self._idle_work is not None and self._idle_work():
                 self.wake()
         except StorageError as error:
+            self._not_written(batch)
             logger.warning("%s: %s", self.store.tier, error)
+        except Exception as error:  # noqa: BLE001 - reported
+            self._not_written(batch)
+            self._supervisor.on_thread_failure(self._name, error)
         finally:
             with self._changed:
                 self._give_back(batch)
@@ -162,6 +183,10 @@ class WriteQueue:
             logger.debug("%s: %d of %d blocks not written", self.store.tier, len(failed), len(batch))
             if self._on_failed is not None:
                 self._on_failed(failed)
+
+    def _not_written(self, batch: list[StagedBlock]) -> None:
+        if self._on_failed is not None and batch:
+            self._on_failed([one.block.key for one in batch])
 
     def _give_back(self, batch: list[StagedBlock]) -> None:
         self._num_done += len(batch)

@@ -19,9 +19,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -32,6 +32,7 @@ from stemma.memory.tiers.pool.backend import Parts, PoolBackend, part_bytes
 from stemma.memory.tiers.pool.registered import address_of
 from stemma.memory.tiers.pool.registry import PoolConfig
 from stemma.memory.tiers.store import PutResult, ReadResult
+from stemma.supervision import LoggingSupervisor, start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class MooncakePool(PoolBackend):
         else:
             _log.warning("mooncake master %s is away: its client is closed when it is back", self._master)
             rest = (self._client, self._master, self._registered)
-            threading.Thread(target=_close_later, args=rest, daemon=True).start()
+            start_thread("stemma-mooncake-close", partial(_close_later, *rest), LoggingSupervisor())
 
     def _require_open(self) -> None:
         if self._closed:
