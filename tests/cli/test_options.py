@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-from stemma.cli import make_app
+from stemma.cli import load_command
 from stemma.cli.options import with_settings_flags
 from stemma.config.loading import flag_of, setting_fields
 
@@ -25,7 +25,7 @@ def parse(*arguments: str) -> dict[str, Any]:
 
 
 def test_every_setting_is_a_flag_with_a_word_of_help() -> None:
-    serve = typer.main.get_command(make_app()).get_command(None, "serve")
+    serve = load_command("serve")
     options = {parameter.opts[0]: parameter for parameter in serve.params}
 
     for name in setting_fields():
@@ -34,7 +34,7 @@ def test_every_setting_is_a_flag_with_a_word_of_help() -> None:
 
 
 def test_own_options_keep_their_declarations() -> None:
-    doctor = typer.main.get_command(make_app()).get_command(None, "doctor")
+    doctor = load_command("doctor")
     options = {parameter.opts[0]: parameter for parameter in doctor.params}
 
     assert options["--config"].help

@@ -1,58 +1,99 @@
 """The ``stemma`` command; one file (or package) per subcommand.
 
-Subcommands import torch, transformers and the server only when they run, so that ``--help`` is quick.
+A subcommand is imported only when it runs, so that ``--help`` needs neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
 from stemma.errors import StemmaError
 
 EXIT_USAGE = 2
 
+COMMANDS = {
+    "serve": (
+        "serve:command",
+        "Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics.",
+    ),
+    "chat": ("chat:command", "Chat in the terminal; after each answer, how many tokens came from the cache."),
+    "bench": (
+        "bench:command",
+        "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
+    ),
+    "demo": ("demo:command", "Show the prefix cache at work on a small model, in under a minute."),
+    "doctor": (
+        "doctor:command",
+        "Print what a bug report needs: kernels, memory, versions, tiers. Takes the flags of serve.",
+    ),
+    "replay": (
+        "replay:replay_command",
+        "Replay a trace through the index and the eviction policies that serve requests.",
+    ),
+    "plan": (
+        "plan:command",
+        "Predict hit ratio, time to first token and cost of tiers of given sizes for recorded traffic.",
+    ),
+    "order": (
+        "order:command",
+        "Replay a trace with a service-time model: hits and waiting by scheduling order.",
+    ),
+    "route": (
+        "route:command",
+        "Send each request to a prefill server and then to a decode server (docs/tiers.md).",
+    ),
+    "usage": (
+        "usage:command",
+        "Sum the usage ledger: hit and miss tokens by tier, output tokens, and costs if prices are given.",
+    ),
+    "cache": ("cache:app", "Look into disk caches, clean them, export and import prefixes."),
+    "keys": ("keys:app", "API keys and the tenants that they belong to."),
+    "pool": ("pool:app", "Blocks shared by machines."),
+    "config": ("config:app", "Check a configuration file, explain a setting or a key."),
+    "certs": ("certs:app", "Make certificates to try HTTPS with."),
+}
+"""By name: where in this package the command is (a function or a group of commands), and its help."""
+
+
+class LazyCommands(TyperGroup):
+    """Holds names and help of all commands, and imports the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See `TyperGroup.resolve_command`."""
+        if args[0] in COMMANDS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import a subcommand and return it as typer runs it."""
+    module, attribute = COMMANDS[name][0].split(":")
+    target = getattr(import_module(f"stemma.cli.{module}"), attribute)
+    if isinstance(target, typer.Typer):
+        return typer.main.get_group(target)
+    single = typer.Typer(add_completion=False)
+    single.command(name)(target)
+    return typer.main.get_command(single)
+
 
 def make_app() -> typer.Typer:
-    """Return the command line: a file of this package per command, a line here for each."""
-    from stemma.cli import (
-        bench,
-        cache,
-        certs,
-        chat,
-        config,
-        demo,
-        doctor,
-        keys,
-        order,
-        plan,
-        pool,
-        route,
-        serve,
-        usage,
+    """Return the command line: a file of this package per command, a line in `COMMANDS` for each."""
+    app = typer.Typer(
+        cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
     )
-    from stemma.cli.replay import replay_command
-
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_describe)
-    app.command("serve")(serve.command)
-    app.command("chat")(chat.command)
-    app.command("bench")(bench.command)
-    app.command("demo")(demo.command)
-    app.command("doctor")(doctor.command)
-    app.command("replay")(replay_command)
-    app.command("plan")(plan.command)
-    app.command("order")(order.command)
-    app.command("route")(route.command)
-    app.command("usage")(usage.command)
-    app.add_typer(cache.app, name="cache")
-    app.add_typer(keys.app, name="keys")
-    app.add_typer(pool.app, name="pool")
-    app.add_typer(config.app, name="config")
-    app.add_typer(certs.app, name="certs")
+    for name, (_, help_text) in COMMANDS.items():
+        app.command(name, help=help_text)(_not_loaded)
     return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("LazyCommands puts the command itself in this place")
 
 
 def main() -> None:
@@ -65,6 +106,8 @@ def run(app: typer.Typer) -> None:
     try:
         app()
     except StemmaError as error:
+        from rich.console import Console
+
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         console.print(f"error: {error}", style="red")
         sys.exit(EXIT_USAGE)

@@ -1,0 +1,74 @@
+"""Nothing is imported before it is needed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import stemma.cli
+from stemma.cli import COMMANDS, load_command, make_app
+
+SRC = Path(stemma.cli.__file__).parents[2]
+HEAVY = ("torch", "transformers", "numpy", "fastapi", "pydantic", "sqlalchemy", "httpx", "stemma.config")
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Return the modules that `stemma ARGUMENTS` imports in a process of its own."""
+    code = (
+        "import sys\nfrom stemma.cli import main\n"
+        f"sys.argv = ['stemma', *{list(arguments)!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "print('\\nMODULES', *sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return set(done.stdout.split("MODULES", 1)[1].split())
+
+
+def test_help_imports_no_command() -> None:
+    modules = imported_by("--help")
+    assert not modules & set(HEAVY)
+    assert {name for name in modules if name.startswith("stemma.")} == {"stemma.cli", "stemma.errors"}
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "bench", "config", "doctor"])
+def test_help_of_a_command_needs_no_torch(command: str) -> None:
+    assert not imported_by(command, "--help") & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_what_the_command_says(name: str) -> None:
+    command = load_command(name)
+    assert command.help is not None
+    assert inspect.cleandoc(command.help).splitlines()[0] == COMMANDS[name][1]
+
+
+def test_every_command_is_listed_and_answers() -> None:
+    runner = CliRunner(env={"COLUMNS": "200"})
+    listed = runner.invoke(make_app(), ["--help"]).output
+    for name in COMMANDS:
+        assert name in listed
+        result = runner.invoke(make_app(), [name, "--help"])
+        assert result.exit_code == 0
+        assert "Usage" in result.output
+        assert "--install-completion" not in result.output
+
+
+def test_unknown_command() -> None:
+    result = CliRunner().invoke(make_app(), ["sevre"])
+    assert result.exit_code == 2
+    assert "serve" in result.output
+    assert isinstance(typer.main.get_command(make_app()), stemma.cli.LazyCommands)
