@@ -1,6 +1,6 @@
 """Stemma and its peers in turn: same model, same prompts, same client, over HTTP.
 
-``python -m benchmarks.versus --vllm PYTHON [--llama-cpp PYTHON] [--transformers PYTHON] [--data DIR]``
+``python -m benchmarks.versus --vllm PYTHON [--openvino PYTHON] [--llama-cpp PYTHON] [--data DIR]``
 
 All servers are started, one after the other; then each workload is run by one server after the other, so that
 a machine which is faster at one minute than at the next is so for all of them. An idle server costs nothing.
@@ -70,6 +70,9 @@ def main(
         Path | None, typer.Option(help="Python with llama-cpp-python[server], gguf.")
     ] = None,
     transformers: Annotated[Path | None, typer.Option(help="Python with transformers[serving].")] = None,
+    openvino: Annotated[
+        Path | None, typer.Option(help="Python with openvino-genai, optimum-intel[openvino], fastapi.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with gsm8k_test.jsonl and mmlu/.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each server.")] = psutil.cpu_count(False) or 2,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
@@ -88,6 +91,8 @@ def main(
         configured.append(servers.llama_cpp(llama_cpp, _gguf(llama_cpp, checkpoint), threads))
     if transformers is not None:
         configured.append(servers.transformers_serve(transformers, checkpoint))
+    if openvino is not None:
+        configured.append(servers.openvino(openvino, _openvino_export(openvino, checkpoint), threads))
     chosen = [probe for probe in PROBES if not only or probe.name in only.split(",")]
     results = {server.name: ServerResult(server.name, server.note) for server in configured}
     if not busy_ok:
@@ -120,6 +125,18 @@ def _gguf(python: Path, checkpoint: Path) -> Path:
     target = checkpoint.with_suffix(".gguf")
     if not target.exists():
         subprocess.run([python, "-m", "benchmarks.peers.gguf", checkpoint, target], check=True)
+    return target
+
+
+def _openvino_export(python: Path, checkpoint: Path) -> Path:
+    """Return the checkpoint as OpenVINO reads it, exported once, weights as they are."""
+    target = checkpoint.with_name(checkpoint.name + "-openvino")
+    if not (target / "openvino_model.xml").exists():
+        command = (
+            *(str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(checkpoint)),
+            *("--task", "text-generation-with-past", "--weight-format", "fp16", str(target)),
+        )
+        subprocess.run(command, check=True)
     return target
 
 

@@ -108,6 +108,16 @@ def transformers_serve(python: Path, checkpoint: Path) -> Server:
     return Server("transformers", command, {"HF_HUB_OFFLINE": "1"}, model=str(checkpoint))
 
 
+def openvino(python: Path, exported: Path, threads: int) -> Server:
+    """Return OpenVINO GenAI (bf16, continuous batching, prefix caching) behind our small HTTP front."""
+    command = (
+        *(str(python), str(Path(__file__).with_name("openvino_front.py")), str(exported)),
+        *("--port", "{port}", "--name", MODEL_NAME, "--threads", str(threads)),
+        *("--cache-gb", str(max(1, KV_CACHE_BYTES // 2**30))),
+    )
+    return Server("openvino", command, ready_path="/v1/models")
+
+
 @contextmanager
 def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterator[Running]:
     """Start `server`, wait until it is ready, and stop it at the end."""
