@@ -10,6 +10,7 @@ from stemma.config.settings import PoolSettings
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool import EnginePool
 from stemma.engine.sampling.params import BeamParams, SamplingParams
+from stemma.errors import GenerationFailed, StemmaError
 from stemma.memory.tiers.lower import TransferStats
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
@@ -93,6 +94,13 @@ class RequestOutput:
     """From arrival to the first step."""
     error: str | None = None
     """Set if the engine failed on this request (finish reason ERROR)."""
+    error_type: type[StemmaError] = GenerationFailed
+    """Of `error`."""
+
+    def raise_error(self) -> None:
+        """Raise `error`, if it is set."""
+        if self.error is not None:
+            raise self.error_type(self.error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class AsyncEngine:
         self.default_sampling: Mapping[str, float | int] = self.parts.model.default_sampling
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
-        self.cache_control = CacheControl(engine.cache, self.parts.device, self.parts.key_space, self._call)
+        self.cache_control = CacheControl(engine, self.parts.device, self.parts.key_space, self._call)
         self._engine: Engine = engine
         self._processor = OutputProcessor(self.parts.tokenizer, engine.limits)
         self._supervisor.start("stemma-outputs", self._run_outputs)

@@ -215,8 +215,7 @@ async def _last_outputs(streams: Sequence[AsyncIterator[RequestOutput]]) -> list
 
 async def _last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     async for output in stream:
-        if output.error is not None:
-            raise GenerationFailed(output.error)
+        output.raise_error()
         if output.finished:
             return output
     raise GenerationFailed("the engine ended a request without its last output")

@@ -19,7 +19,7 @@ from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.step_thread import StepThread
 from stemma.engine.supervisor import EngineSupervisor
-from stemma.errors import ConfigError, EngineFailed, Overloaded, StemmaError
+from stemma.errors import ConfigError, EngineFailed, Overloaded
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, TokenArray, as_tokens
 
@@ -258,8 +258,7 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _merge(result: Generation, output: RequestOutput) -> None:
-    if output.error is not None:
-        raise StemmaError(output.error)
+    output.raise_error()
     result.cache = output.cache
     for delta in output.deltas:
         completion = result.completions[delta.index]

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from stemma.engine.api import GenerationRequest
 from stemma.engine.operator.cache_control import CacheLookup, Pin
 from stemma.engine.sampling.params import SamplingParams
-from stemma.errors import ClientDisconnected, GenerationFailed, InvalidRequest, StorageError
+from stemma.errors import ClientDisconnected, InvalidRequest, StorageError
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.prefix.keys import Namespace
 from stemma.server.body import read_object, validate
@@ -99,8 +99,7 @@ async def prewarm(request: Request) -> Response:
     )
     answer: dict[str, Any] = {}
     async for output in context.engine.generate(wanted):
-        if output.error is not None:
-            raise GenerationFailed(output.error)
+        output.raise_error()
         answer = {
             "num_prompt_tokens": output.cache.num_prompt_tokens,
             "num_cached_tokens": output.cache.num_cached_tokens,

@@ -35,8 +35,7 @@ async def run_one(
     try:
         async for output in stream:
             watch.seen(output)
-            if output.error is not None:
-                raise GenerationFailed(output.error)
+            output.raise_error()
             if output.finished:
                 outcome = "ok"
             yield output

@@ -21,7 +21,7 @@ from stemma.engine.drafts.source import num_accepted
 from stemma.engine.output.output import SequenceNews
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 from stemma.engine.trace_log import TraceLog
-from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
+from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, PromptTooLong, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason
@@ -133,22 +133,45 @@ class Engine:
 
         Where steps overlap: launch one, and return what the step launched by the call before this did.
         """
-        start_s = self._clock()
         if self._heap_guard is not None:
             self._heap_guard.check()
-        ahead = self._ahead
-        flight = ahead.flight if ahead is not None else None
-        plan = self._scheduler.schedule(is_ahead=flight is not None)
-        news = self._end_failed_loads()
+        return self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
+
+    def _step_in_turn(self) -> list[SequenceNews]:
+        """Schedule a step and run it from beginning to end."""
+        start_s = self._clock()
+        plan, news = self._schedule(is_ahead=False)
+        return news + self._run_or_wait(plan, start_s, may_wait=not news)
+
+    def _step_ahead(self, ahead: StepsAhead) -> list[SequenceNews]:
+        """Launch a step that can run behind the one in flight, then collect that one.
+
+        A plan that needs the host in between runs in turn: at once if nothing is in flight, else it is
+        dropped and scheduled again by the next call.
+        """
+        start_s, flight = self._clock(), ahead.flight
+        plan, news = self._schedule(is_ahead=flight is not None)
+        if plan and can_fly(plan, has_drafter=self._drafter is not None):
+            news += self._launch(ahead, plan)
+        elif flight is None:
+            return news + self._run_or_wait(plan, start_s, may_wait=not news)
+        return news if flight is None else news + self._collect(ahead, flight)
+
+    def _schedule(self, *, is_ahead: bool) -> tuple[Seq[Scheduled], list[SequenceNews]]:
+        """Return the next step, and what became of requests that the scheduler had to fail."""
+        plan = self._scheduler.schedule(is_ahead=is_ahead)
+        failed, self._scheduler.failed = self._scheduler.failed, []
+        news = [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
         if news:
             plan = [item for item in plan if item.sequence.status is Status.RUNNING]
-        if ahead is not None and plan and can_fly(plan, has_drafter=self._drafter is not None):
-            news += self._launch(ahead, plan)
-        elif plan and flight is None:
-            news += self._take_turn(plan, start_s)
-        elif flight is None and not news:
+        return plan, news
+
+    def _run_or_wait(self, plan: Seq[Scheduled], start_s: float, *, may_wait: bool) -> list[SequenceNews]:
+        if plan:
+            return self._take_turn(plan, start_s)
+        if may_wait:
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
-        return news if ahead is None or flight is None else news + self._collect(ahead, flight)
+        return []
 
     def _take_turn(self, plan: Seq[Scheduled], start_s: float) -> list[SequenceNews]:
         """Run a step from beginning to end."""
@@ -199,7 +222,8 @@ class Engine:
     def _fail(self, plan: Seq[Scheduled], error: Exception) -> list[SequenceNews]:
         """End the requests of a step that failed."""
         failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
-        return [n for i in failed for n in self._end(i, FinishReason.ERROR, describe_error(error))]
+        failure = GenerationFailed(describe_error(error))
+        return [n for i in failed for n in self._end(i, FinishReason.ERROR, failure)]
 
     def close(self) -> None:
         """Write what lower tiers still owe the disk, and let go of them."""
@@ -243,6 +267,14 @@ class Engine:
         """Raise IntegrityError if blocks and their holders don't agree (slow)."""
         self.cache.check()
 
+    def begin_transient_hold(self) -> None:
+        """An operator's command took a lease, which it will free soon."""
+        self._scheduler.num_transient_holds += 1
+
+    def end_transient_hold(self) -> None:
+        """It was freed, or became a pin."""
+        self._scheduler.num_transient_holds -= 1
+
     def fail_all(self, error: str) -> list[SequenceNews]:
         """End every request with an error; for the loop's last resort. Never raises.
 
@@ -254,21 +286,18 @@ class Engine:
             except Exception:
                 logger.exception("the step under way could not be ended")
         news: list[SequenceNews] = []
+        failure = GenerationFailed(error)
         for request_id, state in list(self._requests.items()):
             try:
-                news += self._end(request_id, FinishReason.ERROR, error)
+                news += self._end(request_id, FinishReason.ERROR, failure)
             except Exception:
                 logger.exception("request %s could not be ended", request_id)
                 self._requests.pop(request_id, None)
                 news += [
-                    SequenceNews(state, index, finish_reason=FinishReason.ERROR, error=error)
+                    SequenceNews(state, index, finish_reason=FinishReason.ERROR, error=failure)
                     for index in range(state.request.params.n)
                 ]
         return news
-
-    def _end_failed_loads(self) -> list[SequenceNews]:
-        failed, self._scheduler.failed_loads = self._scheduler.failed_loads, []
-        return [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
 
     def _observe_prefill(self, plan: Seq[Scheduled], seconds: float) -> None:
         """Let the lower tiers know what computing costs, from steps that are nearly all prefill."""
@@ -291,7 +320,11 @@ class Engine:
         return sequence
 
     def _draw(self, plan: Seq[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
-        """Fork siblings of finished prompts, then draw the next tokens of all in one call."""
+        """Draw the next tokens of all in one call, then commit what was computed and fork siblings.
+
+        A commit copies blocks to lower tiers. On a device that computes beside the host, the step is over
+        only once what it drew was read, so nothing is committed before.
+        """
         drawn: list[_Drawn] = []
         rows: list[int] = []
         row = 0
@@ -299,9 +332,8 @@ class Engine:
             sequence = item.sequence
             sequence.num_computed = item.start + item.num_tokens - len(item.draft)
             if not item.num_logits:
-                self._scheduler.commit(item)
                 continue
-            for owner in (sequence, *self._fork_siblings(sequence)):
+            for owner in (sequence, *self._siblings(sequence)):
                 drawn.append(_Drawn(item, owner))
                 rows.extend(range(row, row + item.num_logits))
             row += item.num_logits
@@ -313,22 +345,25 @@ class Engine:
         for one in drawn:
             one.take(sampled, first)
             first += one.item.num_logits
-        return drawn
+        for item in plan:
+            if not item.num_logits:
+                self._scheduler.commit(item)
+        return [one for one in drawn if one.sequence is one.item.sequence or self._fork(one)]
 
-    def _fork_siblings(self, sequence: Sequence) -> list[Sequence]:
-        """Create the other answers of a request whose prompt was computed just now.
-
-        As many as there is room for share its blocks at once; the rest are queued, and will hit.
-        """
+    def _siblings(self, sequence: Sequence) -> list[Sequence]:
+        """Create the other answers of a request whose prompt was computed just now."""
         state = sequence.state
-        forked: list[Sequence] = []
-        while len(state.sequences) < state.request.params.n:
-            child = self._new_sequence(state)
-            if self._scheduler.fork(sequence, child):
-                forked.append(child)
-            else:
-                self._scheduler.add(child)
-        return forked
+        return [self._new_sequence(state) for _ in range(len(state.sequences), state.request.params.n)]
+
+    def _fork(self, one: _Drawn) -> bool:
+        """Let a sibling share the blocks of its prompt; False if there is no room.
+
+        It is queued then, will hit, and draws the same token: that depends on its position alone.
+        """
+        if self._scheduler.fork(one.item.sequence, one.sequence):
+            return True
+        self._scheduler.add(one.sequence)
+        return False
 
     def _accept(self, one: _Drawn) -> SequenceNews:
         """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
@@ -387,7 +422,7 @@ class Engine:
             del self._requests[state.request.request_id]
             self._tally.finish(state)
 
-    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> list[SequenceNews]:
+    def _end(self, request_id: str, reason: FinishReason, error: StemmaError | None) -> list[SequenceNews]:
         """Finish every sequence of a request that isn't over, those that don't exist yet included."""
         state = self._requests.pop(request_id, None)
         if state is None:

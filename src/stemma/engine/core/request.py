@@ -15,6 +15,8 @@ from stemma.types import FinishReason, TokenArray
 class Status(Enum):
     """Where a sequence is in its life."""
 
+    NEW = auto()
+    """Not queued yet."""
     WAITING = auto()
     """Queued; holds no block."""
     LOADING = auto()
@@ -83,7 +85,7 @@ class Sequence:
         self.state = state
         self.index = index
         self.sampling = sampling
-        self.status = Status.WAITING
+        self.status = Status.NEW
         self.lease: Lease | None = None
         self.in_flight: Scheduled | None = None
         """Work of this sequence in the step launched last, if that isn't collected yet."""

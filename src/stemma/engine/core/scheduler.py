@@ -19,6 +19,7 @@ import numpy as np
 from stemma.config.settings import SchedulerSettings
 from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.core.request import Limits, Scheduled, Sequence, Status
+from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
@@ -82,9 +83,11 @@ class Scheduler:
         self._no_room: tuple[int, int] | None = None
         """Blocks available and sequences queued so far when the head of the queue last found no room."""
         self.num_preemptions = 0
-        self.failed_loads: list[tuple[str, str]] = []
-        """Requests to fail, with the reason: a lower tier couldn't deliver, and settings forbid to compute.
-        Whoever calls `schedule` empties this."""
+        self.num_transient_holds = 0
+        """Leases that an operator's command holds for now: blocks that will be free soon."""
+        self.failed: list[tuple[str, StemmaError]] = []
+        """Requests to fail, with the reason: a lower tier couldn't deliver and settings forbid to compute, or
+        nothing but pins is left to wait for. Whoever calls `schedule` empties this."""
 
     @property
     def num_waiting(self) -> int:
@@ -137,6 +140,8 @@ class Scheduler:
         elif sequence.status in (Status.RUNNING, Status.LOADING):
             (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
             self._free(sequence, Status.FINISHED)
+        else:
+            sequence.status = Status.FINISHED
 
     def schedule(self, *, is_ahead: bool = False) -> list[Scheduled]:
         """Return the work of the next step, in no particular order of rows; empty if there is none.
@@ -273,6 +278,9 @@ class Scheduler:
                 request.namespace, sequence.tokens, priority=request.priority, ttl_s=request.ttl_s
             )
             if lease is None:
+                if self._waits_for_nothing(plan):
+                    self.failed.append((request.request_id, self._no_room_beside_pins(sequence)))
+                    continue
                 self._no_room = (self._cache.num_available, self._num_queued)
                 return
             del self._waiting[sequence.age]
@@ -288,6 +296,19 @@ class Scheduler:
             budget -= item.num_tokens
             prefilling.append(sequence)
 
+    def _waits_for_nothing(self, plan: Seq[Scheduled]) -> bool:
+        """Return whether no block will become free by itself: what isn't available is pinned for good."""
+        is_busy = bool(plan or self._running or self._loading or self._cache.abandoned_loads())
+        return not is_busy and not self.num_transient_holds
+
+    def _no_room_beside_pins(self, sequence: Sequence) -> StemmaError:
+        room = self._cache.num_available * self._cache.block_size
+        message = (
+            f"{sequence.num_tokens} tokens don't fit beside the pinned prefixes, which leave room for {room}; "
+            "unpin some, or give the KV cache more memory"
+        )
+        return GenerationFailed(message) if sequence.num_output else PromptTooLong(message, param="prompt")
+
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=lambda s: s.age)
@@ -301,7 +322,8 @@ class Scheduler:
             if lease.pending.num_loaded.done():
                 self._cache.finish_load(lease)
                 if lease.load_error is not None:
-                    self.failed_loads.append((sequence.state.request.request_id, lease.load_error))
+                    error = GenerationFailed(lease.load_error)
+                    self.failed.append((sequence.state.request.request_id, error))
                     continue
                 self._loading.remove(sequence)
                 sequence.start(lease)

@@ -10,13 +10,13 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 
+from stemma.engine.core.engine import Engine
 from stemma.errors import InvalidRequest, Overloaded, StorageError
 from stemma.memory.cache.lease import Lease
-from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
 from stemma.memory.tiers.store import ReadResult
@@ -89,16 +89,17 @@ class CacheControl:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        engine: Engine,
         device: DeviceCopy,
         key_space: KeySpace,
         run: RunBetweenSteps,
     ) -> None:
-        self._cache = cache
+        self._engine = engine
+        self._cache = engine.cache
         self._device = device
         self._space = key_space
         self._run = run
-        self._expiring: set[asyncio.Future[Pin]] = set()
+        self._background: set[asyncio.Future[Any]] = set()
         self._held: dict[str, _Held] = {}
 
     @property
@@ -135,7 +136,8 @@ class CacheControl:
 
         Raises InvalidRequest if nothing of it is cached, or too much would be pinned.
         """
-        lease = await self._run(lambda: self._hold(namespace, tokens))
+        lease = await self._borrow(lambda: self._hold(namespace, tokens))
+        assert lease is not None
         keys = self._keys(namespace, tokens)
         size = self._space.block_size
         counts = {Tier.DEVICE: lease.num_committed * size}
@@ -145,6 +147,7 @@ class CacheControl:
             counts |= {tier: len(pinned) * size for tier, pinned in lower_pins.items()}
         pin = Pin(uuid.uuid4().hex, len(tokens), {t: n for t, n in counts.items() if n}, ttl_s)
         held = self._held[pin.pin_id] = _Held(pin, lease, lower_pins)
+        self._engine.end_transient_hold()
         if ttl_s is not None:
             held.timer = asyncio.get_running_loop().call_later(ttl_s, self._expire, pin.pin_id)
         if not pin.tokens_by_tier:
@@ -161,7 +164,7 @@ class CacheControl:
             held.timer.cancel()
         if self.lower is not None:
             self.lower.unpin(held.lower_pins)
-        await self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens))
+        await self._in_background(self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens)))
         return held.pin
 
     def pins(self) -> list[Pin]:
@@ -185,7 +188,8 @@ class CacheControl:
 
         See `memory/tiers/bundle.py`.
         """
-        lease = await self._run(lambda: self._cache.hold(namespace, tokens))
+        lease = await self._borrow(lambda: self._cache.hold(namespace, tokens))
+        assert lease is not None
         root = self._space.root(namespace)
         keys = self._keys(namespace, tokens)
         blocks = self._read_blocks(lease, keys)
@@ -201,7 +205,7 @@ class CacheControl:
                 key=key,
             )
         finally:
-            await self._run(lambda: self._cache.free(lease, lease.num_tokens))
+            await self._give_up(lease, lease.num_tokens)
 
     async def import_(
         self, namespace: Namespace, file: BinaryIO, trust: BundleTrust
@@ -221,14 +225,10 @@ class CacheControl:
         num_present = await self._run(lambda: self._num_present(namespace, tokens))
         if num_present == header.num_blocks:
             return header, 0
-        lease = await self._run(lambda: self._cache.reserve(namespace, tokens, num_new=0))
+        lease = await self._borrow(lambda: self._cache.reserve(namespace, tokens, num_new=0))
         if lease is None:
             raise Overloaded("the device tier has no room for this prefix now")
-        if lease.pending is not None:
-            await asyncio.wait([asyncio.wrap_future(lease.pending.num_loaded)])
-            await self._run(lambda: self._cache.finish_load(lease))
-        first = lease.num_cached_tokens // size
-        num_good = first
+        num_good = first = 0
 
         def take(position: int, key: BlockKey, data: memoryview) -> None:
             nonlocal num_good
@@ -238,10 +238,51 @@ class CacheControl:
                 num_good = position + 1
 
         try:
+            if lease.pending is not None:
+                await asyncio.wait([asyncio.wrap_future(lease.pending.num_loaded)])
+                await self._run(lambda: self._cache.finish_load(lease))
+            num_good = first = lease.num_cached_tokens // size
             await asyncio.to_thread(read_blocks, file, header, take)
         finally:
-            await self._run(lambda: self._cache.free(lease, num_good * size))
+            await self._give_up(lease, num_good * size)
         return header, num_good - first
+
+    async def _borrow(self, take: Callable[[], Lease | None]) -> Lease | None:
+        """Take a lease for the time of a command. If the caller is cancelled meanwhile, it is freed."""
+
+        def counted() -> Lease | None:
+            lease = take()
+            if lease is not None:
+                self._engine.begin_transient_hold()
+            return lease
+
+        task = asyncio.ensure_future(self._run(counted))
+        try:
+            return await self._in_background(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._free_unclaimed)
+            raise
+
+    def _free_unclaimed(self, task: asyncio.Future[Lease | None]) -> None:
+        if not task.cancelled() and task.exception() is None and (lease := task.result()) is not None:
+            num_cached = lease.num_cached_tokens or lease.num_committed * self._space.block_size
+            self._in_background(asyncio.ensure_future(self._give_up(lease, num_cached)))
+
+    async def _give_up(self, lease: Lease, num_computed: int) -> None:
+        """Free a lease that `_borrow` returned, also if the caller is cancelled meanwhile."""
+
+        def free() -> None:
+            self._engine.end_transient_hold()
+            self._cache.free(lease, num_computed)
+
+        await self._in_background(self._run(free))
+
+    def _in_background(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        """Start work that goes on if whoever awaits the result is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return asyncio.shield(task)
 
     def _num_present(self, namespace: Namespace, tokens: TokenArray) -> int:
         lease = self._cache.hold(namespace, tokens)
@@ -265,9 +306,7 @@ class CacheControl:
         return lease
 
     def _expire(self, pin_id: str) -> None:
-        task = asyncio.ensure_future(self.unpin(pin_id))
-        self._expiring.add(task)
-        task.add_done_callback(self._expiring.discard)
+        self._in_background(self.unpin(pin_id))
 
     def _read_blocks(self, lease: Lease, keys: list[BlockKey]) -> Iterator[memoryview]:
         """Yield the bytes of leading blocks: those the lease holds, then what lower tiers have."""

@@ -14,6 +14,7 @@ from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta, TokenLo
 from stemma.engine.core.request import Limits, RequestState
 from stemma.engine.output.detokenizer import Detokenizer
 from stemma.engine.output.stopping import StopChecker
+from stemma.errors import GenerationFailed, StemmaError
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason
 
@@ -29,7 +30,7 @@ class SequenceNews:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: StemmaError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class OutputProcessor:
             return None  # the step loop went on until it learnt of the stop string
         answers = self._answers.setdefault(request_id, _Answers())
         deltas: list[SequenceDelta] = []
-        error = None
+        error: StemmaError | None = None
         for item in items:
             if item.index in answers.finished:
                 continue
@@ -115,7 +116,8 @@ class OutputProcessor:
             finished=is_finished,
             num_generated_tokens=answers.num_tokens,
             queue_wait_s=state.queue_wait_s,
-            error=error,
+            error=None if error is None else str(error),
+            error_type=GenerationFailed if error is None else type(error),
         )
 
     def _failed(self, state: RequestState, error: Exception) -> RequestOutput:
