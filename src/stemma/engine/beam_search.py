@@ -19,13 +19,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stemma.engine.api import (
-    EngineClient,
-    GenerationRequest,
-    RequestOutput,
-    SequenceDelta,
-    TokenLogprob,
-)
+from stemma.engine.api import GenerationRequest, RequestOutput, SequenceDelta, TokenLogprob
+from stemma.engine.client import EngineClient
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import GenerationFailed
 from stemma.model.tokenizer import Tokenizer

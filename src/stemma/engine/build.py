@@ -15,7 +15,7 @@ from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
 from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import make_drafter
-from stemma.engine.operator.pool import EnginePool
+from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
@@ -52,7 +52,7 @@ class EngineParts:
     device: DeviceCopy
     """Bytes of device blocks, in and out."""
     key_space: KeySpace
-    pool: EnginePool | None = None
+    pool: PoolAttachment | None = None
     """None: the prefix cache is off, and without it there can be no pool."""
 
 
@@ -116,7 +116,7 @@ def build_engine(
         memory=memory,
     )
     name = settings.model.served_name or settings.model.path.resolve().name
-    pool = None if lower is None else EnginePool(lower, key_space, layout, settings.role)
+    pool = None if lower is None else PoolAttachment(lower, key_space, layout, settings.role)
     return EngineParts(engine, model, tokenizer, name, device, key_space, pool)
 
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.config.settings import PoolSettings
-from stemma.engine.operator.pool import EnginePool
+from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.errors import ConfigError, InvalidRequest, StorageError
 from stemma.memory.tiers.pool.store import PoolStatus
 from stemma.server.body import read_object, validate
@@ -49,7 +49,7 @@ async def detach_pool(request: Request) -> Response:
     return json_response(_shown(None))
 
 
-def _pool_of(request: Request) -> EnginePool:
+def _pool_of(request: Request) -> PoolAttachment:
     pool = context_of(request).engine.pool
     if pool is None:
         raise InvalidRequest("a pool needs the prefix cache, which is off")

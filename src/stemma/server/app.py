@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.config.settings import Settings
-from stemma.engine.api import EngineClient
+from stemma.engine.client import EngineClient
 from stemma.server import admin, admin_pool, management, openai_chat, openai_completions, tgi
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response

@@ -12,7 +12,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
-from stemma.engine.api import EngineClient
+from stemma.engine.client import EngineClient
 from stemma.server.metrics import ServerMetrics
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from stemma.config.settings import Settings
-from stemma.engine.api import EngineClient
+from stemma.engine.client import EngineClient
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
 from stemma.server.context import ServerContext

@@ -299,13 +299,13 @@ class Scheduler:
     def _waits_for_nothing(self, plan: Seq[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
         is_busy = bool(plan or self._running or self._loading or self._cache.abandoned_loads())
-        return not is_busy and not self.num_transient_holds
+        return not (is_busy or self._cache.has_fence or self.num_transient_holds)
 
     def _no_room_beside_pins(self, sequence: Sequence) -> StemmaError:
         room = self._cache.num_available * self._cache.block_size
         message = (
-            f"{sequence.num_tokens} tokens don't fit beside the pinned prefixes, which leave room for {room}; "
-            "unpin some, or give the KV cache more memory"
+            f"{sequence.num_tokens} tokens don't fit beside the pinned prefixes, which leave room for "
+            f"{room}; unpin some, or give the KV cache more memory"
         )
         return GenerationFailed(message) if sequence.num_output else PromptTooLong(message, param="prompt")
 

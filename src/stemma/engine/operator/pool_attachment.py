@@ -23,7 +23,7 @@ WRITE_TIMEOUT_S = 30.0
 """How long a request's last output waits for its blocks to be in the pool."""
 
 
-class EnginePool:
+class PoolAttachment:
     """Of one engine. Methods are for one event loop."""
 
     def __init__(self, transfer: TierTransfer, key_space: KeySpace, layout: KVLayout, role: Role) -> None:

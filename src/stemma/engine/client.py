@@ -1,0 +1,67 @@
+"""The contract of an engine seen from an event loop: what the server's planes call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from stemma.config.settings import PoolSettings
+from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
+from stemma.engine.operator.cache_control import CacheControl
+from stemma.engine.operator.pool_attachment import PoolAttachment
+from stemma.model.tokenizer import Tokenizer
+
+
+class EngineClient(Protocol):
+    """An engine seen from the event loop; `engine/async_engine.py` implements it over a thread."""
+
+    model_name: str
+    max_model_len: int
+    tokenizer: Tokenizer
+    cache_control: CacheControl
+    """What an operator may do to the cache."""
+    eos_token_ids: frozenset[int]
+    """Ids that end an answer."""
+    default_sampling: Mapping[str, float | int]
+    """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
+
+    pool: PoolAttachment | None
+    """None: the prefix cache is off."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped serving, if one of its threads failed; None while it serves."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Queue a request and yield its outputs; closing the iterator early aborts the request.
+
+        Raises InvalidRequest, Overloaded, ShuttingDown or EngineFailed before the first output, and
+        EngineFailed at any time.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with finish reason ABORT; unknown ids are ignored."""
+
+    async def stats(self) -> EngineStats:
+        """Return a consistent snapshot, taken between two steps."""
+
+    async def draw_tree(self, max_tokens: int = 24) -> str:
+        """Return the prefix index as an indented drawing, edges shown as text of up to `max_tokens`."""
+
+    async def flush_cache(self) -> int:
+        """Drop every block that no request uses; return how many were dropped."""
+
+    async def attach_pool(self, settings: PoolSettings) -> None:
+        """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
+
+    async def detach_pool(self) -> bool:
+        """Write what is queued for the pool and let go of it; return whether there was one."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, let running ones finish; abort the rest after `timeout_s`.
+
+        Return whether all finished by themselves.
+        """
+
+    def close(self) -> None:
+        """Stop the step loop and free the device tier."""

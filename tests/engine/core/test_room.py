@@ -1,0 +1,92 @@
+"""Requests that can't get blocks: beside pins they fail with a typed error, and the others are served."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from tests.engine.harness import greedy, prompt
+from tests.engine.test_async_engine import collect, request
+
+from stemma.engine.async_engine import AsyncEngine
+from stemma.engine.llm import engine_settings
+from stemma.errors import GenerationFailed, PromptTooLong
+from stemma.prefix.keys import DEFAULT_NAMESPACE
+from stemma.types import FinishReason
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def engine(checkpoint, model):
+    block_bytes = model.layout(BLOCK_SIZE).block_bytes
+    settings = engine_settings(checkpoint, kv_cache_memory=64 * block_bytes, block_size=BLOCK_SIZE)
+    engine = AsyncEngine.from_settings(settings)
+    yield engine
+    engine.close()
+
+
+async def pin(engine: AsyncEngine, num_blocks: int):
+    tokens = prompt(1, num_blocks * BLOCK_SIZE)
+    await collect(engine, request("pinned", tokens, greedy(1)))
+    return tokens, await engine.cache_control.pin(DEFAULT_NAMESPACE, tokens)
+
+
+async def test_a_prompt_that_does_not_fit_beside_pins_is_refused_and_others_are_served(engine):
+    pinned, _ = await pin(engine, 32)
+    long = asyncio.create_task(collect(engine, request("long", prompt(2, 560))))
+    short = [asyncio.create_task(collect(engine, request(f"s{i}", prompt(3 + i, 20)))) for i in range(3)]
+    async with asyncio.timeout(20):
+        with pytest.raises(PromptTooLong, match="pinned prefixes, which leave room for 512; unpin"):
+            (await long)[-1].raise_error()
+        assert [one[-1].error for one in await asyncio.gather(*short)] == [None] * 3
+    # With the pinned prefix as its own it does fit.
+    outputs = await collect(engine, request("extends", np.concatenate([pinned, prompt(9, 200)])))
+    assert outputs[-1].error is None
+    assert outputs[-1].cache.num_cached_tokens == 512
+    await engine.check()
+
+
+async def test_an_answer_that_outgrows_what_pins_leave_fails(engine):
+    await pin(engine, 32)
+    async with asyncio.timeout(60):
+        outputs = await collect(engine, request("a", prompt(2, 400), greedy(300)))
+        assert outputs[-1].deltas[0].finish_reason is FinishReason.ERROR
+        with pytest.raises(GenerationFailed, match="beside the pinned prefixes"):
+            outputs[-1].raise_error()
+        assert (await collect(engine, request("b", prompt(3, 20))))[-1].error is None
+    await engine.check()
+
+
+async def test_a_prompt_waits_while_a_command_holds_blocks(engine):
+    """An export, unlike a pin, ends: what doesn't fit beside it waits."""
+    control = engine.cache_control
+    tokens = prompt(1, 40 * BLOCK_SIZE)
+    await collect(engine, request("held", tokens, greedy(1)))
+    lease = await control._borrow(lambda: control._cache.hold(DEFAULT_NAMESPACE, tokens))
+    long = asyncio.create_task(collect(engine, request("long", prompt(2, 560))))
+    await asyncio.sleep(0.3)
+    assert not long.done()
+    await control._give_up(lease, lease.num_tokens)
+    assert (await long)[-1].error is None
+
+
+async def test_a_command_whose_client_left_gives_its_blocks_up(engine, tmp_path):
+    tokens = prompt(1, 20 * BLOCK_SIZE)
+    await collect(engine, request("a", tokens, greedy(1)))
+    for delay in (0, 0, 0.001, 0.002, 0.005):
+        with (tmp_path / "bundle").open("wb") as file:
+            task = asyncio.create_task(engine.cache_control.export(DEFAULT_NAMESPACE, tokens, file))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    pinning = asyncio.create_task(engine.cache_control.pin(DEFAULT_NAMESPACE, tokens))
+    await asyncio.sleep(0)
+    pinning.cancel()
+    await asyncio.gather(pinning, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    assert not engine.cache_control.pins()
+    assert await engine.flush_cache() == 20
+    stats = await engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
