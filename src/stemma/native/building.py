@@ -15,10 +15,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from stemma.native.levels import Level
 
@@ -138,8 +137,10 @@ def _compile(level: Level, compiler: Compiler, target: Path) -> None:
 
 def _openmp_runtime() -> list[str]:
     """Return the OpenMP runtime that torch brings: with two in one process, threads wait for each other."""
-    runtime = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
-    return [str(runtime)] if runtime.exists() else []
+    spec = find_spec("torch")  # the build of a wheel has no torch, and links the system's runtime
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    runtimes = (Path(folder) / "lib" / "libgomp.so.1" for folder in folders)
+    return [str(runtime) for runtime in runtimes if runtime.exists()]
 
 
 def _cache_folder() -> Path:

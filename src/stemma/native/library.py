@@ -272,6 +272,8 @@ def _log_once(message: str) -> None:
 def _load_level(level: Level) -> _Loaded:
     try:
         library = find_or_build(level)
+        import torch  # noqa: F401 (its OpenMP runtime has to be loaded first: the library shares it)
+
         loaded = ctypes.CDLL(str(library.path))
         _check_structures(loaded)
     except (BuildFailed, LibraryMismatch, OSError) as error:
