@@ -6,6 +6,9 @@ StemmaError
  |    +-- UnknownModel         HTTP 404
  |    +-- BodyTooLarge         HTTP 413
  |    +-- Unauthorized         HTTP 401
+ |    +-- Forbidden            HTTP 403
+ |    +-- WrongMediaType       HTTP 415
+ |    +-- TookTooLong          HTTP 408
  +-- ClientDisconnected        nobody waits for the answer any more
  +-- GenerationFailed          the engine failed on a request it had accepted: HTTP 500 (424 in the TGI shape)
  +-- EngineFailed              a thread of the engine failed; the server stops: HTTP 503
@@ -52,6 +55,18 @@ class BodyTooLarge(InvalidRequest):
 
 class Unauthorized(InvalidRequest):
     """The API key is missing or wrong."""
+
+
+class Forbidden(InvalidRequest):
+    """Who asks, or from which web page, may not do this."""
+
+
+class WrongMediaType(InvalidRequest):
+    """The request body is declared as something that the path doesn't take."""
+
+
+class TookTooLong(InvalidRequest):
+    """The request exceeded a time limit of this server."""
 
 
 class ClientDisconnected(StemmaError):

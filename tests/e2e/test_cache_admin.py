@@ -145,7 +145,7 @@ def run_cli(*arguments: object) -> str:
 def test_export_from_one_server_and_import_to_another(
     start: Callable[..., Served], tmp_path: Path, tiny_model: Path
 ) -> None:
-    one, two = start(), start()
+    one, two = start(), start(trust_imports=True)
     expected = one.complete(PREFIX, max_tokens=8)
     file = tmp_path / "prefix.kv"
     assert "blocks" in run_cli("cache", "export", file, "--url", one.url, "--prompt", PREFIX)
@@ -164,6 +164,22 @@ def test_export_from_one_server_and_import_to_another(
     with pytest.raises(StorageError, match="checksum"):
         run_cli("cache", "import", file, "--url", two.url)
     assert lookup(two)["served_by_tier"] == {"device": (NUM_BLOCKS - 1) * BLOCK_SIZE}
+
+
+def test_servers_that_share_a_secret_take_each_others_files(
+    start: Callable[..., Served], tmp_path: Path
+) -> None:
+    keys = [tmp_path / "key", tmp_path / "other key"]
+    for number, key in enumerate(keys):
+        key.write_text(f"{number}" * 40)
+    one, two, stranger = (start(bundle_key_file=key) for key in (keys[0], keys[0], keys[1]))
+    one.complete(PREFIX, max_tokens=1)
+    file = tmp_path / "prefix.kv"
+    run_cli("cache", "export", file, "--url", one.url, "--prompt", PREFIX)
+    assert f"{NUM_BLOCKS} new blocks" in run_cli("cache", "import", file, "--url", two.url)
+    for server in (stranger, start()):
+        with pytest.raises(StorageError, match=r"another key|bundle-key-file"):
+            run_cli("cache", "import", file, "--url", server.url)
 
 
 def test_export_of_a_prompt_that_nobody_computed(start: Callable[..., Served], tmp_path: Path) -> None:

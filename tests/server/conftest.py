@@ -61,7 +61,7 @@ def settings() -> Settings:
 async def client(engine: ScriptedEngine, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     """Talks to the app in this process, without sockets."""
     transport = httpx.ASGITransport(app=create_app(engine, settings), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://stemma") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         yield http
 
 

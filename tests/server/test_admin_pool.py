@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from stemma.config.settings import Settings
+from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.server.app import create_app
@@ -32,10 +32,12 @@ async def engine(checkpoint: Path) -> AsyncIterator[AsyncEngine]:
 
 
 @pytest.fixture
-async def client(engine: AsyncEngine, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(engine, Settings(engine=engine_settings(checkpoint)))
+async def client(engine: AsyncEngine, checkpoint: Path, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    pools = {name: tmp_path / f"{name}.json" for name in ("directory", "redis")}
+    server = ServerSettings(pool_configs=pools)
+    app = create_app(engine, Settings(engine=engine_settings(checkpoint), server=server))
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://stemma", timeout=30) as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
         yield http
 
 
@@ -49,14 +51,12 @@ async def complete(client: httpx.AsyncClient, prompt: str = "one two three " * 2
 
 
 async def test_attach_use_and_detach(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    config = tmp_path / "pool.json"
+    config = tmp_path / "directory.json"
     config.write_text(json.dumps({"path": str(tmp_path / "pool")}))
     assert (await client.get("/admin/pool")).json() == {"attached": False}
     alone = await complete(client)
 
-    answer = await client.post(
-        "/admin/pool", json={"name": "directory", "config": str(config), "async_write": False}
-    )
+    answer = await client.post("/admin/pool", json={"name": "directory", "async_write": False})
     assert answer.status_code == 200
     assert answer.json() | {"reads": {}} == {
         "attached": True,
@@ -88,11 +88,11 @@ async def test_a_pool_that_cannot_be_attached_changes_nothing(
 ) -> None:
     unknown = await client.post("/admin/pool", json={"name": "nosuch"})
     assert unknown.status_code == 400
-    assert "known: directory, mooncake, redis" in unknown.json()["error"]["message"]
+    assert "it has: directory, redis" in unknown.json()["error"]["message"]
     assert (await client.post("/admin/pool", json={"nam": "redis"})).status_code == 400
     config = tmp_path / "redis.json"
     config.write_text(json.dumps({"url": f"redis://127.0.0.1:{free_port()}/0"}))
-    away = await client.post("/admin/pool", json={"name": "redis", "config": str(config)})
+    away = await client.post("/admin/pool", json={"name": "redis"})
     assert away.status_code == 503
     assert (await client.get("/admin/pool")).json() == {"attached": False}
     assert await complete(client)
@@ -105,7 +105,7 @@ async def test_the_status_tells_when_the_pool_is_gone_and_back(
     config = tmp_path / "redis.json"
     config.write_text(json.dumps({"url": server.url}))
     try:
-        body = {"name": "redis", "config": str(config), "async_write": False}
+        body = {"name": "redis", "async_write": False}
         assert (await client.post("/admin/pool", json=body)).status_code == 200
         assert await complete(client)
         server.stop()
@@ -123,3 +123,21 @@ async def test_the_status_tells_when_the_pool_is_gone_and_back(
         assert (await client.get("/admin/pool")).json()["puts"]["stored"] > stored
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"name": "directory", "config": "/etc/passwd"},
+        {"name": "directory", "path": "/etc"},
+        {"name": "mooncake"},
+        {"name": "directory", "staging": "lots"},
+        {"name": "directory", "staging": {}},
+        {"name": "directory", "deadline_s": 0},
+        {"name": "directory", "write": "never"},
+    ],
+)
+async def test_files_are_never_named_over_http(client: httpx.AsyncClient, body: dict[str, object]) -> None:
+    answer = await client.post("/admin/pool", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "passwd" not in answer.text

@@ -12,7 +12,9 @@ from tests.server.scripted_engine import ScriptedEngine
 
 async def test_health_follows_draining(engine: ScriptedEngine, settings: Settings) -> None:
     app = create_app(engine, settings)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://stemma") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as client:
         assert (await client.get("/health")).status_code == 200
         app.state.context.draining = True
         assert (await client.get("/health")).status_code == 503
@@ -69,7 +71,7 @@ async def test_api_key(engine: ScriptedEngine) -> None:
         server=ServerSettings(api_key="s3cret"),
     )
     transport = httpx.ASGITransport(app=create_app(engine, settings))
-    async with httpx.AsyncClient(transport=transport, base_url="http://stemma") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.post("/generate", json={"inputs": "x"})).json()["error_type"] == "Unauthorized"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stemma.config.sizes import format_size, parse_size
+from stemma.config.words import read_secret
 from stemma.errors import ConfigError, StorageError, StorageLocked
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ Space = Annotated[
     str | None, typer.Option("--space", help="Sub-directory, by the start of its name; default: all.")
 ]
 Url = Annotated[str | None, typer.Option(help="A running server, e.g. http://127.0.0.1:8000.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="STEMMA_API_KEY", help="Its API key.")]
+AdminKey = Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")]
 KeyFile = Annotated[
     Path | None, typer.Option(help="With --dir: file with the secret that signs exported files.")
 ]
@@ -123,7 +124,7 @@ def export_command(
     token_ids: Annotated[Path | None, typer.Option(help="File with token ids, by spaces or commas.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoint; with --dir and text, to tokenize.")] = None,
     salt: Salt = "",
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     key_file: KeyFile = None,
 ) -> None:
     """Write the cached blocks of a prompt to a file, from a running server or from a disk cache."""
@@ -134,7 +135,7 @@ def export_command(
             tokens = _tokens(given, model)
             count = _export_from_directory(draft, directory, space, tokens, salt, key_file)
         elif url is not None:
-            count = _export_from_server(draft, url, {"prompt": given, "cache_salt": salt}, api_key)
+            count = _export_from_server(draft, url, {"prompt": given, "cache_salt": salt}, admin_key)
         else:
             raise ConfigError("say where from: --url or --dir")
         draft.replace(output)
@@ -152,7 +153,7 @@ def import_command(
         str | None, typer.Option(help="With --dir: its size limit; default: what the file needs more.")
     ] = None,
     salt: Salt = "",
-    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
     key_file: KeyFile = None,
     trust_imports: Annotated[
         bool, typer.Option("--trust-imports", help="With --dir: take a file that --key-file doesn't prove.")
@@ -167,7 +168,7 @@ def import_command(
         limit = None if size is None else parse_size(size)
         count = _import_to_directory(file, directory, limit, key_file, trust_imports)
     elif url is not None:
-        count = _import_to_server(file, url, salt, api_key)
+        count = _import_to_server(file, url, salt, admin_key)
     else:
         raise ConfigError("say where to: --url or --dir")
     typer.echo(f"{count} new blocks")
@@ -234,7 +235,7 @@ def _export_from_directory(
 
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         count = write_bundle(
-            file, key_space, root, tokens, blocks(), block_bytes=store.block_bytes, key=_key(key_file)
+            file, key_space, root, tokens, blocks(), block_bytes=store.block_bytes, key=read_secret(key_file)
         )
     store.close()
     if not count:
@@ -253,7 +254,7 @@ def _import_to_directory(
     from stemma.prefix.eviction.registry import make_policy
 
     with _open(path) as file:
-        header = read_header(file, BundleTrust(_key(key_file), takes_unsigned=trust_imports))
+        header = read_header(file, BundleTrust(read_secret(key_file), takes_unsigned=trust_imports))
         if size_bytes is None:
             manifest = new_manifest(header.space, header.block_bytes, 0)
             spaces = list_spaces(directory) if directory.exists() else []
@@ -279,18 +280,6 @@ def _import_to_directory(
     return num_new
 
 
-def _key(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    if len(key) < 32:
-        raise ConfigError(f"{path} must hold a secret of at least 32 bytes, e.g. from `openssl rand -hex 32`")
-    return key
-
-
 def _open(path: Path) -> Any:
     try:
         return path.open("rb")
@@ -298,12 +287,12 @@ def _open(path: Path) -> Any:
         raise StorageError(f"can't read {path}: {error.strerror}") from error
 
 
-def _export_from_server(draft: Path, url: str, body: dict[str, Any], api_key: str | None) -> int:
+def _export_from_server(draft: Path, url: str, body: dict[str, Any], admin_key: str | None) -> int:
     import httpx
 
     try:
         with (
-            httpx.Client(base_url=url, headers=_headers(api_key), timeout=600.0) as client,
+            httpx.Client(base_url=url, headers=_headers(admin_key), timeout=600.0) as client,
             client.stream("POST", "/admin/cache/export", json=body) as response,
         ):
             if response.status_code != 200:
@@ -316,7 +305,7 @@ def _export_from_server(draft: Path, url: str, body: dict[str, Any], api_key: st
         raise StorageError(f"{url}: {error}") from error
 
 
-def _import_to_server(path: Path, url: str, salt: str, api_key: str | None) -> int:
+def _import_to_server(path: Path, url: str, salt: str, admin_key: str | None) -> int:
     import httpx
 
     with _open(path) as file:
@@ -325,7 +314,7 @@ def _import_to_server(path: Path, url: str, salt: str, api_key: str | None) -> i
                 f"{url}/admin/cache/import",
                 params={"cache_salt": salt},
                 content=file,
-                headers=_headers(api_key),
+                headers={**_headers(admin_key), "content-type": "application/octet-stream"},
                 timeout=600.0,
             )
         except httpx.HTTPError as error:
@@ -335,8 +324,8 @@ def _import_to_server(path: Path, url: str, salt: str, api_key: str | None) -> i
     return int(response.json()["num_new_blocks"])
 
 
-def _headers(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+def _headers(admin_key: str | None) -> dict[str, str]:
+    return {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
 
 
 def _message(content: bytes, status: int) -> str:

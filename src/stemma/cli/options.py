@@ -77,7 +77,7 @@ def _cli_type(annotation: Any, metadata: list[Any]) -> Any:
 def _help(setting: SettingField) -> str:
     text = " ".join((setting.info.description or "").split())
     default = setting.info.default
-    if default is None or default is PydanticUndefined:
+    if default is None or default is PydanticUndefined or default in ((), {}):
         return text
     is_size = setting.name.endswith(("_memory", "_bytes"))
     shown = format_size(default) if is_size and isinstance(default, int) else default

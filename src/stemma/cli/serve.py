@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,15 +53,18 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     path = settings.engine.model.path
     if not is_demo(path):
         check_directory(path)
+    from stemma.server.access import Access, is_loopback
     from stemma.server.planes import listen_planes
     from stemma.server.runtime import listen, serve
+
+    access = Access(settings.server)
 
     with listen_planes(settings, listen) as listeners:
         engine = _load(console, settings)
 
         def on_ready(url: str) -> None:
             console.print(_summary(engine.parts, settings))
-            if settings.server.api_key is None and not _is_loopback(settings.server.host):
+            if access.api_key is None and not is_loopback(settings.server.host):
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
             for port in listeners.ports[1:]:
                 console.print(f"{' and '.join(sorted(port.planes))}: {port.url}")
@@ -95,13 +97,6 @@ def _tiers(settings: Settings) -> str:
     if pool is not None:
         parts.append(f"pool {pool.name}")
     return ", ".join(parts) + "; " if parts else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _summary(parts: EngineParts, settings: Settings) -> str:

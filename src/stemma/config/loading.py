@@ -28,6 +28,8 @@ from stemma.errors import ConfigError
 ENV_PREFIX = "STEMMA_"
 _OTHER_VARIABLES = frozenset({"STEMMA_NATIVE"})
 """Variables that no setting stands for: it switches the kernels off (`native/library.py`)."""
+_KEYS = ("api_key", "admin_key")
+"""Secrets: never shown, and never silently empty."""
 _HIDDEN_TABLE = "engine"
 """Groups settings in the code; the file has its tables at the top level."""
 _RENAMED: dict[tuple[str, ...], str] = {
@@ -167,9 +169,11 @@ def _from_environ(environ: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
     fields = setting_fields()
     given: dict[tuple[str, ...], _Given] = {}
     for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or variable in _OTHER_VARIABLES or not value:
+        if variable in _OTHER_VARIABLES:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
+        if not variable.startswith(ENV_PREFIX) or not (value or name in _KEYS):
+            continue  # empty means not given; but not for a key, or a typo would open the server
         if name not in fields:
             raise ConfigError(_unknown(variable, [ENV_PREFIX + known.upper() for known in fields]))
         given[fields[name].path] = _Given(value, variable)
@@ -204,6 +208,7 @@ def _explain(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) ->
         if location[:2] == ("engine", "model") and entry["type"] == "missing":
             return "no model given: name a checkpoint directory"
         source = next((item for path, item in given.items() if location[: len(path)] == path), None)
-        where = f"{source.origin} = {source.value!r}" if source else ".".join(location)
+        shown = "" if location[-1] in _KEYS else f" = {source.value!r}" if source else ""
+        where = f"{source.origin}{shown}" if source else ".".join(location)
         lines.append(f"{where}: {entry['msg']}")
     return "; ".join(dict.fromkeys(lines))

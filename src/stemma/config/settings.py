@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stemma.config.sizes import ByteSize
+from stemma.config.words import Key, NamedPaths, Words
 
 
 def _split_paths(given: Any) -> Any:
@@ -187,10 +188,41 @@ class ServerSettings(SettingsModel):
     """0: any free port."""
     drain_timeout_s: float = Field(default=30.0, ge=0.0)
     """After SIGTERM, how long running requests may take to finish."""
-    api_key: str | None = None
-    """If set, every request but `/health` must carry it as a bearer token."""
+    api_key: Key | None = Field(default=None, repr=False)
+    """If set, every request but `/health` must carry it as a bearer token. A flag shows in the process list:
+    take the variable or `api_key_file`."""
+    api_key_file: Path | None = None
+    """File that holds the API key, instead of `api_key`."""
+    admin_key: Key | None = Field(default=None, repr=False)
+    """Bearer token of `/admin`. Without one, only this machine may ask there (docs/serving.md)."""
+    admin_key_file: Path | None = None
+    """File that holds the admin key, instead of `admin_key`."""
+    trust_imports: bool = False
+    """Take imported blocks that nobody signed, or with another secret."""
+    bundle_key_file: Path | None = None
+    """File with a secret of at least 32 bytes: exported prefixes are signed with it, and imports proved."""
+    pool_configs: NamedPaths = {}
+    """Pools that `POST /admin/pool` may attach, by backend: ``redis=redis.json,mooncake=mooncake.json``."""
+    allowed_origins: Words = ()
+    """Web origins whose pages may call this server (CORS), separated by commas; `*`: all."""
+    report_granularity: Literal["token", "block"] = "token"
+    """Whether responses count cached tokens exactly, or rounded down to whole blocks."""
+    trust_request_chat_template: bool = False
+    """Render chat templates that requests bring along, in a process of its own."""
     max_body_bytes: ByteSize = 64 * 2**20
     """Largest request body."""
+    max_connections: int = Field(default=1024, ge=1)
+    """Open connections; further ones are closed at once. Fewer if the process may open fewer files."""
+    header_timeout_s: float = Field(default=10.0, gt=0.0)
+    """From the connection, or the end of the last answer, until a request's headers are complete."""
+    body_timeout_s: float = Field(default=120.0, gt=0.0)
+    """From its headers until a request's body is complete."""
+    keep_alive_s: float = Field(default=5.0, gt=0.0)
+    """How long an idle connection stays open."""
+    tokenize_timeout_s: float = Field(default=30.0, gt=0.0)
+    """Longest rendering and tokenizing of one prompt."""
+    request_timeout_s: float | None = Field(default=None, gt=0.0)
+    """A request that takes longer ends with an error; default: no limit."""
 
 
 class RequestSettings(SettingsModel):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError
+from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer
 
 from stemma.errors import InvalidRequest
 from stemma.model.foreign import foreign_code
 from stemma.types import TokenArray, as_tokens
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""transformers' own tag, which plain Jinja doesn't know."""
+_TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
+_MAX_REASON_CHARS = 300
 
 
 class Tokenizer:
@@ -54,6 +63,27 @@ class Tokenizer:
         """Whether `apply_chat_template` works."""
         return bool(self._hf.chat_template)
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that templates use, e.g. ``bos_token``."""
+        return {
+            name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)
+        }
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads and a caller may set; none of those it defines itself."""
+        template = self._hf.chat_template
+        if not isinstance(template, str):
+            return frozenset()
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            parsed = environment.parse(_GENERATION_TAG.sub("", template))
+        except TemplateError:
+            return frozenset()
+        own = set(inspect.signature(self._hf.apply_chat_template).parameters) | set(environment.globals)
+        return frozenset(find_undeclared_variables(parsed) - own - _TEMPLATE_GLOBALS)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenArray:
         """Return the ids of `text`, int32."""
         return as_tokens(self._hf.encode(text, add_special_tokens=add_special_tokens))
@@ -87,6 +117,6 @@ class Tokenizer:
         except Exception as error:  # a template is a program of the checkpoint's: anything may come out of it
             named = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise InvalidRequest(
-                f"the chat template refuses these messages: {named}", param="messages"
+                f"the chat template refuses these messages: {named[:_MAX_REASON_CHARS]}", param="messages"
             ) from error
         return self.encode(str(text), add_special_tokens=False)

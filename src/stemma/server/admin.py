@@ -6,41 +6,46 @@ namespace, as in the completion APIs. So what an operator pins is what a client 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator
 from typing import Any, BinaryIO
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
-from starlette.requests import ClientDisconnect, Request
+from pydantic import model_validator
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from stemma.engine.api import GenerationRequest
 from stemma.engine.operator.cache_control import CacheLookup, Pin
 from stemma.engine.sampling.params import SamplingParams
-from stemma.errors import ClientDisconnected, InvalidRequest, StorageError
+from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.prefix.keys import Namespace
-from stemma.server.body import read_object, validate
+from stemma.server.body import body_chunks, read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import OpenAIRoute, json_response
+from stemma.server.errors import AdminFileRoute, AdminRoute, json_response
 from stemma.server.prompts import chat_prompt, completion_prompts
+from stemma.server.retention import DEFAULT_PRIORITY
 from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.tier_metrics import tiers_as_json
 from stemma.types import Tier, TokenArray
 
-router = APIRouter(route_class=OpenAIRoute, prefix="/admin/cache")
+router = APIRouter(route_class=AdminRoute, prefix="/admin/cache")
+file_router = APIRouter(route_class=AdminFileRoute, prefix="/admin/cache")
 _CHUNK_BYTES = 1 << 20
 
 
 class PrefixRequest(RequestModel):
     """A prompt, by its text, token ids or messages."""
 
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    cache_salt: str | None = None
+    prompt: str | list[Any] | None = None
+    """Text or token ids."""
+    messages: Messages | None = None
+    cache_salt: Salt | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> PrefixRequest:
@@ -52,20 +57,20 @@ class PrefixRequest(RequestModel):
 class PinRequest(PrefixRequest):
     """What to pin, and for how long."""
 
-    ttl_s: float | None = Field(default=None, gt=0.0)
+    ttl_s: Ttl | None = None
 
 
 class PrewarmRequest(PinRequest):
     """What to compute ahead, and how to keep it."""
 
-    priority: int = Field(default=50, ge=0, le=100)
+    priority: Priority = DEFAULT_PRIORITY
     pin: bool = False
 
 
 class UnpinRequest(RequestModel):
     """What to give free."""
 
-    pin_id: str
+    pin_id: Name
 
 
 @router.get("/tiers")
@@ -156,7 +161,8 @@ async def export(request: Request) -> Response:
     tokens = await _tokens(context, body)
     file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response
     try:
-        count = await context.engine.cache_control.export(_namespace(body), tokens, file)
+        control = context.engine.cache_control
+        count = await control.export(_namespace(body), tokens, file, key=context.bundle_key)
         if not count:
             raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
     except BaseException:
@@ -164,24 +170,28 @@ async def export(request: Request) -> Response:
         raise
     size = file.tell()
     headers = {"content-length": str(size), "x-num-blocks": str(count)}
-    return StreamingResponse(_content(context, file), headers=headers, media_type="application/octet-stream")
+    return StreamingResponse(_content(file), headers=headers, media_type="application/octet-stream")
 
 
-@router.post("/import")
+@file_router.post("/import")
 async def import_(request: Request) -> Response:
     """Take the blocks of an exported file; ``?cache_salt=`` names the namespace it was exported from."""
     context = context_of(request)
-    namespace = Namespace(salt=request.query_params.get("cache_salt", ""))
+    salt = request.query_params.get("cache_salt", "")
+    if len(salt) > MAX_SALT_CHARS:
+        raise InvalidRequest(f"cache_salt has more than {MAX_SALT_CHARS} characters", param="cache_salt")
+    trust = BundleTrust(context.bundle_key, takes_unsigned=context.settings.server.trust_imports)
+    if trust.key is None and not trust.takes_unsigned:
+        raise Forbidden("this server takes no blocks from outside: see --bundle-key-file and --trust-imports")
+    namespace = Namespace(salt=salt)
     with tempfile.TemporaryFile() as file:
-        try:
-            async for chunk in request.stream():
-                await context.in_thread(lambda chunk=chunk: file.write(chunk))  # type: ignore[misc]
-        except ClientDisconnect as error:
-            raise ClientDisconnected("the client left while sending the file") from error
+        async for chunk in body_chunks(request):
+            await asyncio.to_thread(file.write, chunk)
         file.seek(0, os.SEEK_SET)
         try:
-            trust = BundleTrust(takes_unsigned=True)
             header, num_new = await context.engine.cache_control.import_(namespace, file, trust)
+        except UntrustedFile as error:
+            raise Forbidden(str(error)) from error
         except StorageError as error:
             raise InvalidRequest(str(error)) from error
     return json_response(
@@ -193,10 +203,10 @@ async def import_(request: Request) -> Response:
     )
 
 
-async def _content(context: ServerContext, file: BinaryIO) -> AsyncIterator[bytes]:
+async def _content(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
         file.seek(0)
-        while chunk := await context.in_thread(lambda: file.read(_CHUNK_BYTES)):
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
             yield chunk
 
 
@@ -210,6 +220,8 @@ async def _tokens(context: ServerContext, body: PrefixRequest) -> TokenArray:
         return await chat_prompt(context, chat)
     assert body.prompt is not None
     prompts = await completion_prompts(context, body.prompt)
+    if len(prompts) > 1:
+        raise InvalidRequest("give one prompt", param="prompt")
     return prompts[0]
 
 

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.config.settings import PoolSettings
+from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.errors import ConfigError, InvalidRequest, StorageError
 from stemma.memory.tiers.pool.store import PoolStatus
 from stemma.server.body import read_object, validate
-from stemma.server.context import context_of
-from stemma.server.errors import OpenAIRoute, json_response
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import AdminRoute, json_response
+from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import Name
 
-router = APIRouter(route_class=OpenAIRoute)
+router = APIRouter(route_class=AdminRoute)
+
+
+class AttachRequest(RequestModel):
+    """A pool that the server was started with (`--pool`, `--pool-configs`); files are never named here."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"config": (), "path": ()}
+
+    name: Name
+    async_write: bool | None = None
+    write: WritePolicy | None = None
+    staging: Annotated[int, Field(ge=2**20, le=2**40)] | None = None
+    """Bytes."""
+    deadline_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
 
 
 @router.get("/admin/pool")
@@ -27,13 +44,14 @@ async def show_pool(request: Request) -> Response:
 
 @router.post("/admin/pool")
 async def attach_pool(request: Request) -> Response:
-    """Attach a pool; the body has the fields of `PoolSettings`: ``{"name": "redis", "config": "r.json"}``."""
-    settings = validate(PoolSettings, await read_object(request))
+    """Attach a pool that the server was started with: ``{"name": "redis", "write": "write_back"}``."""
+    context = context_of(request)
+    settings = _settings(context, validate(AttachRequest, await read_object(request)))
     pool = _pool_of(request)
     if pool.status() is not None:
         return _failed("there is a pool already; detach it first", 409)
     try:
-        await context_of(request).engine.attach_pool(settings)
+        await context.engine.attach_pool(settings)
     except ConfigError as error:
         raise InvalidRequest(str(error)) from error
     except StorageError as error:
@@ -47,6 +65,23 @@ async def detach_pool(request: Request) -> Response:
     if not await context_of(request).engine.detach_pool():
         return _failed("there is no pool", 404)
     return json_response(_shown(None))
+
+
+def _settings(context: ServerContext, body: AttachRequest) -> PoolSettings:
+    started_with = context.settings.engine.cache.pool
+    configs = context.settings.server.pool_configs
+    if started_with is not None and started_with.name == body.name:
+        base = started_with
+    elif body.name in configs:
+        base = PoolSettings(name=body.name, config=configs[body.name])
+    else:
+        known = sorted({*configs, *([] if started_with is None else [started_with.name])})
+        raise InvalidRequest(
+            f"this server was started without a pool called {body.name!r}; "
+            f"it has: {', '.join(known) or 'none (see --pool-configs)'}",
+            param="name",
+        )
+    return base.model_copy(update=body.model_dump(exclude={"name"}, exclude_none=True))
 
 
 def _pool_of(request: Request) -> PoolAttachment:

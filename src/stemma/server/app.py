@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from stemma.engine.client import EngineClient
 from stemma.server import admin, admin_pool, management, openai_chat, openai_completions, tgi
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
+from stemma.server.headers import HeaderGuard
 from stemma.server.metrics import ServerMetrics
 
 ROUTERS = (
@@ -23,10 +25,13 @@ ROUTERS = (
     tgi.router,
     management.open_router,
     management.router,
+    management.admin_router,
     admin.router,
+    admin.file_router,
     admin_pool.router,
 )
 """One per plane; a new endpoint is a new file and a line here."""
+_MAX_PATH_CHARS = 200
 
 
 def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics | None = None) -> FastAPI:
@@ -38,10 +43,26 @@ def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics 
         yield
         context.close()
 
-    app = FastAPI(title="Stemma", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Stemma",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
+    if settings.server.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.server.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-stemma-cached-tokens", "retry-after"],
+        )
+    app.add_middleware(HeaderGuard)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
     return app
@@ -50,7 +71,7 @@ def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path'][:_MAX_PATH_CHARS]}: {error.detail}"
     detail = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return json_response({"error": detail}, error.status_code, error.headers)
 

@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest
 from stemma.server.context import context_of
+from stemma.server.json_input import parse_json
+from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
 
 M = TypeVar("M", bound=BaseModel)
+logger = logging.getLogger(__name__)
+
+_SMALL_BYTES = 64 * 1024
+"""Smaller bodies are parsed on the event loop: a thread would take longer."""
+_MAX_MESSAGE_CHARS = 500
+_MAX_LOGGED_FIELDS = 256
+_MAX_FIELD_CHARS = 64
+_logged_fields: set[str] = set()
+"""Unknown fields that were logged; each is logged once a process."""
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """Read the body, which must be one JSON object within the size limit; else raise InvalidRequest."""
+async def read_bytes(request: Request) -> bytes:
+    """Read the body; raise BodyTooLarge beyond `max_body_bytes`."""
+    chunks = [chunk async for chunk in body_chunks(request)]
+    return b"".join(chunks)
+
+
+async def body_chunks(request: Request) -> AsyncIterator[bytes]:
+    """Yield the body as it comes; raise BodyTooLarge beyond `max_body_bytes`, at once if it is declared."""
     limit = context_of(request).settings.server.max_body_bytes
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared} bytes; the limit is {limit}")
-    chunks: list[bytes] = []
     size = 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > limit:
                 raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
-            chunks.append(chunk)
+            yield chunk
     except ClientDisconnect as error:
         raise ClientDisconnected("the client left while sending its request") from error
-    try:
-        parsed = orjson.loads(b"".join(chunks))
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """Read the body, which must be one JSON object within the limits; else raise InvalidRequest."""
+    data = await read_bytes(request)
+    context = context_of(request)
+    max_values = max(MAX_JSON_VALUES, 2 * context.engine.max_model_len)
+    if len(data) <= _SMALL_BYTES:
+        parsed = parse_json(data, max_values=max_values)
+    else:
+        parsed = await context.parse_in_thread(lambda: parse_json(data, max_values=max_values))
     if not isinstance(parsed, dict):
         raise InvalidRequest("the body must be a JSON object")
     return parsed
@@ -44,13 +69,47 @@ def validate(model: type[M], body: dict[str, Any]) -> M:
 
     Of several errors the deepest is reported: where a field may be of two types, that is the likelier one.
     """
+    if len(body) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has more than {MAX_FIELDS} fields")
+    if issubclass(model, RequestModel):
+        _review(model, body)
     try:
         return model.model_validate(body)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
         first = max(errors, key=lambda entry: len(entry["loc"]))
         where = _path(first["loc"])
-        raise InvalidRequest(f"{where or 'request'}: {first['msg']}", param=where or None) from error
+        message = f"{where or 'request'}: {first['msg']}"[:_MAX_MESSAGE_CHARS]
+        raise InvalidRequest(message, param=where or None) from error
+
+
+def _review(model: type[RequestModel], body: dict[str, Any], prefix: str = "") -> None:
+    _refuse(model, body, prefix)
+    _log_unknown(model, body)
+    for name, inner in model.nested.items():
+        if isinstance(body.get(name), dict):
+            _review(inner, body[name], f"{prefix}{name}.")
+
+
+def _refuse(model: type[RequestModel], body: dict[str, Any], prefix: str) -> None:
+    """Raise InvalidRequest for a field that would change the answer and that Stemma doesn't implement."""
+    for name, neutral in model.refused.items():
+        given = body.get(name)
+        if given is not None and not any(_equal(given, value) for value in neutral):
+            where = prefix + name
+            raise InvalidRequest(f"{where} is not supported", param=where)
+
+
+def _equal(given: Any, neutral: Any) -> bool:
+    return type(given) is type(neutral) and bool(given == neutral)
+
+
+def _log_unknown(model: type[RequestModel], body: dict[str, Any]) -> None:
+    for name in body.keys() - model.known_names():
+        short = name[:_MAX_FIELD_CHARS]
+        if short not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
+            _logged_fields.add(short)
+            logger.warning("field %r of a request is unknown and ignored (logged once)", short)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -61,4 +120,4 @@ def _path(location: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         elif part.isidentifier() and not (path and part in {"str", "int", "float", "bool", "dict"}):
             path += f".{part}" if path else part
-    return path
+    return path[:_MAX_MESSAGE_CHARS]

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
+from stemma.config.words import read_secret
 from stemma.engine.client import EngineClient
+from stemma.errors import InvalidRequest
+from stemma.server.access import Access
+from stemma.server.conversation import Conversation
 from stemma.server.metrics import ServerMetrics
+from stemma.server.template_process import TemplateProcess
+from stemma.server.workers import WorkerThreads
 
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
 """Tokenizers work outside the GIL; two keep a long prompt from delaying a short one."""
+MAX_CHARS_PER_TOKEN = 256
+"""More than any common vocabulary's longest token: longer texts can't fit the context."""
+FOREIGN_TEMPLATE_TIMEOUT_S = 5.0
+"""For a template that a request brought."""
+_PARSE_TIMEOUT_S = 30.0
 
 
 class ServerContext:
@@ -30,12 +39,37 @@ class ServerContext:
         self.metrics = metrics
         self.started_at = int(time.time())
         self.draining = False
+        self.access = Access(settings.server)
+        self.bundle_key = read_secret(settings.server.bundle_key_file)
+        self._renderer: TemplateProcess | None = None
+        if settings.server.trust_request_chat_template:
+            self._renderer = TemplateProcess(
+                min(settings.server.tokenize_timeout_s, FOREIGN_TEMPLATE_TIMEOUT_S),
+                MAX_CHARS_PER_TOKEN * engine.max_model_len,
+                engine.tokenizer.special_tokens,
+            )
         self._token_texts: dict[int, str] = {}
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer")
+        self._parser = WorkerThreads(1, "stemma-parser")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` off the event loop; for tokenization, which takes 100s of ms on long prompts."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Run `work` off the event loop; for tokenization, which takes 100s of ms on long prompts.
+
+        Raises TookTooLong after `tokenize_timeout_s`.
+        """
+        limit_s = self.settings.server.tokenize_timeout_s
+        return await self._tokenizers.run(work, limit_s=limit_s, what="tokenizing")
+
+    async def parse_in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which reads a large body, off the event loop."""
+        return await self._parser.run(work, limit_s=_PARSE_TIMEOUT_S, what="reading the body")
+
+    async def render_foreign(self, template: str, conversation: Conversation) -> str:
+        """Render `conversation` by a client's own template; raise InvalidRequest where that is refused."""
+        if self._renderer is None:
+            message = "a request may not bring a chat template: see --trust-request-chat-template"
+            raise InvalidRequest(message, param="chat_template")
+        return await self._renderer.render(template, conversation)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special ones included; remembered, as log-probabilities need many."""
@@ -47,7 +81,10 @@ class ServerContext:
 
     def close(self) -> None:
         """Give the threads back."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._tokenizers.close()
+        self._parser.close()
+        if self._renderer is not None:
+            self._renderer.close()
 
 
 def context_of(request: Request) -> ServerContext:

@@ -6,7 +6,6 @@ Anything else is a bug: it is logged and answered with 500 (`app.py`).
 
 from __future__ import annotations
 
-import hmac
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -20,15 +19,19 @@ from stemma.errors import (
     BodyTooLarge,
     ClientDisconnected,
     EngineFailed,
+    Forbidden,
     GenerationFailed,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
     ShuttingDown,
     StemmaError,
+    TookTooLong,
     Unauthorized,
     UnknownModel,
+    WrongMediaType,
 )
+from stemma.server.access import BYTES_TYPE
 from stemma.server.context import context_of
 
 RETRY_AFTER_DRAIN_S = 5
@@ -54,6 +57,9 @@ _OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
+    (Forbidden, 403, "invalid_request_error", "forbidden"),
+    (WrongMediaType, 415, "invalid_request_error", "wrong_media_type"),
+    (TookTooLong, 408, "invalid_request_error", "timeout"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "queue_full"),
     (ShuttingDown, 503, "server_error", "shutting_down"),
@@ -83,6 +89,9 @@ _TGI: tuple[tuple[type[StemmaError], int, str], ...] = (
     (UnknownModel, 404, "NotFoundError"),
     (BodyTooLarge, 413, "Bad Request"),
     (Unauthorized, 401, "Unauthorized"),
+    (Forbidden, 403, "Forbidden"),
+    (WrongMediaType, 415, "Bad Request"),
+    (TookTooLong, 408, "Request Timeout"),
     (InvalidRequest, 422, "Input Validation Error"),
     (Overloaded, 503, "Service Unavailable"),
     (ShuttingDown, 503, "Service Unavailable"),
@@ -106,22 +115,12 @@ def tgi_error(error: StemmaError) -> Response:
     return json_response(body, status, _retry_headers(error))
 
 
-def authorize(request: Request) -> None:
-    """Raise Unauthorized unless the request carries the server's API key, if it has one."""
-    api_key = context_of(request).settings.server.api_key
-    if api_key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
-        raise Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
-
-
 class OpenAIRoute(APIRoute):
     """A route that answers errors in OpenAI's shape, and asks for the API key."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), openai_error)
+        return _guarded(super().get_route_handler(), _check, openai_error)
 
 
 class TGIRoute(APIRoute):
@@ -129,15 +128,45 @@ class TGIRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), tgi_error)
+        return _guarded(super().get_route_handler(), _check, tgi_error)
+
+
+class AdminRoute(APIRoute):
+    """A route for who administers the server (`access.py`)."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the handler, guarded."""
+        return _guarded(super().get_route_handler(), _check_admin, openai_error)
+
+
+class AdminFileRoute(APIRoute):
+    """The same, where the body is a file."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the handler, guarded."""
+        return _guarded(super().get_route_handler(), _check_admin_file, openai_error)
+
+
+def _check(request: Request) -> None:
+    context_of(request).access.check(request)
+
+
+def _check_admin(request: Request) -> None:
+    context_of(request).access.check_admin(request)
+
+
+def _check_admin_file(request: Request) -> None:
+    context_of(request).access.check_admin(request, BYTES_TYPE)
 
 
 def _guarded(
-    handler: Callable[[Request], Awaitable[Response]], shape: Callable[[StemmaError], Response]
+    handler: Callable[[Request], Awaitable[Response]],
+    check: Callable[[Request], None],
+    shape: Callable[[StemmaError], Response],
 ) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
         try:
-            authorize(request)
+            check(request)
             return await handler(request)
         except ClientDisconnected:
             return Response(status_code=STATUS_CLIENT_CLOSED)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
+from stemma.config.settings import Settings
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, TokenLogprob
 from stemma.engine.beam_search import run_beam_search
-from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError
+from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError, TookTooLong
 from stemma.server.context import ServerContext
 from stemma.server.disconnect import unless_disconnected
 from stemma.server.limits import cap_output
-from stemma.types import FinishReason
+from stemma.types import FinishReason, Tier
 
 
 async def run_one(
@@ -33,12 +34,14 @@ async def run_one(
     engine = context.engine
     stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
     try:
-        async for output in stream:
-            watch.seen(output)
-            output.raise_error()
-            if output.finished:
-                outcome = "ok"
-            yield output
+        async with aclosing(within(stream, context.settings.server.request_timeout_s)) as outputs:
+            async for exact in outputs:
+                output = reported(context.settings, exact)
+                watch.seen(output)
+                output.raise_error()
+                if output.finished:
+                    outcome = "ok"
+                yield output
     except (InvalidRequest, Overloaded, ShuttingDown):
         outcome = "refused"
         raise
@@ -50,6 +53,39 @@ async def run_one(
         await _close(stream)
         if outcome == "aborted":
             await context.engine.abort(request.request_id)
+
+
+async def within(
+    stream: AsyncIterator[RequestOutput], limit_s: float | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield what `stream` yields; raise TookTooLong once `limit_s` is over."""
+    if limit_s is None:
+        async for output in stream:
+            yield output
+        return
+    deadline = asyncio.get_running_loop().time() + limit_s
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                output = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise TookTooLong(f"the request took more than {limit_s:g} s") from error
+        yield output
+
+
+def reported(settings: Settings, output: RequestOutput) -> RequestOutput:
+    """Return `output` with cached tokens as finely as clients may know them (`report_granularity`)."""
+    if settings.server.report_granularity == "token":
+        return output
+    size = settings.engine.cache.block_size
+    cache = output.cache
+    whole = cache.num_cached_tokens // size * size
+    by_tier: dict[Tier, int] = {}
+    for tier, count in sorted(cache.cached_by_tier.items(), key=lambda item: item[1], reverse=True):
+        by_tier[tier] = min(count // size * size, whole - sum(by_tier.values()))
+    return replace(output, cache=CacheReport(cache.num_prompt_tokens, by_tier, cache.miss_reason))
 
 
 async def _close(stream: AsyncIterator[RequestOutput]) -> None:

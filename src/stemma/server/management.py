@@ -12,13 +12,14 @@ from starlette.responses import PlainTextResponse, Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import OpenAIRoute, json_response
+from stemma.server.errors import AdminRoute, OpenAIRoute, json_response
 from stemma.server.prompts import check_model
 from stemma.server.tier_metrics import tiers_as_json
 
 open_router = APIRouter()
 """Needs no API key: load balancers ask it."""
 router = APIRouter(route_class=OpenAIRoute)
+admin_router = APIRouter(route_class=AdminRoute, prefix="/admin")
 
 
 @open_router.get("/health")
@@ -64,7 +65,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/admin/stats")
+@admin_router.get("/stats")
 async def engine_stats(request: Request) -> Response:
     """The engine's counters and gauges as JSON."""
     stats = await context_of(request).engine.stats()
@@ -77,10 +78,10 @@ async def engine_stats(request: Request) -> Response:
     return json_response(snapshot)
 
 
-@router.get("/admin/cache/tree")
+@admin_router.get("/cache/tree")
 async def draw_tree(request: Request) -> Response:
     """The prefix index as an indented drawing; ``?max_tokens=24`` limits the text of each edge."""
     given = request.query_params.get("max_tokens", "24")
-    if not given.isdigit() or not 1 <= int(given) <= 1000:
+    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= 1000):
         raise InvalidRequest("max_tokens must be between 1 and 1000", param="max_tokens")
     return PlainTextResponse(await context_of(request).engine.draw_tree(int(given)))

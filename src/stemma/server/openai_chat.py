@@ -11,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, SequenceDelta
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import StemmaError
 from stemma.server.beam import beam_params
+from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
@@ -20,7 +22,7 @@ from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.logprobs import chat_logprobs
 from stemma.server.prompts import chat_prompt, check_model
 from stemma.server.retention import generation_request
-from stemma.server.sampling import chat_sampling
+from stemma.server.sampling import chat_sampling, widen_to_best_of
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.sse import DONE, EventStream, event
 from stemma.server.usage import UsageMeter
@@ -35,18 +37,23 @@ async def create_chat_completion(request: Request) -> Response:
     body = validate(ChatRequest, await read_object(request))
     check_model(context, body.model)
     params = chat_sampling(context, body)
-    beam = beam_params(body, params.n)
+    beam = beam_params(body, params.n, body.best_of)
+    wide = params
+    if beam is None:
+        wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
     tokens = await chat_prompt(context, body)
-    generation = generation_request(new_request_id("chatcmpl"), tokens, params, body, beam)
+    generation = generation_request(new_request_id("chatcmpl"), tokens, wide, body, beam)
     if body.stream:
         outputs = await start(context, request, [generation], "chat")
         return EventStream(_events(context, body, generation, outputs), outputs)
     [result] = await run_to_end(context, request, [generation], "chat")
-    return json_response(_completion(context, generation, result))
+    return json_response(_completion(context, generation.request_id, params, result))
 
 
-def _completion(context: ServerContext, generation: GenerationRequest, result: Collected) -> dict[str, Any]:
-    with_logprobs = generation.params.logprobs is not None
+def _completion(
+    context: ServerContext, response_id: str, params: SamplingParams, result: Collected
+) -> dict[str, Any]:
+    with_logprobs = params.logprobs is not None
     choices = [
         {
             "index": index,
@@ -55,10 +62,10 @@ def _completion(context: ServerContext, generation: GenerationRequest, result: C
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
         }
-        for index, sequence in enumerate(result.sequences)
+        for index, sequence in enumerate(keep_best(result.sequences, params.n))
     ]
     return {
-        "id": generation.request_id,
+        "id": response_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": context.engine.model_name,

@@ -10,13 +10,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.errors import StemmaError
+from stemma.engine.api import CacheReport
+from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.beam import beam_params
 from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
-from stemma.server.generation import OutputStream, run_to_end, start
+from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.logprobs import CompletionLogprobs
 from stemma.server.prompts import check_model, completion_prompts
 from stemma.server.retention import generation_request
@@ -24,7 +25,7 @@ from stemma.server.sampling import completion_sampling, widen_to_best_of
 from stemma.server.schemas.openai import CompletionRequest
 from stemma.server.sse import DONE, EventStream, event
 from stemma.server.usage import UsageMeter
-from stemma.types import TokenArray
+from stemma.types import FinishReason, TokenArray
 
 router = APIRouter(route_class=OpenAIRoute)
 
@@ -50,6 +51,8 @@ async def create_completion(request: Request) -> Response:
     ]
     echoes = await _echoes(context, body, prompts)
     reply = _Reply(context, body, response_id, params.n, echoes)
+    if body.max_tokens == 0:
+        return _echo_only(reply, body, prompts)
     if body.stream:
         outputs = await start(context, request, generations, "completions")
         return EventStream(reply.events(outputs), outputs)
@@ -66,6 +69,18 @@ async def create_completion(request: Request) -> Response:
         for number, sequence in enumerate(keep_best(result.sequences, params.n))
     ]
     return json_response({**reply.head, "choices": choices, "usage": UsageMeter.of(results).usage()})
+
+
+def _echo_only(reply: _Reply, body: CompletionRequest, prompts: list[TokenArray]) -> Response:
+    """Answer ``echo`` with ``max_tokens`` 0: the prompts, and nothing computed."""
+    if body.stream:
+        raise InvalidRequest("max_tokens of 0 can't be streamed", param="max_tokens")
+    meter = UsageMeter.of(Collected(CacheReport(len(tokens)), []) for tokens in prompts)
+    choices = [
+        reply.choice(index, echo, None, FinishReason.LENGTH, None)
+        for index, echo in enumerate(echo for echo in reply.echoes for _ in range(reply.n))
+    ]
+    return json_response({**reply.head, "choices": choices, "usage": meter.usage()})
 
 
 async def _echoes(context: ServerContext, body: CompletionRequest, prompts: list[TokenArray]) -> list[str]:
@@ -87,8 +102,8 @@ class _Reply:
         self, context: ServerContext, body: CompletionRequest, response_id: str, n: int, echoes: list[str]
     ) -> None:
         self._context = context
-        self._n = n
-        self._echoes = echoes
+        self.n = n
+        self.echoes = echoes
         self._with_logprobs = body.logprobs is not None
         self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         self.head: dict[str, Any] = {
@@ -122,7 +137,7 @@ class _Reply:
         logprobs: dict[int, CompletionLogprobs] = {}
         chunks = [
             event({**self.head, "choices": [self.choice(index, echo, None, None, None)], **tail})
-            for index, echo in enumerate(echo for echo in self._echoes for _ in range(self._n))
+            for index, echo in enumerate(echo for echo in self.echoes for _ in range(self.n))
             if echo
         ]
         try:
@@ -131,7 +146,7 @@ class _Reply:
                 for delta in output.deltas:
                     if not (delta.text or delta.logprobs or delta.finish_reason is not None):
                         continue
-                    index = prompt_index * self._n + delta.index
+                    index = prompt_index * self.n + delta.index
                     pieces = None
                     if self._with_logprobs:
                         writer = logprobs.setdefault(index, CompletionLogprobs(self._context))

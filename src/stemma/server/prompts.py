@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import orjson
+from typing import Any, TypeVar
 
 from stemma.errors import InvalidRequest, PromptTooLong, UnknownModel
-from stemma.server.context import ServerContext
+from stemma.server.chat_template import conversation_tokens, num_chars, template_arguments
+from stemma.server.context import MAX_CHARS_PER_TOKEN, ServerContext
+from stemma.server.conversation import Conversation
+from stemma.server.json_input import parse_json
 from stemma.server.limits import fit_prompt
+from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
 from stemma.server.schemas.openai import ChatRequest, Message
 from stemma.types import TokenArray, as_tokens
 
-_MAX_TOKEN_ID = 2**31 - 1
-_MAX_CHARS_PER_TOKEN = 256
-"""More than any common vocabulary's longest token."""
+Tokens = TypeVar("Tokens", TokenArray, list[int])
+_NO_MODEL = ("", "dummy", "tgi")
+"""What huggingface_hub sends for a name to a server that it was given by URL."""
 
 
-def check_model(context: ServerContext, name: str) -> None:
-    """Raise UnknownModel unless `name` is the served model."""
+def check_model(context: ServerContext, name: str | None) -> None:
+    """Raise UnknownModel unless `name` is the served model, or the client names none."""
     served = context.engine.model_name
-    if name != served:
+    if name is not None and name not in (served, *_NO_MODEL):
         raise UnknownModel(f"the model {name!r} does not exist; this server serves {served!r}", param="model")
 
 
-def check_tokens(context: ServerContext, tokens: TokenArray, param: str = "prompt") -> TokenArray:
+def check_tokens(context: ServerContext, tokens: Tokens, param: str = "prompt") -> Tokens:
     """Return `tokens`; raise InvalidRequest if there are none, or more than the context can hold."""
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty", param=param)
@@ -41,7 +43,7 @@ def check_tokens(context: ServerContext, tokens: TokenArray, param: str = "promp
 
 def check_length(context: ServerContext, num_chars: int, param: str) -> None:
     """Raise PromptTooLong for texts so long that tokenizing them would only waste time."""
-    if num_chars > _MAX_CHARS_PER_TOKEN * context.engine.max_model_len:
+    if num_chars > MAX_CHARS_PER_TOKEN * context.engine.max_model_len:
         limit = context.engine.max_model_len
         raise PromptTooLong(
             f"the prompt has {num_chars} characters; this model's context holds {limit} tokens", param=param
@@ -58,6 +60,8 @@ async def completion_prompts(
         raise InvalidRequest("the prompt is empty", param="prompt")
     if _all_of(prompt, int):
         return [_token_prompt(context, prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
     if _all_of(prompt, str):
         return [await text_prompt(context, text, add_special_tokens=add_special_tokens) for text in prompt]
     if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
@@ -74,10 +78,12 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
 
 def _token_prompt(context: ServerContext, ids: list[int]) -> TokenArray:
     """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
-    wrong = next((token_id for token_id in ids if not 0 <= token_id <= _MAX_TOKEN_ID), None)
-    if wrong is not None:
-        raise InvalidRequest(f"{wrong} is no token id", param="prompt")
-    return check_tokens(context, as_tokens(ids))
+    ids = check_tokens(context, ids)
+    if min(ids) < 0 or max(ids) > MAX_INT32:
+        raise InvalidRequest(
+            "prompt: token ids are numbers from 0 to the size of the vocabulary", param="prompt"
+        )
+    return as_tokens(ids)
 
 
 async def text_prompt(
@@ -97,28 +103,25 @@ async def text_prompt(
 async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
     """Return the token ids of a conversation, rendered by the checkpoint's template."""
     messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
-    check_length(context, sum(len(message.get("content", "")) for message in messages), "messages")
-    template_kwargs = dict(body.chat_template_kwargs or {})
-    if body.continue_final_message:
-        template_kwargs["continue_final_message"] = True
     tools = body.tools if body.tool_choice != "none" else None
-    tokenizer = context.engine.tokenizer
-    tokens = await context.in_thread(
-        lambda: tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            template_kwargs=template_kwargs,
-        )
+    check_length(context, num_chars([messages, tools]), "messages")
+    conversation = Conversation(
+        messages,
+        tools,
+        template_arguments(context, body),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
     )
-    return check_tokens(context, tokens, "messages")
+    return check_tokens(context, await conversation_tokens(context, body, conversation), "messages")
 
 
 def _template_message(message: Message, number: int) -> dict[str, Any]:
     """Return what templates expect: content as one string, tool arguments as an object."""
     rendered = message.model_dump(exclude_none=True)
     where = f"messages[{number}]"
-    if message.content is None and not message.tool_calls:
+    if message.content is None and message.refusal is not None:
+        rendered["content"] = message.refusal
+    elif message.content is None and not message.tool_calls:
         raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
     if isinstance(message.content, list):
         rendered["content"] = _join_parts(message.content, f"{where}.content")
@@ -144,8 +147,5 @@ def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"{where}: arguments are not valid JSON: {error}", param=where) from error
+    parsed = parse_json((arguments or "{}").encode(), f"{where}: arguments")
     return {**call, "function": {**function, "arguments": parsed}}

@@ -11,8 +11,9 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext
 from stemma.server.limits import largest_n
+from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
-from stemma.server.schemas.tgi import MAX_SEED, MAX_STOP_CHARS, TGIParameters, VLLMGenerateRequest
+from stemma.server.schemas.tgi import TGIParameters, VLLMGenerateRequest
 
 _DEFAULTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields that a checkpoint's generation_config may set."""
@@ -32,19 +33,17 @@ def chat_sampling(context: ServerContext, body: ChatRequest) -> SamplingParams:
 
 def completion_sampling(context: ServerContext, body: CompletionRequest) -> SamplingParams:
     """Return the sampling of a plain completion; without a limit, 16 tokens as OpenAI documents."""
-    if body.suffix:
-        raise InvalidRequest("suffix is not supported", param="suffix")
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("logprobs of an echoed prompt are not supported", param="echo")
     limit = 16 if body.max_tokens is None else body.max_tokens
+    if limit == 0 and body.echo:
+        limit = 1  # `max_tokens` 0 with `echo` generates nothing: the parameters are only checked
     return _openai_sampling(context, body, limit, body.logprobs)
 
 
 def _openai_sampling(
     context: ServerContext, body: OpenAIRequest, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    if body.logit_bias:
-        raise InvalidRequest("logit_bias is not supported", param="logit_bias")
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest("response_format: only 'text' is supported", param="response_format")
     n = check_n(context, body.n)
@@ -88,10 +87,13 @@ def widen_to_best_of(
     return replace(params, n=best_of, logprobs=params.logprobs or 0)
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stops(stop: str | list[str] | None, param: str = "stop") -> tuple[str, ...]:
     if stop is None:
         return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if sum(map(len, stops)) > MAX_STOP_CHARS_TOTAL:
+        raise InvalidRequest(f"{param} exceeds {MAX_STOP_CHARS_TOTAL} characters in total", param=param)
+    return stops
 
 
 def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +103,8 @@ def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
         value = getattr(body, name, None)
         if value is not None:
             chosen[name] = value
+    if 0.0 < chosen.get("temperature", 0.0) < MIN_TEMPERATURE:
+        chosen["temperature"] = MIN_TEMPERATURE
     return chosen
 
 
@@ -131,9 +135,7 @@ def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingP
     ):
         if unsupported:
             raise InvalidRequest(f"{name} is not supported", param=f"parameters.{name}")
-    stops = _stops(parameters.stop)
-    if sum(map(len, stops)) > MAX_STOP_CHARS:
-        raise InvalidRequest(f"stop exceeds {MAX_STOP_CHARS} characters in total", param="parameters.stop")
+    stops = _stops(parameters.stop, "parameters.stop")
     given = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.seed)
     sample = parameters.do_sample
     if sample is None:

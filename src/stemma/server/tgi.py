@@ -15,12 +15,13 @@ from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, GenerationRequest, SequenceDelta
 from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
-from stemma.server.prompts import check_tokens, text_prompt
-from stemma.server.sampling import tgi_sampling
+from stemma.server.prompts import check_length, check_model, check_tokens, text_prompt
+from stemma.server.sampling import tgi_sampling, widen_to_best_of
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest
 from stemma.server.sse import EventStream, event
 from stemma.server.usage import cache_detail
@@ -63,10 +64,15 @@ async def generate_at_root(request: Request) -> Response:
     return await _generate_whole(request, body, in_list=True)
 
 
-async def _prepare(context: ServerContext, body: TGIRequest) -> tuple[GenerationRequest, str]:
+async def _prepare(
+    context: ServerContext, body: TGIRequest, *, stream: bool
+) -> tuple[GenerationRequest, str]:
     """Return the request for the engine, and the text of its prompt."""
+    check_model(context, body.model)
     text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
     params = tgi_sampling(context, body.parameters)
+    params = widen_to_best_of(context, params, body.parameters.best_of, stream=stream)
+    check_length(context, len(text), "inputs")
     if body.parameters.truncate is None:
         tokens = await text_prompt(context, text, param="inputs")
     else:
@@ -84,12 +90,12 @@ def _join_parts(parts: list[dict[str, Any]]) -> str:
 
 async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) -> Response:
     context = context_of(request)
-    generation, text = await _prepare(context, body)
+    generation, text = await _prepare(context, body, stream=False)
     [result] = await run_to_end(context, request, [generation], "tgi")
-    [sequence] = result.sequences
+    [sequence] = keep_best(result.sequences, 1)
     answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
     if body.parameters.details or body.parameters.decoder_input_details:
-        answer["details"] = _details(context, generation, result, body.parameters)
+        answer["details"] = _details(context, generation, result, sequence, body.parameters)
     return json_response([answer] if in_list else answer, headers=_headers(result.cache))
 
 
@@ -108,16 +114,19 @@ def _finish_reason(reason: FinishReason | None, stop_reason: str | int | None) -
 
 
 def _details(
-    context: ServerContext, generation: GenerationRequest, result: Collected, parameters: TGIParameters
+    context: ServerContext,
+    generation: GenerationRequest,
+    result: Collected,
+    sequence: CollectedSequence,
+    parameters: TGIParameters,
 ) -> dict[str, Any]:
-    [sequence] = result.sequences
     prefill: list[dict[str, Any]] = []
     if parameters.decoder_input_details:
         prefill = [_token(context, token_id, None) for token_id in generation.prompt_token_ids.tolist()]
     return {
         "prompt_tokens": len(generation.prompt_token_ids),
         "finish_reason": _finish_reason(sequence.finish_reason, sequence.stop_reason),
-        "generated_tokens": result.num_generated_tokens,
+        "generated_tokens": len(sequence.token_ids),
         "prefill": prefill,
         "seed": generation.params.seed,
         "tokens": _tokens(context, sequence),
@@ -142,7 +151,7 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
             param="parameters.decoder_input_details",
         )
     context = context_of(request)
-    generation, text = await _prepare(context, body)
+    generation, text = await _prepare(context, body, stream=True)
     outputs = await start(context, request, [generation], "tgi")
     source = _events(body.parameters, generation, text, outputs)
     return EventStream(source, outputs, _headers(outputs.first[1].cache))

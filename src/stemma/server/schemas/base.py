@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from pydantic import BaseModel, ConfigDict
 
 
 class RequestModel(BaseModel):
-    """Strict types (no ``"12"`` for 12), unknown fields ignored as OpenAI and vLLM do."""
+    """Strict types (no ``"12"`` for 12), unknown fields ignored as OpenAI and vLLM do, and logged once."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that would change the answer and aren't implemented, with the values that change nothing."""
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {}
+    """Fields that hold an object with such tables of its own."""
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Fields that never change the answer: ignored without a word."""
+
+    @classmethod
+    def known_names(cls) -> frozenset[str]:
+        """Return the names of all fields that aren't news to us."""
+        return frozenset(cls.model_fields) | frozenset(cls.refused) | cls.harmless

@@ -2,11 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import (
+    MAX_MESSAGES,
+    MAX_TEMPLATE_CHARS,
+    Choices,
+    Count,
+    LengthPenalty,
+    Name,
+    NumLogprobs,
+    Parts,
+    Penalty,
+    PositiveCount,
+    PositiveShare,
+    Priority,
+    RepetitionPenalty,
+    Role,
+    Salt,
+    Seed,
+    Share,
+    Stops,
+    Temperature,
+    TemplateKwargs,
+    TokenIds,
+    Tools,
+    TopK,
+    Ttl,
+)
+
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    # vLLM's, old names included
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_choice": (),
+    "guided_regex": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "early_stopping": (False,),
+    # SGLang's
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "lora_path": (),
+}
 
 
 class StreamOptions(RequestModel):
@@ -15,49 +71,67 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
     """Send usage in a last chunk of its own."""
 
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
+    harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
 
 class ResponseFormat(RequestModel):
     """Only free text is supported."""
 
-    type: str
+    type: Name
 
 
 class OpenAIRequest(RequestModel):
     """Fields that chat and plain completions share. None: the checkpoint's default, then OpenAI's."""
 
-    model: str
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"stream_options": StreamOptions}
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "request_id",
+        }
+    )
+
+    model: Name | None = None
+    """None: the one that is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    n: Choices | None = None
+    stop: Stops | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    user: Name | None = None
     # Beyond OpenAI: names as in vLLM.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0)
+    min_tokens: Count = 0
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     """Prompts with different salts never share cached blocks."""
-    priority: int | None = Field(default=None, ge=0, le=100)
+    priority: Priority | None = None
     """Retention hint for the blocks that this request leaves behind."""
-    cache_ttl_s: float | None = Field(default=None, gt=0)
+    cache_ttl_s: Ttl | None = None
     """Retention hint: seconds of disuse after which those blocks go first."""
+    best_of: Choices | None = None
+    """Generate so many and return the `n` with the highest mean log-probability; or the beam width."""
     use_beam_search: bool = False
     """Search for the `n` likeliest answers; fields that shape sampling are ignored."""
-    length_penalty: float = 1.0
+    length_penalty: LengthPenalty = 1.0
     """Of the beam search; above 0 favours long answers."""
     response_format: ResponseFormat | None = None
 
@@ -65,13 +139,12 @@ class OpenAIRequest(RequestModel):
 class CompletionRequest(OpenAIRequest):
     """Body of ``POST /v1/completions``."""
 
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "suffix": ("",)}
+
     prompt: str | list[Any]
     """Text, texts, token ids, or lists of token ids; checked item by item in `prompts.py`."""
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool = False
-    best_of: int | None = None
-    """Generate so many and return the `n` with the highest mean log-probability; or the beam width."""
-    suffix: str | None = None
 
 
 class Message(RequestModel):
@@ -79,20 +152,46 @@ class Message(RequestModel):
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
-    role: str = Field(min_length=1)
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    role: Role
+    content: str | Parts | None = None
+    refusal: str | None = None
+    """What the assistant said instead of `content`."""
+    tool_calls: Tools | None = None
 
 
 class ChatRequest(OpenAIRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSUPPORTED,
+        "functions": ([],),
+        "function_call": ("none",),
+        "parallel_tool_calls": (True,),
+        "reasoning": (),
+        "verbosity": ("medium",),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "documents": ([],),
+        "echo": (False,),
+        "mm_processor_kwargs": (),
+        "media_io_kwargs": (),
+        "thinking_token_budget": (),
+        "include_reasoning": (True,),
+        "separate_reasoning": (True,),
+    }
+    harmless: ClassVar[frozenset[str]] = OpenAIRequest.harmless | {"prediction"}
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Name | None = None
+    """Passed to a chat template that knows it; for others refused."""
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
+    """Instead of the checkpoint's; only with `--trust-request-chat-template`."""
+    chat_template_kwargs: TemplateKwargs | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -2,71 +2,117 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from stemma.server.schemas.base import RequestModel
-
-MAX_SEED = 2**63 - 1
-MAX_STOPS = 1024
-MAX_STOP_CHARS = 32768
-
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+from stemma.server.schemas.bounds import (
+    MAX_TEMPERATURE,
+    Choices,
+    LengthPenalty,
+    Name,
+    Parts,
+    Penalty,
+    PositiveCount,
+    PositiveShare,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    Stops,
+    Temperature,
+    TokenIds,
+    TopK,
+    UnsignedSeed,
+)
 
 
 class TGIParameters(RequestModel):
     """``parameters`` of TGI's shape."""
 
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    temperature: float | None = Field(default=None, gt=0)
-    top_k: int | None = Field(default=None, ge=-1)
-    top_p: float | None = Field(default=None, gt=0, lt=1)
-    typical_p: float | None = Field(default=None, gt=0, le=1)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "grammar": (),
+        "stop_sequences": ([],),
+        "top_n_tokens": (0,),
+        "n": (1,),
+        "use_beam_search": (False,),
+        "bad_words": ([],),
+        "logit_bias": ({},),
+        "response_format": (),
+    }
+    harmless: ClassVar[frozenset[str]] = frozenset({"return_prompt_tokens"})
+
+    stop: Stops | None = None
+    temperature: Annotated[float, Field(gt=0.0, le=MAX_TEMPERATURE)] | None = None
+    top_k: TopK | None = None
+    top_p: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    typical_p: PositiveShare | None = None
     do_sample: bool | None = None
     """None: sample exactly if a sampling field is given."""
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    repetition_penalty: float | None = Field(default=None, gt=0)
-    frequency_penalty: float | None = None
+    seed: UnsignedSeed | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
     watermark: bool = False
-    adapter_id: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9_./-]{1,256}$")
-    max_new_tokens: int = Field(default=20, gt=0, le=2**31 - 1)
+    adapter_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./-]{1,256}$")] | None = None
+    max_new_tokens: PositiveCount = 20
+    best_of: Choices | None = None
+    """Generate so many and return the one with the highest mean log-probability."""
     details: bool = False
     decoder_input_details: bool = False
     return_full_text: bool = False
-    truncate: int | None = Field(default=None, gt=0)
+    truncate: PositiveCount | None = None
     """Keep only the last so many prompt tokens."""
 
 
 class TGIRequest(RequestModel):
     """Body of ``POST /generate``, ``/generate_stream`` and ``/``; only the last reads `stream`."""
 
-    inputs: str | list[dict[str, Any]]
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"parameters": TGIParameters}
+
+    inputs: str | Parts
     parameters: TGIParameters = TGIParameters()
     stream: bool = False
+    model: Name | None = None
 
 
 class VLLMGenerateRequest(RequestModel):
     """Body of ``POST /generate`` in vLLM's shape."""
 
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "logprobs": (),
+        "prompt_logprobs": (),
+        "min_tokens": (0,),
+        "logit_bias": ({},),
+        "bad_words": ([],),
+        "allowed_token_ids": (),
+        "structured_outputs": (),
+        "guided_decoding": (),
+        "truncate_prompt_tokens": (),
+        "spaces_between_special_tokens": (True,),
+        "detokenize": (True,),
+        "logits_processors": ([],),
+        "early_stopping": (False,),
+    }
+
     prompt: str
     stream: bool = False
-    model: str | None = None
-    max_tokens: int | None = Field(default=None, gt=0)
-    n: int = 1
-    best_of: int | None = None
+    model: Name | None = None
+    max_tokens: PositiveCount | None = None
+    n: Choices = 1
+    best_of: Choices | None = None
     use_beam_search: bool = False
-    length_penalty: float = 1.0
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    length_penalty: LengthPenalty = 1.0
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: PositiveShare | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stop: Stops | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -1,0 +1,80 @@
+"""Settings that are lists or keys, as text: in flags, variables and files they are written the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from stemma.errors import ConfigError
+
+_MIN_SECRET_BYTES = 32
+
+
+def split_words(value: Any) -> Any:
+    """Return ``"a, b"`` as ``("a", "b")``; what is no text is left alone."""
+    if not isinstance(value, str):
+        return value
+    return tuple(word for word in (part.strip() for part in value.split(",")) if word)
+
+
+def split_named_paths(value: Any) -> Any:
+    """Return ``"a=x.json,b=y.json"`` as a mapping; what is no text is left alone."""
+    if not isinstance(value, str):
+        return value
+    named: dict[str, str] = {}
+    for word in split_words(value):
+        name, separator, path = word.partition("=")
+        if not (name and separator and path):
+            raise ValueError(f"expected NAME=FILE, separated by commas, got {word!r}")
+        named[name.strip()] = path.strip()
+    return named
+
+
+def check_key(value: Any) -> Any:
+    """Return a key; raise ValueError for an empty one, or one that no header can carry."""
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("is empty: everybody could enter")
+        if value != value.strip() or not value.isprintable():
+            raise ValueError("has spaces at its ends, or characters that can't be printed")
+    return value
+
+
+def read_key(key: str | None, file: Path | None, name: str) -> str | None:
+    """Return the key, from the setting or its file. Raises ConfigError; the message doesn't show the key."""
+    if file is None:
+        return key
+    if key is not None:
+        raise ConfigError(f"give {name} or {name}_file, not both")
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {name}_file {file}: {error}") from error
+    try:
+        checked: str = check_key(text)
+    except ValueError as error:
+        raise ConfigError(f"the key in {file} {error}") from error
+    return checked
+
+
+def read_secret(file: Path | None) -> bytes | None:
+    """Return the secret that signs exported prefixes; no file: None. Raises ConfigError."""
+    if file is None:
+        return None
+    try:
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror}") from error
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{file} must hold a secret of {_MIN_SECRET_BYTES} bytes or more: `openssl rand -hex 32`"
+        )
+    return secret
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
+NamedPaths = Annotated[Mapping[str, Path], BeforeValidator(split_named_paths)]
+Key = Annotated[str, BeforeValidator(check_key)]

@@ -1,0 +1,115 @@
+"""Who may ask: keys, and for servers without one the checks that keep foreign web pages out.
+
+A browser on this machine can reach a server that listens on loopback only. Without a key three things tell
+its pages from programs: `Host` (a page of a foreign name that was pointed here, DNS rebinding), `Origin` (a
+page of another site) and the content type (a form can't send JSON).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from stemma.config.settings import ServerSettings
+from stemma.config.words import read_key
+from stemma.errors import Forbidden, Unauthorized, WrongMediaType
+
+_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]{1,5}))?")
+_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+"""Headers that proxies add: the peer is then not who asks."""
+_BODY_METHODS = ("POST", "PUT", "PATCH")
+JSON_TYPE = "application/json"
+BYTES_TYPE = "application/octet-stream"
+
+
+def host_name(header: str) -> str | None:
+    """Return the name in a `Host` header without port and brackets, lower case; None: it is malformed."""
+    found = _HOST.fullmatch(header)
+    return None if found is None else found["name"].strip("[]").lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine for itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+class Access:
+    """The keys of one server. Raises ConfigError if a key file can't be used."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.api_key = read_key(settings.api_key, settings.api_key_file, "api_key")
+        self.admin_key = read_key(settings.admin_key, settings.admin_key_file, "admin_key")
+        self._is_local = is_loopback(settings.host)
+        self._allowed_origins = frozenset(settings.allowed_origins)
+
+    def check(self, request: Request) -> None:
+        """Raise unless `request` carries the API key or, if there is none, no web page sent it."""
+        if self.api_key is not None:
+            _check_bearer(request, self.api_key, "API key")
+            return
+        if self._is_local:
+            _check_host(request)
+            _check_media_type(request, (JSON_TYPE,))
+        self._check_origin(request)
+
+    def check_admin(self, request: Request, media_type: str = JSON_TYPE) -> None:
+        """Raise unless `request` carries the admin key or, if there is none, is local."""
+        if self.admin_key is not None:
+            _check_bearer(request, self.admin_key, "admin key")
+            return
+        peer = request.client.host if request.client is not None else ""
+        if not is_loopback(peer) or any(name in request.headers for name in _FORWARDED):
+            raise Forbidden("administration from other machines needs an admin key: see --admin-key")
+        _check_host(request)
+        self._check_origin(request)
+        _check_media_type(request, (media_type,))
+        if self.api_key is not None:
+            _check_bearer(request, self.api_key, "API key")
+
+    def has_admin_rights(self, request: Request) -> bool:
+        """Whether `check_admin` would pass."""
+        try:
+            self.check_admin(request)
+        except (Forbidden, Unauthorized, WrongMediaType):
+            return False
+        return True
+
+    def _check_origin(self, request: Request) -> None:
+        origin = request.headers.get("origin")
+        if origin is None or origin in self._allowed_origins or "*" in self._allowed_origins:
+            return
+        try:
+            is_same = urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+        except ValueError:
+            is_same = False
+        if not is_same:
+            raise Forbidden("pages of this origin may not call this server: see --allowed-origins")
+
+
+def _check_bearer(request: Request, key: str, what: str) -> None:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers are bytes; Starlette shows them as Latin-1.
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+        raise Unauthorized(f"missing or wrong {what}; send it as 'Authorization: Bearer KEY'")
+
+
+def _check_host(request: Request) -> None:
+    name = host_name(request.headers.get("host", ""))
+    if name is None or not is_loopback(name):
+        raise Forbidden("without a key this server answers to the names of this machine only, e.g. localhost")
+
+
+def _check_media_type(request: Request, allowed: Iterable[str]) -> None:
+    if request.method not in _BODY_METHODS:
+        return
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given not in allowed:
+        raise WrongMediaType(f"send the body as 'Content-Type: {' or '.join(allowed)}'")
