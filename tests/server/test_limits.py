@@ -22,7 +22,7 @@ async def client_with(engine: ScriptedEngine, settings: Settings) -> AsyncIterat
     def make(**limits: object) -> httpx.AsyncClient:
         limited = settings.model_copy(update={"requests": RequestSettings(**limits)})
         transport = httpx.ASGITransport(app=create_app(engine, limited), raise_app_exceptions=False)
-        clients.append(httpx.AsyncClient(transport=transport, base_url="http://stemma"))
+        clients.append(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
         return clients[-1]
 
     yield make
