@@ -36,13 +36,13 @@ from stemma.config.settings import PoolSettings
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import PoolBackend
 from stemma.memory.tiers.pool.envelope import HEADER_BYTES
 from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.reads import BATCH_BLOCKS
 from stemma.memory.tiers.pool.registry import open_pool_backend
-from stemma.memory.tiers.pool.store import PoolStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.native.copying import copy_function
 from stemma.types import BlockKey

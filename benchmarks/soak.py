@@ -27,8 +27,8 @@ from stemma.engine.api import GenerationRequest
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.tiers import transfer
+from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.files import FileLayer
-from stemma.memory.tiers.disk.store import DiskStore
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.tiny import write_tiny_model
 from stemma.prefix.eviction.hazard import HazardPolicy

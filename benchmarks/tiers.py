@@ -28,12 +28,12 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.tiers.disk.directory import new_manifest
+from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
 from stemma.memory.tiers.disk.record import Record
-from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.disk.spaces import new_manifest
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.lower import DeviceBlock
-from stemma.memory.tiers.store import BlockStore
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.native.copying import copy_function
 from stemma.prefix.eviction.registry import make_policy

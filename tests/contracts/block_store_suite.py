@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore, PutResult, ReadResult
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, LocalStore, PutResult, ReadResult
 from stemma.types import BlockKey
 
 BLOCK_BYTES = 4096

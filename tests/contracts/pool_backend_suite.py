@@ -10,10 +10,10 @@ import pytest
 from tests.contracts.block_store_suite import key_of
 
 from stemma.errors import StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend
 from stemma.memory.tiers.pool.envelope import damage, seal
 from stemma.memory.tiers.pool.keys import PoolKeys
-from stemma.memory.tiers.store import PutResult, ReadResult
 
 VALUE_BYTES = 4096 + 64
 KEYS = PoolKeys("org/model v1")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import stemma.memory.tiers.disk.store as disk_store
+import stemma.memory.tiers.disk.disk_store as disk_store
 from stemma.types import Tier
 from tests.engine.harness import Harness, greedy, prompt
 from tests.engine.test_tiers import cached, disk, expected, round_of, serve

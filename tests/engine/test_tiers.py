@@ -13,7 +13,7 @@ import pytest
 
 from stemma.config.settings import TierSettings
 from stemma.errors import StorageError, StorageLocked
-from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import FinishReason, Tier
 from tests.engine.harness import Answer, Harness, greedy, prompt

@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.disk.directory import INDEX
+from stemma.memory.tiers.block_store import PutResult, ReadResult
+from stemma.memory.tiers.disk.disk_store import BACK_OFF_S
 from stemma.memory.tiers.disk.record import RECORD_BYTES
-from stemma.memory.tiers.disk.store import BACK_OFF_S
-from stemma.memory.tiers.store import PutResult, ReadResult
+from stemma.memory.tiers.disk.spaces import INDEX
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain, keys, read
 from tests.faults.disk_writer import CAPACITY
 from tests.memory.faulty_files import FaultyFiles
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk import SLOT_BYTES, allocated_bytes, make_disk, size_for
+from tests.memory.tiers.test_disk_store import SLOT_BYTES, allocated_bytes, make_disk, size_for
 
 EVERYTHING = [key for name in range(40) for key in keys(chain(name, 5))]
 
@@ -239,7 +239,7 @@ def in_child(work: str, root: Path) -> subprocess.CompletedProcess[str]:
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from tests.memory.tiers.test_disk import *\n"
+        "from tests.memory.tiers.test_disk_store import *\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         f"root = Path({str(root)!r})\n" + work
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from stemma.config.settings import PoolSettings
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.breaker import Circuit
 from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.registry import open_pool_backend
-from stemma.memory.tiers.pool.store import PoolStore
-from stemma.memory.tiers.store import PutResult, ReadResult
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain, keys, read
 from tests.memory.tiers.pool.servers import MooncakeMaster, RedisServer
 
@@ -25,7 +25,7 @@ HOLDER = """
 import json, sys, time
 from stemma.config.settings import PoolSettings
 from stemma.memory.tiers.pool.registry import open_pool_backend
-from stemma.memory.tiers.pool.store import PoolStore
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain
 from stemma.memory.tiers.pool.keys import PoolKeys
 backend = open_pool_backend("mooncake", json.loads(sys.argv[1]))

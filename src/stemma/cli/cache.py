@@ -15,7 +15,7 @@ from stemma.config.words import read_secret
 from stemma.errors import ConfigError, StorageError, StorageLocked
 
 if TYPE_CHECKING:
-    from stemma.memory.tiers.disk.store import DiskStore
+    from stemma.memory.tiers.disk.disk_store import DiskStore
     from stemma.types import TokenArray
 
 app = typer.Typer(no_args_is_help=True, help="Look into disk caches, clean them, export and import prefixes.")
@@ -35,8 +35,8 @@ Salt = Annotated[str, typer.Option(help="Namespace, as `cache_salt` in requests.
 @app.command("ls")
 def ls_command(directory: Directory) -> None:
     """List the models whose blocks lie in a directory."""
-    from stemma.memory.tiers.disk.directory import list_spaces
     from stemma.memory.tiers.disk.existing import count_blocks
+    from stemma.memory.tiers.disk.spaces import list_spaces
 
     for space in list_spaces(directory):
         manifest, count = space.manifest, count_blocks(space)
@@ -76,8 +76,8 @@ def gc_command(
     ] = None,
 ) -> None:
     """Remove damaged sub-directories, blocks out of use, and whole models that are. Spares what is in use."""
-    from stemma.memory.tiers.disk.directory import list_spaces, remove_space
     from stemma.memory.tiers.disk.existing import open_existing, parse_age
+    from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
 
     age_s = None if unused_for is None else parse_age(unused_for)
     limit = None if max_size is None else parse_size(max_size)
@@ -100,7 +100,7 @@ def gc_command(
 @app.command("clear")
 def clear_command(directory: Directory, space: Space = None) -> None:
     """Delete all blocks, of one model or of all. Spares what is in use."""
-    from stemma.memory.tiers.disk.directory import list_spaces, remove_space
+    from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
 
     for found in list_spaces(directory):
         if not found.path.name.startswith(space or ""):
@@ -175,8 +175,8 @@ def import_command(
 
 
 def _stores(directory: Path, space: str | None) -> Iterator[DiskStore]:
-    from stemma.memory.tiers.disk.directory import list_spaces
     from stemma.memory.tiers.disk.existing import open_existing
+    from stemma.memory.tiers.disk.spaces import list_spaces
 
     for found in list_spaces(directory):
         if found.path.name.startswith(space or "") and found.manifest is not None:
@@ -215,9 +215,9 @@ def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
 def _export_from_directory(
     draft: Path, directory: Path, space: str | None, tokens: TokenArray, salt: str, key_file: Path | None
 ) -> int:
+    from stemma.memory.tiers.block_store import ReadResult
     from stemma.memory.tiers.bundle import write_bundle
     from stemma.memory.tiers.disk.existing import find_space, open_existing, space_of
-    from stemma.memory.tiers.store import ReadResult
     from stemma.prefix.keys import Namespace, chain_keys
 
     found = find_space(directory, space)
@@ -246,11 +246,11 @@ def _export_from_directory(
 def _import_to_directory(
     path: Path, directory: Path, size_bytes: int | None, key_file: Path | None, trust_imports: bool
 ) -> int:
+    from stemma.memory.tiers.block_store import BlockPut, PutResult
     from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header
-    from stemma.memory.tiers.disk.directory import list_spaces, new_manifest
+    from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
     from stemma.memory.tiers.disk.existing import count_blocks
-    from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
-    from stemma.memory.tiers.store import BlockPut, PutResult
+    from stemma.memory.tiers.disk.spaces import list_spaces, new_manifest
     from stemma.prefix.eviction.registry import make_policy
 
     with _open(path) as file:

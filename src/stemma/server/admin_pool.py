@@ -13,7 +13,7 @@ from starlette.responses import Response
 from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.errors import ConfigError, InvalidRequest, StorageError
-from stemma.memory.tiers.pool.store import PoolStatus
+from stemma.memory.tiers.pool.pool_store import PoolStatus
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AdminRoute, json_response

@@ -9,21 +9,29 @@ import pytest
 import torch
 
 from stemma import LLM, SamplingParams
-from stemma.config.settings import CacheSettings, EngineSettings, ModelSettings, PoolSettings, TierSettings
+from stemma.config.settings import TierSettings
 from stemma.engine.budget import working_memory
 from stemma.errors import ConfigError
+from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
+from stemma.memory.tiers.reserved import planned_bytes
+from stemma.model.causal_lm import CausalLM
 from stemma.native.process_memory import resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_kv_gets_what_the_others_leave(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kv_gets_what_the_others_leave(checkpoint: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch):
+    """Beside libraries, weights and two steps: the tiers, the policy, and what the index notes."""
+    layout = model.layout(16)
     monkeypatch.setattr(working_memory, "resident_bytes", lambda: 1_000_000_000)
     monkeypatch.setattr(working_memory, "step_bytes", lambda *_: 10_000_000)
-    limit = 1_030_000_000 + working_memory.PREPARED_BYTES
+    tiers = planned_bytes(TierSettings(host_cache=4_000_000), None, layout, "hazard")
+    for_kv = 6_000_000 + fixed_bytes("hazard")
+    limit = 1_020_000_000 + working_memory.PREPARED_BYTES + tiers + for_kv
     llm = LLM(checkpoint, block_size=16, memory_limit=limit, host_cache="4MB")
     kv_bytes = llm.engine.cache.num_blocks * llm.engine.runner.kv.layout.block_bytes
-    assert 0 <= 6_000_000 - kv_bytes < llm.engine.runner.kv.layout.block_bytes
+    share = layout.block_bytes / (layout.block_bytes + bytes_per_block(16, "hazard"))
+    assert 0 <= 6_000_000 * share - kv_bytes < layout.block_bytes
     assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=4)).pop().completions) == 1
 
 
@@ -45,14 +53,6 @@ def test_a_limit_that_leaves_nothing_says_what_takes_it(checkpoint: Path):
 def test_a_limit_and_a_size_of_the_cache_exclude_each_other(checkpoint: Path):
     with pytest.raises(ConfigError, match="not both"):
         LLM(checkpoint, memory_limit="2GB", kv_cache_memory="1GB")
-
-
-def test_buffers_of_lower_tiers_count():
-    model = ModelSettings(path=Path("m"))
-    tiers = TierSettings(host_cache=100, disk_cache=Path("d"), transfer_buffer=30)
-    pool = CacheSettings(pool=PoolSettings(name="directory", staging=7))
-    assert working_memory.lower_tier_bytes(EngineSettings(model=model)) == 0
-    assert working_memory.lower_tier_bytes(EngineSettings(model=model, tiers=tiers, cache=pool)) == 137
 
 
 @pytest.mark.parametrize(

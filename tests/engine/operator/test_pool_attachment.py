@@ -15,7 +15,7 @@ from stemma.config.settings import TierSettings
 from stemma.errors import StorageError
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.breaker import Circuit
-from stemma.memory.tiers.pool.store import PoolStore
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import Tier
 

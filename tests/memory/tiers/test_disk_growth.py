@@ -10,12 +10,12 @@ import pytest
 from tests.contracts.block_store_suite import chain, keys, read
 from tests.memory.faulty_files import FaultyFiles
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk import make_disk
+from tests.memory.tiers.test_disk_store import make_disk
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.disk.directory import INDEX, LOCK, MANIFEST, list_spaces
-from stemma.memory.tiers.disk.store import BACK_OFF_S
-from stemma.memory.tiers.store import PutResult, ReadResult
+from stemma.memory.tiers.block_store import PutResult, ReadResult
+from stemma.memory.tiers.disk.disk_store import BACK_OFF_S
+from stemma.memory.tiers.disk.spaces import INDEX, LOCK, MANIFEST, list_spaces
 
 
 class _SlowFiles(FaultyFiles):

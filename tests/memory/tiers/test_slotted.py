@@ -10,13 +10,13 @@ import pytest
 from tests.contracts.block_store_suite import BLOCK_BYTES, ROOT, bytes_of, chain, key_of, keys, read
 from tests.memory.faulty_files import FaultyFiles
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk import SPACE, size_for
+from tests.memory.tiers.test_disk_store import SPACE, size_for
 from tests.prefix.failing_policy import FailingPolicy
 
-from stemma.memory.tiers.disk.store import DiskStore
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.slotted import SlottedStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.prefix.eviction.registry import make_policy, policy_names

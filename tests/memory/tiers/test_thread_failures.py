@@ -15,9 +15,9 @@ from tests.memory.tiers.test_transfer import BLOCK, LAYOUT, TIMEOUT_S
 from tests.memory.tiers.test_transfer import Rig as TransferRig
 
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool.calls import Call, Calls
-from stemma.memory.tiers.store import BlockPut, BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import BlockKey, Tier

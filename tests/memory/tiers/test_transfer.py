@@ -11,18 +11,18 @@ import pytest
 import torch
 from tests.contracts.block_store_suite import ROOT, bytes_of, key_of
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk import SPACE
+from tests.memory.tiers.test_disk_store import SPACE
 
 from stemma.errors import StorageError
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers import chunks
-from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
+from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.estimate import LoadEstimator
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.lower import DeviceBlock
-from stemma.memory.tiers.store import BlockPut, BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import BlockKey, Tier

@@ -12,7 +12,7 @@ from pathlib import Path
 from stemma.config.settings import PoolSettings, TierSettings
 from stemma.config.sizes import format_size
 from stemma.errors import StemmaError
-from stemma.memory.tiers.disk.directory import list_spaces
+from stemma.memory.tiers.disk.spaces import list_spaces
 
 _POOL_TIMEOUT_S = 10.0
 _PROBE_KEY = "stemma-doctor"

@@ -15,7 +15,9 @@ from stemma.config.settings import EngineSettings
 from stemma.config.sizes import format_size
 from stemma.engine.sampling.sampler import rows_at_once
 from stemma.errors import ConfigError
+from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.tiers.reserved import planned_bytes
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.weights import PREPARED_BYTES
@@ -67,23 +69,19 @@ def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> 
     except OSError as error:
         raise ConfigError(f"memory_limit needs Linux's /proc: {error}; give kv_cache_memory") from error
     working = int(_STEPS_RESERVED * step) + PREPARED_BYTES
-    lower = lower_tier_bytes(settings)
-    if (kv_bytes := limit_bytes - held - working - lower) <= 0:
+    layout = model.layout(settings.cache.block_size)
+    eviction = settings.cache.eviction
+    lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction)
+    left = limit_bytes - held - working - lower - fixed_bytes(eviction)
+    # What the index notes of a block takes memory with each block.
+    kv_share = layout.block_bytes / (layout.block_bytes + bytes_per_block(layout.block_size, eviction))
+    if (kv_bytes := int(left * kv_share)) <= 0:
         raise ConfigError(
             f"memory_limit is {format_size(limit_bytes)}, but libraries and weights take "
-            f"{format_size(held)}, steps {format_size(working)}, lower tiers {format_size(lower)}: "
-            "nothing is left for KV"
+            f"{format_size(held)}, steps {format_size(working)}, lower tiers {format_size(lower)}, the "
+            f"eviction policy {format_size(fixed_bytes(eviction))}: nothing is left for KV"
         )
     return MemoryPlan(kv_bytes, _MAX_DRAFT_TOKENS, HeapGuard(limit_bytes - step // 2, step // 2))
-
-
-def lower_tier_bytes(settings: EngineSettings) -> int:
-    """Return the memory of the tiers below the device, buffers included."""
-    tiers, pool = settings.tiers, settings.cache.pool
-    num_bytes = tiers.host_cache or 0
-    if tiers.disk_cache is not None:
-        num_bytes += tiers.transfer_buffer
-    return num_bytes + (pool.staging if pool is not None else 0)
 
 
 def step_bytes(model: CausalLM, num_tokens: int, num_logits: int) -> int:

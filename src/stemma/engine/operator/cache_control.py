@@ -18,8 +18,8 @@ from stemma.engine.core.engine import Engine
 from stemma.errors import InvalidRequest, Overloaded, StorageError
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.tiers.block_store import ReadResult
 from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
-from stemma.memory.tiers.store import ReadResult
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys
 from stemma.types import BlockKey, Tier, TokenArray

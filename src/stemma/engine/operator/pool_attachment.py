@@ -14,7 +14,7 @@ from stemma.engine.operator.cache_control import RunBetweenSteps
 from stemma.errors import ConfigError, StemmaError
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.pool.opening import open_pool
-from stemma.memory.tiers.pool.store import PoolStatus, PoolStore
+from stemma.memory.tiers.pool.pool_store import PoolStatus, PoolStore
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.keys import KeySpace
 from stemma.types import Tier

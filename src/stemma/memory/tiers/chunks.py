@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from stemma.memory.tiers.block_store import BlockStore, ReadResult
 from stemma.memory.tiers.staging import StagingArena
-from stemma.memory.tiers.store import BlockStore, ReadResult
 from stemma.types import BlockKey
 
 CHUNK_BLOCKS = 16
 _BUFFER_BYTES = 64 * 2**20
 """For two chunks: one is read while the other is copied on."""
+
+
+def num_buffers(block_bytes: int) -> int:
+    """Return how many blocks one reader's buffers hold."""
+    return max(2, min(2 * CHUNK_BLOCKS, _BUFFER_BYTES // block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class ChunkReader:
         if loan is not None:
             return Chunk(len(loan.results), loan.places, lambda: loan.results, loan.give_back)
         if self._buffers is None:  # a server whose stores lend never pays for them
-            num_slots = max(2, min(2 * CHUNK_BLOCKS, _BUFFER_BYTES // self._block_bytes))
+            num_slots = num_buffers(self._block_bytes)
             self._buffers = StagingArena(num_slots, self._block_bytes, pin_memory=self._pin_memory)
         half = self._buffers.num_slots // 2
         first = half if self._is_second_half else 0

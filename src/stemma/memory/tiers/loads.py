@@ -26,18 +26,19 @@ import torch
 
 from stemma.errors import StorageError
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.chunks import Chunk, ChunkReader
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
+from stemma.memory.tiers.chunks import Chunk, ChunkReader, num_buffers
 from stemma.memory.tiers.estimate import LoadEstimator
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.lower import LoadCounters
 from stemma.memory.tiers.recent_keys import Whereabouts
-from stemma.memory.tiers.store import BlockPut, BlockStore, ReadResult
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
 RUN_BLOCKS = 1024
 """Blocks looked up at once; between two such runs reading and copying on don't overlap."""
+NUM_LOAD_THREADS = 2
 _LOAD, _PREFETCH, _STOP = 0, 1, 2
 
 
@@ -93,7 +94,7 @@ class LoadQueue:
         clock: Callable[[], float],
         *,
         whereabouts: Whereabouts,
-        num_threads: int = 2,
+        num_threads: int = NUM_LOAD_THREADS,
         exclusive: bool = False,
         fails: bool = False,
         supervisor: Supervisor,
@@ -121,6 +122,11 @@ class LoadQueue:
         names = [f"stemma-load-{n}" for n in range(num_threads)]
         self._threads = [start_thread(name, partial(self._run, name), supervisor) for name in names]
         self._threads.append(start_thread("stemma-load-limit", self._watch, supervisor))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of the readers' buffers, which are made when a store that lends none is read."""
+        return (len(self._threads) - 1) * num_buffers(self._device.block_bytes) * self._device.block_bytes
 
     @property
     def num_queued_blocks(self) -> int:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stemma.memory.tiers.store import ReadResult, StoreCounters
+from stemma.memory.tiers.block_store import ReadResult, StoreCounters
 from stemma.types import BlockKey, Tier
 
 

@@ -8,10 +8,10 @@ from stemma.config.settings import PoolSettings, Role, TierSettings
 from stemma.errors import StemmaError
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.tiers.disk.store import DiskStore
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool.opening import open_pool
-from stemma.memory.tiers.store import BlockStore
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import KeySpace

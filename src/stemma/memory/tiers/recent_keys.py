@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 from stemma.types import BlockKey, Tier
 
 V = TypeVar("V")
+NOTE_BYTES = 250
+"""Memory of a key with its note, roughly."""
 
 
 class RecentKeys(Generic[V]):

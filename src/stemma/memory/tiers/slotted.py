@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.index import TierIndex
-from stemma.memory.tiers.store import (
+from stemma.memory.tiers.block_store import (
     BlockPut,
     LocalStore,
     PutResult,
@@ -24,9 +23,18 @@ from stemma.memory.tiers.store import (
     StoreCounters,
     check_buffers,
 )
+from stemma.memory.tiers.index import TierIndex
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import fingerprints
 from stemma.types import BlockKey
+
+_TABLE_BYTES = 500
+"""Of a block in the tables of a store: its key, its parent's, the dict that finds it, times."""
+
+
+def table_bytes(capacity_blocks: int, policy: EvictionPolicy) -> int:
+    """Return about how much memory the tables of a full store take, the policy's included."""
+    return _TABLE_BYTES * capacity_blocks + policy.reserved_bytes(capacity_blocks)
 
 
 class SlottedStore(LocalStore):
@@ -49,6 +57,7 @@ class SlottedStore(LocalStore):
         self._idle = threading.Condition(self._lock)
         self._num_moving = 0
         """Calls that move bytes now; files and arenas are freed only at zero."""
+        self._policy = policy
         self._index = TierIndex(capacity_blocks, policy)
         self._default_ttl_s = np.inf if default_ttl_s is None else default_ttl_s
         self._used_at: npt.NDArray[np.float64] = np.zeros(capacity_blocks, dtype=np.float64)
@@ -94,6 +103,11 @@ class SlottedStore(LocalStore):
     @abstractmethod
     def _let_go(self) -> None:
         """Release memory or files. Called once, with the lock, when no bytes move any more."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `BlockStore`: the tables that find and rank blocks."""
+        return table_bytes(self.capacity_blocks, self._policy)
 
     @property
     def num_policy_failures(self) -> int:

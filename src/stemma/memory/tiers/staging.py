@@ -24,6 +24,11 @@ class StagingArena:
         self._lock = threading.Lock()
 
     @property
+    def reserved_bytes(self) -> int:
+        """Memory of all slots."""
+        return self._bytes.nbytes
+
+    @property
     def memory(self) -> memoryview:
         """All slots, for `BlockStore.register`."""
         return self._bytes.reshape(-1).data

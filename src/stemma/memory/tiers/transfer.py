@@ -8,7 +8,7 @@ and `load` brings it in the background (`loads.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +17,15 @@ from typing import Literal
 from stemma.config.settings import WritePolicy
 from stemma.errors import ConfigError
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.disk.store import DiskStore
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, LocalStore
+from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.estimate import LoadEstimator
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.loads import LoadQueue
 from stemma.memory.tiers.lower import DeviceBlock, Prefetch, TierStats, TransferStats
-from stemma.memory.tiers.recent_keys import RecentKeys, Whereabouts
+from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.slotted import SlottedStore
 from stemma.memory.tiers.staging import StagingArena
-from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, StagedBlock, WriteQueue
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import BlockKey, Tier
@@ -111,6 +111,15 @@ class TierTransfer:
             self.attach(store)
 
     # -- which tiers there are ------------------------------------------------------------------------
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of this process that the tiers take at most; roughly for tables."""
+        if not self._stores:
+            return 0
+        total = sum(store.reserved_bytes for store in self._stores)
+        total += remembered_bytes({store.tier for store in self._stores})
+        return total + (self._staging.reserved_bytes + self._loads.reserved_bytes if self._queues else 0)
 
     @property
     def stores(self) -> tuple[BlockStore, ...]:
@@ -259,7 +268,7 @@ class TierTransfer:
     def _staging(self) -> StagingArena:
         """Made when the first slow tier comes."""
         if self._staging_arena is None:
-            num_slots = max(4, self._staging_bytes // self._device.block_bytes)
+            num_slots = num_staging_slots(self._staging_bytes, self._device.block_bytes)
             self._staging_arena = StagingArena(
                 num_slots, self._device.block_bytes, pin_memory=self._device.is_cuda
             )
@@ -397,6 +406,17 @@ class TierTransfer:
             store.close()
         self._stores = ()
         self._host = None
+
+
+def remembered_bytes(tiers: Set[Tier]) -> int:
+    """Return the memory that notes about keys take at most, roughly, with these tiers."""
+    num_tables = 1 + (Tier.POOL in tiers) + (Tier.HOST in tiers and len(tiers) > 1)
+    return num_tables * NOTE_BYTES * _MAX_KEYS_REMEMBERED if tiers else 0
+
+
+def num_staging_slots(staging_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks can be on their way to slow tiers."""
+    return max(4, staging_bytes // block_bytes)
 
 
 def _finish(queue: WriteQueue, store: BlockStore) -> None:

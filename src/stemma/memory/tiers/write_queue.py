@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stemma.errors import StorageError
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, LocalStore, PutResult
 from stemma.memory.tiers.lower import DeviceBlock
 from stemma.memory.tiers.staging import StagingArena
-from stemma.memory.tiers.store import BlockPut, BlockStore, LocalStore, PutResult
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey
 

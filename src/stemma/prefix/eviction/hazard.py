@@ -54,6 +54,8 @@ _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
 _MAX_DROPPED = 1 << 14
 """Forgotten lifetimes kept one by one (130 bytes each); beyond, they are counted before the next fit."""
+_GHOST_BYTES = 150
+_UNCOUNTED_BYTES = 8 * 2**20
 _NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
 
 
@@ -65,6 +67,7 @@ class HazardPolicy(StampedPolicy):
     def __init__(self, max_ghosts: int = 1 << 18) -> None:
         """Remember up to `max_ghosts` evicted blocks (some 150 bytes each)."""
         super().__init__()
+        self._max_ghosts = max_ghosts
         self._records = RecordTable(max_ghosts)
         self._record_of: Int32 = np.zeros(len(self._stamps), dtype=np.int32)
         self._prompts: OrderedDict[int, tuple[Int32, int]] = OrderedDict()
@@ -99,6 +102,10 @@ class HazardPolicy(StampedPolicy):
         """A candidate that follows the last victim; it is in no queue."""
         self._ranked_s = -math.inf
         self._now = 0.0
+
+    def reserved_bytes(self, num_blocks: int) -> int:
+        """Also what is remembered of evicted blocks, and lifetimes that are not counted yet."""
+        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * self._max_ghosts + _UNCOUNTED_BYTES
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Enter blocks; those remembered from before their eviction end a lifetime here."""

@@ -64,6 +64,10 @@ class EvictionPolicy(ABC):
 
     name: ClassVar[str]
 
+    def reserved_bytes(self, num_blocks: int) -> int:
+        """Return about how much memory the policy takes at most while it ranks `num_blocks` blocks."""
+        return 200 * num_blocks
+
     @abstractmethod
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Blocks entered the index, in order from the root (`traits` arrays are aligned with them)."""

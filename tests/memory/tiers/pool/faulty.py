@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from stemma.errors import StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend
-from stemma.memory.tiers.store import PutResult, ReadResult
 
 
 class FaultyBackend(PoolBackend):

@@ -16,13 +16,13 @@ from stemma.config.settings import PoolSettings
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.tiers.host import HostStore
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.registered import RegisteredMemory
 from stemma.memory.tiers.pool.registry import open_pool_backend
-from stemma.memory.tiers.pool.store import PoolStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import BlockKey, Tier

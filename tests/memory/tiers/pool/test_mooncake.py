@@ -12,9 +12,9 @@ from tests.contracts.pool_backend_suite import PoolBackendContract, name_of, par
 from tests.memory.tiers.pool.servers import MooncakeMaster, free_port
 
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import PoolBackend
 from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_config
-from stemma.memory.tiers.store import PutResult, ReadResult
 
 
 @pytest.fixture(scope="module")

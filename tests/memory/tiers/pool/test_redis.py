@@ -10,8 +10,8 @@ from tests.contracts.pool_backend_suite import PoolBackendContract, name_of, par
 from tests.memory.tiers.pool.servers import RedisServer, free_port
 
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.redis import RedisPool, open_backend
-from stemma.memory.tiers.store import PutResult, ReadResult
 
 
 @pytest.fixture(scope="module")

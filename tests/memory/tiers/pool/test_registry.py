@@ -12,8 +12,8 @@ import pytest
 from stemma.errors import ConfigError
 from stemma.memory.tiers.pool import registry
 from stemma.memory.tiers.pool.backend import PoolBackend
-from stemma.memory.tiers.pool.directory import DirectoryPool
 from stemma.memory.tiers.pool.registry import known_pools, open_pool_backend, read_pool_config
+from stemma.memory.tiers.pool.shared_directory import DirectoryPool
 
 
 def open_third_party(config: Mapping[str, Any]) -> PoolBackend:

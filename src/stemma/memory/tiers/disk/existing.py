@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stemma.errors import ConfigError, StorageError
-from stemma.memory.tiers.disk.directory import INDEX, Manifest, SpaceInfo, list_spaces
+from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
 from stemma.memory.tiers.disk.record import RECORD_BYTES, sound_records
-from stemma.memory.tiers.disk.store import DiskStore, size_for_blocks
+from stemma.memory.tiers.disk.spaces import INDEX, Manifest, SpaceInfo, list_spaces
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import KeySpace
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stemma.memory.tiers.disk.directory import INDEX, Manifest, OpenSpace, make_room
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import RECORD_BYTES
+from stemma.memory.tiers.disk.spaces import INDEX, Manifest, OpenSpace, make_room
 
 _MAX_RUN = 512
 """Slots: each but the first takes two of the 1,024 buffers that one call of the kernel fills."""

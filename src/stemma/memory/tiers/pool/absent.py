@@ -8,6 +8,11 @@ from collections.abc import Callable
 
 from stemma.types import BlockKey
 
+_CAPACITY = 65536
+_KEY_BYTES = 250
+ABSENT_BYTES = _CAPACITY * _KEY_BYTES
+"""Memory that the table takes at most, roughly."""
+
 
 class AbsentKeys:
     """Bounded memory of keys not worth asking for; each forgotten after its own time. Thread-safe.
@@ -15,11 +20,16 @@ class AbsentKeys:
     Lifetimes are short, because other servers fill the pool meanwhile.
     """
 
-    def __init__(self, clock: Callable[[], float], *, capacity: int = 65536) -> None:
+    def __init__(self, clock: Callable[[], float], *, capacity: int = _CAPACITY) -> None:
         self._clock = clock
         self._capacity = capacity
         self._until: OrderedDict[BlockKey, float] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that the table takes at most, roughly."""
+        return _KEY_BYTES * self._capacity
 
     def add(self, key: BlockKey, for_s: float) -> None:
         """Remember `key` for `for_s` seconds; the oldest entry makes room if need be."""

@@ -1,7 +1,7 @@
 """The contract of a pool backend: byte values by text key, somewhere outside this process.
 
 A backend is deliberately dumb. Deadlines, the circuit breaker, checksums, the negative cache and retries live
-once, in front of every backend (`pool/store.py`). A third party writes one class with these methods and
+once, in front of every backend (`pool/pool_store.py`). A third party writes one class with these methods and
 names it in the entry point group ``stemma.pools``.
 
 Rules (tests/contracts/pool_backend_suite.py):
@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from stemma.memory.tiers.store import PutResult, ReadResult
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 
 Parts: TypeAlias = tuple[memoryview, ...]
 """One value: C-contiguous buffers of format ``B``; writable where they are read into."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from stemma.errors import StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult, StoreCounters
 from stemma.memory.tiers.pool.backend import PoolBackend
 from stemma.memory.tiers.pool.breaker import CircuitBreaker
 from stemma.memory.tiers.pool.calls import Call, Calls
-from stemma.memory.tiers.store import PutResult, ReadResult, StoreCounters
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -28,10 +28,10 @@ from pydantic import Field, field_validator
 
 from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend, part_bytes
 from stemma.memory.tiers.pool.registered import address_of
 from stemma.memory.tiers.pool.registry import PoolConfig
-from stemma.memory.tiers.store import PutResult, ReadResult
 from stemma.supervision import LoggingSupervisor, start_thread
 
 _log = logging.getLogger(__name__)

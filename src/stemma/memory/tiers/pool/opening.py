@@ -6,8 +6,8 @@ from stemma.config.settings import PoolSettings
 from stemma.errors import StemmaError
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_config
-from stemma.memory.tiers.pool.store import PoolStore
 from stemma.prefix.keys import KeySpace
 
 

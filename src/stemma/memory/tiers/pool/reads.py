@@ -19,14 +19,14 @@ from functools import partial
 
 import numpy as np
 
+from stemma.memory.tiers.block_store import Loan, ReadResult
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.envelope import damage
 from stemma.memory.tiers.pool.guard import Guard
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.registered import RegisteredMemory
-from stemma.memory.tiers.pool.staging import Staging
-from stemma.memory.tiers.store import Loan, ReadResult
+from stemma.memory.tiers.pool.value_staging import Staging
 from stemma.types import BlockKey
 
 BATCH_BLOCKS = 64

@@ -14,9 +14,9 @@ from typing import Any, cast
 from pydantic import Field
 
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend, part_bytes
 from stemma.memory.tiers.pool.registry import PoolConfig
-from stemma.memory.tiers.store import PutResult, ReadResult
 
 try:
     import redis

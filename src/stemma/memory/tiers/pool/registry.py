@@ -29,7 +29,7 @@ OpenBackend: TypeAlias = Callable[[Mapping[str, Any]], PoolBackend]
 """Configuration (the parsed file) to an open backend. Raises ConfigError, or StorageError if unreachable."""
 
 _BUILT_IN = {
-    "directory": "stemma.memory.tiers.pool.directory",
+    "directory": "stemma.memory.tiers.pool.shared_directory",
     "mooncake": "stemma.memory.tiers.pool.mooncake",
     "redis": "stemma.memory.tiers.pool.redis",
 }

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from stemma.memory.tiers.block_store import BlockPut, PutResult
 from stemma.memory.tiers.pool.absent import AbsentKeys
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.envelope import seal
@@ -20,8 +21,7 @@ from stemma.memory.tiers.pool.guard import Guard
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.reads import BATCH_BLOCKS
 from stemma.memory.tiers.pool.registered import RegisteredMemory
-from stemma.memory.tiers.pool.staging import Staging
-from stemma.memory.tiers.store import BlockPut, PutResult
+from stemma.memory.tiers.pool.value_staging import Staging
 from stemma.types import BlockKey
 
 _NUM_RETRIES = 3

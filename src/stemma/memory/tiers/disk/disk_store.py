@@ -20,12 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import ConfigError, StorageError
-from stemma.memory.tiers.disk.directory import (
-    READ_ONLY_ERRNOS,
-    Manifest,
-    new_manifest,
-    open_space,
-)
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult, Storable
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import (
     RECORD_BYTES,
@@ -37,8 +32,13 @@ from stemma.memory.tiers.disk.record import (
 )
 from stemma.memory.tiers.disk.restored import restored_blocks
 from stemma.memory.tiers.disk.slabs import SlabFiles
+from stemma.memory.tiers.disk.spaces import (
+    READ_ONLY_ERRNOS,
+    Manifest,
+    new_manifest,
+    open_space,
+)
 from stemma.memory.tiers.slotted import SlottedStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult, Storable
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey, Tier
@@ -51,6 +51,12 @@ _SMALL_FILES_BYTES = 65536
 """Set aside for manifest and lock."""
 _RUN_BYTES = 16 * 2**20
 """Of neighbours that are read in one call."""
+
+
+def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
+    """Return how many blocks fit a directory limited to `size_bytes`."""
+    slot_bytes = new_manifest(space, block_bytes, size_bytes).slot_bytes
+    return max(0, size_bytes - _SMALL_FILES_BYTES) // (slot_bytes + RECORD_BYTES)
 
 
 def size_for_blocks(manifest: Manifest, num_blocks: int) -> int:
@@ -83,7 +89,7 @@ class DiskStore(SlottedStore):
         one block fits, and what `open_space` raises.
         """
         wanted = new_manifest(space, block_bytes, size_bytes)
-        capacity_blocks = (size_bytes - _SMALL_FILES_BYTES) // (wanted.slot_bytes + RECORD_BYTES)
+        capacity_blocks = capacity_of(space, block_bytes, size_bytes)
         if capacity_blocks < 1:
             raise ConfigError(f"disk cache of {size_bytes} bytes can't hold one block of {block_bytes}")
         super().__init__(block_bytes, capacity_blocks, policy, clock, default_ttl_s=default_ttl_s)
@@ -110,6 +116,11 @@ class DiskStore(SlottedStore):
             self._slabs.close()
             self._space.release()
             raise StorageError(f"can't open the disk cache {self.path}: {error.strerror}") from error
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `BlockStore`: a copy of the index file, and tables."""
+        return len(self._table) + super().reserved_bytes
 
     @property
     def path(self) -> Path:

@@ -15,8 +15,8 @@ from tests.contracts.block_store_suite import (
 from tests.memory.manual_clock import ManualClock
 
 from stemma.errors import ConfigError
-from stemma.memory.tiers.host import HostStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.host_store import HostStore
 from stemma.prefix.eviction.lru import LRUPolicy
 
 

@@ -39,10 +39,10 @@ from pydantic import Field
 
 from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend, part_bytes
 from stemma.memory.tiers.pool.keys import is_value_name
 from stemma.memory.tiers.pool.registry import PoolConfig
-from stemma.memory.tiers.store import PutResult, ReadResult
 
 logger = logging.getLogger(__name__)
 _TEMPORARY = ".new-"

@@ -19,8 +19,8 @@ from tests.contracts.pool_backend_suite import (
 )
 
 from stemma.errors import ConfigError, StorageError
-from stemma.memory.tiers.pool.directory import DirectoryPool, open_backend
-from stemma.memory.tiers.store import PutResult, ReadResult
+from stemma.memory.tiers.block_store import PutResult, ReadResult
+from stemma.memory.tiers.pool.shared_directory import DirectoryPool, open_backend
 
 
 class TestDirectoryContract(PoolBackendContract):

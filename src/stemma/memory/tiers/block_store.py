@@ -136,6 +136,11 @@ class BlockStore(ABC):
     block_bytes: int
     counters: StoreCounters
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of this process that the store takes at most: arenas, buffers and, roughly, tables."""
+        return 0
+
     def register(self, memory: memoryview) -> None:
         """Announce memory, for its whole life, that blocks are read into and written from.
 

@@ -8,17 +8,17 @@ from tests.contracts.block_store_suite import BLOCK_BYTES, ROOT, LocalStoreContr
 from tests.memory.manual_clock import ManualClock
 
 from stemma.errors import ConfigError, StorageError, StorageLocked, StorageMismatch
-from stemma.memory.tiers.disk.directory import (
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
+from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.disk.files import FileLayer
+from stemma.memory.tiers.disk.record import RECORD_BYTES, Record, block_checksum, sound_records, with_last_use
+from stemma.memory.tiers.disk.spaces import (
     MANIFEST,
     list_spaces,
     new_manifest,
     read_manifest,
     remove_space,
 )
-from stemma.memory.tiers.disk.files import FileLayer
-from stemma.memory.tiers.disk.record import RECORD_BYTES, Record, block_checksum, sound_records, with_last_use
-from stemma.memory.tiers.disk.store import DiskStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.keys import KeySpace
 

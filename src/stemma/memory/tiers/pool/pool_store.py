@@ -14,16 +14,7 @@ from typing import ClassVar
 
 from stemma.config.settings import PoolSettings
 from stemma.errors import StorageError
-from stemma.memory.tiers.pool.absent import AbsentKeys
-from stemma.memory.tiers.pool.backend import PoolBackend
-from stemma.memory.tiers.pool.breaker import Circuit, CircuitBreaker
-from stemma.memory.tiers.pool.guard import Guard
-from stemma.memory.tiers.pool.keys import PoolKeys
-from stemma.memory.tiers.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
-from stemma.memory.tiers.pool.registered import RegisteredMemory
-from stemma.memory.tiers.pool.staging import Staging
-from stemma.memory.tiers.pool.writes import Writer
-from stemma.memory.tiers.store import (
+from stemma.memory.tiers.block_store import (
     BlockPut,
     BlockStore,
     Loan,
@@ -32,6 +23,15 @@ from stemma.memory.tiers.store import (
     StoreCounters,
     check_buffers,
 )
+from stemma.memory.tiers.pool.absent import AbsentKeys
+from stemma.memory.tiers.pool.backend import PoolBackend
+from stemma.memory.tiers.pool.breaker import Circuit, CircuitBreaker
+from stemma.memory.tiers.pool.guard import Guard
+from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
+from stemma.memory.tiers.pool.registered import RegisteredMemory
+from stemma.memory.tiers.pool.value_staging import Staging
+from stemma.memory.tiers.pool.writes import Writer
 from stemma.types import BlockKey, Tier
 
 _NUM_THREADS = 4
@@ -84,6 +84,11 @@ class PoolStore(BlockStore):
         self._reader = Reader(self._guard, names, self._staging, self._registered, self._absent)
         self._writer = Writer(self._guard, names, self._staging, self._registered, self._absent)
         self._closed = False
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `BlockStore`: staging, and the negative cache."""
+        return self._staging.reserved_bytes + self._absent.reserved_bytes
 
     def register(self, memory: memoryview) -> None:
         """Announce memory (a tier's arena) that blocks are read into and written from in place.

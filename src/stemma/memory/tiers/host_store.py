@@ -14,8 +14,8 @@ import torch
 
 from stemma.errors import ConfigError
 from stemma.memory.device.pinned import host_rows
+from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult, Storable
 from stemma.memory.tiers.slotted import SlottedStore
-from stemma.memory.tiers.store import BlockPut, PutResult, ReadResult, Storable
 from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.types import BlockKey, Tier
 
@@ -44,6 +44,11 @@ class HostStore(SlottedStore):
         super().__init__(block_bytes, num_slots, policy, clock)
         self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory)
         self._bytes = self._arena.numpy()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `BlockStore`: the arena and its tables."""
+        return self._bytes.nbytes + super().reserved_bytes
 
     @property
     def memory(self) -> memoryview:

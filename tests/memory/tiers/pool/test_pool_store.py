@@ -24,14 +24,14 @@ from tests.memory.tiers.pool.servers import MooncakeMaster, RedisServer
 
 from stemma.config.settings import PoolSettings
 from stemma.errors import StorageError
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.pool.backend import Parts, PoolBackend
 from stemma.memory.tiers.pool.breaker import Circuit
-from stemma.memory.tiers.pool.directory import open_backend
 from stemma.memory.tiers.pool.envelope import seal
 from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.registry import open_pool_backend
-from stemma.memory.tiers.pool.store import PoolStore
-from stemma.memory.tiers.store import BlockPut, BlockStore, PutResult, ReadResult
+from stemma.memory.tiers.pool.shared_directory import open_backend
 
 NAMES = PoolKeys("tiny")
 SYNC = PoolSettings(name="directory", deadline_s=5.0)

@@ -32,6 +32,18 @@ class Slot:
     """Both, contiguous."""
 
 
+def staging_bytes(capacity_bytes: int, block_bytes: int) -> int:
+    """Return the bytes of all slots and headers."""
+    stride, num_slots = _slots(capacity_bytes, block_bytes)
+    return num_slots * stride + _MOST * HEADER_BYTES
+
+
+def _slots(capacity_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Return the bytes from one slot to the next, and the number of slots."""
+    stride = -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT) * _ALIGNMENT
+    return stride, min(max(2, capacity_bytes // stride), _MOST)
+
+
 class Room(Generic[T]):
     """A fixed number of things to take and give back; thread-safe. What is taken belongs to the taker."""
 
@@ -69,13 +81,13 @@ class Staging:
 
     def __init__(self, capacity_bytes: int, block_bytes: int, *, pin_memory: bool = False) -> None:
         """`pin_memory`: a CUDA device copies out of the slots."""
-        stride = -(-(HEADER_BYTES + block_bytes) // _ALIGNMENT) * _ALIGNMENT
-        num_slots = min(max(2, capacity_bytes // stride), _MOST)
-        num_bytes = num_slots * stride + _MOST * HEADER_BYTES
+        stride, num_slots = _slots(capacity_bytes, block_bytes)
+        num_bytes = staging_bytes(capacity_bytes, block_bytes)
         raw = host_rows(1, num_bytes + _ALIGNMENT, pin_memory=pin_memory).numpy()[0]
         start = -raw.ctypes.data % _ALIGNMENT
         self.memory = raw[start : start + num_bytes].data
         """All slots and headers, for `PoolBackend.register`."""
+        self.reserved_bytes = num_bytes
         self.slots = Room([self._slot(at * stride, block_bytes) for at in range(num_slots)])
         ends = range(num_slots * stride + HEADER_BYTES, num_bytes + 1, HEADER_BYTES)
         self.headers = Room([self.memory[end - HEADER_BYTES : end] for end in ends])

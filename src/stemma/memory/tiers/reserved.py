@@ -1,0 +1,42 @@
+"""What the lower tiers will reserve of the process's memory, told before they are opened.
+
+The same sums as the `reserved_bytes` of the open tiers: a test compares them.
+"""
+
+from __future__ import annotations
+
+from stemma.config.settings import PoolSettings, TierSettings
+from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers.chunks import num_buffers
+from stemma.memory.tiers.disk.disk_store import capacity_of
+from stemma.memory.tiers.disk.record import RECORD_BYTES
+from stemma.memory.tiers.loads import NUM_LOAD_THREADS
+from stemma.memory.tiers.pool.absent import ABSENT_BYTES
+from stemma.memory.tiers.pool.value_staging import staging_bytes
+from stemma.memory.tiers.slotted import table_bytes
+from stemma.memory.tiers.transfer import num_staging_slots, remembered_bytes
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.keys import KeySpace
+from stemma.types import Tier
+
+
+def planned_bytes(settings: TierSettings, pool: PoolSettings | None, layout: KVLayout, eviction: str) -> int:
+    """Return how much memory the tiers that the settings name take at most, roughly for tables."""
+    policy, block_bytes = make_policy(eviction), layout.block_bytes
+    total, tiers = 0, set()
+    if settings.host_cache is not None:
+        tiers.add(Tier.HOST)
+        num_blocks = settings.host_cache // block_bytes
+        total += num_blocks * block_bytes + table_bytes(num_blocks, policy)
+    if settings.disk_cache is not None:
+        tiers.add(Tier.DISK)
+        space = KeySpace("", layout.describe(), layout.block_size)
+        num_blocks = capacity_of(space, block_bytes, settings.disk_cache_size)
+        total += num_blocks * RECORD_BYTES + table_bytes(num_blocks, policy)
+    if pool is not None:
+        tiers.add(Tier.POOL)
+        total += staging_bytes(pool.staging, block_bytes) + ABSENT_BYTES
+    if tiers - {Tier.HOST}:
+        total += num_staging_slots(settings.transfer_buffer, block_bytes) * block_bytes
+        total += NUM_LOAD_THREADS * num_buffers(block_bytes) * block_bytes
+    return total + remembered_bytes(tiers)
