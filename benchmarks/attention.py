@@ -28,7 +28,7 @@ from stemma.memory.device.layout import KVLayout
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
-from stemma.model.cpu.weights import linear_function
+from stemma.model.cpu.weights import PackedProduct
 from stemma.model.loading import load_model
 from stemma.model.paged import AttentionStep
 from stemma.native.library import forget_kernels, load_kernels
@@ -145,8 +145,10 @@ def bench_attention(case: Case) -> Result:
 
 def bench_linears(num_tokens: int) -> Result:
     """Time the linear layers of the whole model."""
+    kernels = load_kernels()
+    assert kernels is not None
     weights = [torch.randn(shape).mul_(0.02).bfloat16() for _ in range(NUM_LAYERS) for shape in LINEARS]
-    packed = [linear_function(weight, None, pack=True) for weight in weights]
+    packed = [PackedProduct(kernels, [weight]) for weight in weights]
     inputs = [torch.randn(num_tokens, shape[1]).bfloat16() for shape in LINEARS] * NUM_LAYERS
     pairs = list(zip(packed, inputs, strict=True))
     plain = list(zip(weights, inputs, strict=True))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stemma.native.building import find_compiler
 from stemma.native.levels import EMULATED, LEVELS, Level, missing_features
 
 
-def level_params(*, emulated: bool = True) -> list[object]:
+def level_params(*, emulated: bool = True) -> list[Any]:
     """Return a parameter for every level, by name; with `emulated` also for AMX's code on emulated tiles."""
     return [_param(level) for level in (*LEVELS, *([EMULATED] if emulated else []))]
 
 
-def _param(level: Level) -> object:
+def _param(level: Level) -> Any:
     missing = missing_features(level)
     reason = f"needs {', '.join(missing)}" if missing else "needs a C++ compiler"
     return pytest.param(

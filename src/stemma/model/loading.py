@@ -20,7 +20,7 @@ from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, Attention
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
 from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.fused import FusedDecoder, follows_pattern
-from stemma.model.cpu.weights import can_pack, pack_linears, plain_layers
+from stemma.model.cpu.weights import pack_linears, plain_layers
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import check_directory, has_file, read_json, weight_files
 from stemma.model.fingerprint import model_fingerprint
@@ -167,13 +167,11 @@ def _make_decoder(
     hf_model: Any, calls: list[AttentionCall], kernels: Kernels | None, report: Callable[[float], None]
 ) -> Decoder:
     """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
-    pack = can_pack(hf_model.dtype, hf_model.device)
-    if pack:
-        pack_experts(hf_model)
     if kernels is not None and follows_pattern(hf_model):
-        return FusedDecoder(hf_model, calls, kernels, pack=pack, report=report)
-    if pack:
-        pack_linears(hf_model, plain_layers(hf_model), report)
+        return FusedDecoder(hf_model, calls, kernels, report)
+    if kernels is not None:
+        pack_experts(hf_model, kernels)
+        pack_linears(hf_model, kernels, plain_layers(hf_model), report)
     return ModuleDecoder(hf_model, kernels)
 
 

@@ -37,10 +37,15 @@ static std::string describe_structures() {
         F(threads) F(eps) END
     BEGIN(GateArgs) F(gate_up) F(output) F(rows) F(dim) F(is_bf16) F(threads) END
     BEGIN(Strips) F(data) F(bias) F(n) F(k) END
-    BEGIN(LayerWeights) F(qkv) F(output) F(gate_up) F(down) F(input_norm) F(post_norm) F(q_norm) F(k_norm)
-        F(window) F(scale) END
+    BEGIN(GatedWeights) F(gate) F(up) F(down) END
+    BEGIN(PackArgs) F(weight) F(stride) F(rows) F(first) F(target) F(is_bf16) F(threads) END
+    BEGIN(MultiplyArgs) F(weight) F(x) F(output) F(x_stride) F(output_stride) F(rows) F(is_bf16) F(threads) END
+    BEGIN(MixtureArgs) F(experts) F(num_experts) F(top_k) F(x) F(ids) F(weights) F(output) F(room) F(rows)
+        F(is_bf16) F(threads) END
+    BEGIN(LayerWeights) F(qkv) F(output) F(dense) F(router) F(experts) F(input_norm) F(post_norm) F(q_norm) F(k_norm)
+        F(num_experts) F(top_k) F(normalize) F(window) F(scale) END
     BEGIN(StepArgs) F(layers) F(num_layers) F(threads) F(final_norm) F(head) F(rows) F(num_logits) F(logits_rows)
-        F(hidden_dim) F(hidden) F(logits) F(room) F(layer_bytes) F(rotate) F(attend) F(eps) END
+        F(hidden_dim) F(hidden) F(logits) F(room) F(layer_bytes) F(rotate) F(attend) F(is_bf16) F(eps) END
 #undef BEGIN
 #undef F
 #undef END

@@ -3,73 +3,101 @@
 
 #include "attention.h"
 #include "layers.h"
-#include "strips.h"
+#include "mixture.h"
+#include "products.h"
 #include "team.h"
 
 struct LayerWeights {
-    Strips qkv, output, gate_up, down;
-    const bf16 *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
-    int32_t window;
+    Strips qkv, output;
+    GatedWeights dense;           // or, if num_experts > 0:
+    Strips router;
+    const GatedWeights* experts;  // [num_experts]
+    const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+    int32_t num_experts, top_k, normalize, window;
     float scale;
 };
 
 struct StepArgs {
     const LayerWeights* layers;
     int32_t num_layers, threads;
-    const bf16* final_norm;
+    const void* final_norm;
     Strips head;
     int64_t rows, num_logits;
     const int64_t* logits_rows;  // [num_logits]
     int64_t hidden_dim;
-    bf16* hidden;                // [rows, hidden_dim]: embeddings of the tokens; overwritten
-    bf16* logits;                // [num_logits, head.n]
-    char* room;                  // room_of_step() bytes
+    void* hidden;                // [rows, hidden_dim]: embeddings of the tokens; overwritten
+    void* logits;                // [num_logits, head.n]
+    char* room;                  // bytes_of_step()
     int64_t layer_bytes;         // from a layer's blocks to the next one's
     RotateArgs rotate;           // qkv, norms and query are set here
     AttendArgs attend;           // of layer 0; query and output are set here
+    int32_t is_bf16;
     float eps;
 };
 
-constexpr int64_t PASS_ROWS = 256;  // rows that go through a product at a time: their inputs stay in the caches
-
-#if STEMMA_BF16_DOT
 // What a step works in, cut out of StepArgs::room.
+template <class T>
 struct Room {
-    bf16 *normed, *qkv, *query, *attended, *activated, *delta, *last;
+    T *normed, *qkv, *query, *attended, *activated, *delta, *last, *router_logits;
+    float* routing_weights;
+    int32_t* routing;
+    char *inputs, *mixture;
     int64_t bytes;
 
     explicit Room(const StepArgs& a) {
-        int64_t heads = int64_t(a.rotate.heads) * a.rotate.dim;
-        const LayerWeights& layer = a.layers[0];
+        const int64_t heads = int64_t(a.rotate.heads) * a.rotate.dim;
+        int64_t inner = 0, experts = 0, top_k = 0, input_bytes = 0, mixture_bytes = 0;
+        auto multiplied = [&](int64_t k) { input_bytes = std::max(input_bytes, bytes_of_inputs<T>(a.rows, k)); };
+        multiplied(a.hidden_dim), multiplied(heads);
+        for (int l = 0; l < a.num_layers; l++) {
+            const LayerWeights& layer = a.layers[l];
+            if (layer.num_experts == 0) {
+                inner = std::max(inner, layer.dense.down.k);
+                multiplied(layer.dense.down.k);
+                continue;
+            }
+            experts = std::max<int64_t>(experts, layer.num_experts), top_k = std::max<int64_t>(top_k, layer.top_k);
+            MixtureArgs args = mixture_args(a, layer, a.rows);
+            mixture_bytes = std::max(mixture_bytes, bytes_of_mixture<T>(args));
+        }
         char* at = a.room;
-        auto cut = [&](int64_t width, int64_t rows) {
-            bf16* begin = (bf16*)at;
-            at += (rows * width * int64_t(sizeof(bf16)) + 63) / 64 * 64;
-            return begin;
-        };
-        normed = cut(a.hidden_dim, a.rows), qkv = cut(layer.qkv.n, a.rows);
+        auto cut = [&](int64_t width, int64_t rows) { return (T*)cut_room(at, rows * width * int64_t(sizeof(T))); };
+        normed = cut(a.hidden_dim, a.rows), qkv = cut(a.layers[0].qkv.n, a.rows);
         query = cut(heads, a.rows), attended = cut(heads, a.rows);
-        activated = cut(layer.down.k, std::min(PASS_ROWS, a.rows));
+        activated = cut(inner, std::min(PASS_ROWS, a.rows));
         delta = cut(a.hidden_dim, a.rows), last = cut(a.hidden_dim, a.num_logits);
+        router_logits = cut(experts, a.rows);
+        routing_weights = (float*)cut_room(at, a.rows * top_k * int64_t(sizeof(float)));
+        routing = (int32_t*)cut_room(at, a.rows * top_k * int64_t(sizeof(int32_t)));
+        inputs = cut_room(at, input_bytes), mixture = cut_room(at, mixture_bytes);
         bytes = at - a.room;
+    }
+
+    static MixtureArgs mixture_args(const StepArgs& a, const LayerWeights& layer, int64_t rows) {
+        MixtureArgs args{};
+        args.experts = layer.experts, args.num_experts = layer.num_experts, args.top_k = layer.top_k;
+        args.rows = rows;
+        return args;
     }
 };
 
+template <class T>
 class DecoderStep {
   public:
     DecoderStep(const StepArgs& args, Plan& plan, Team& team, int member)
         : a_(args), plan_(plan), team_(team), member_(member), room_(args) {}
 
     void run() {
+        TileScope tiles;
         int64_t rows = a_.rows;
-        bf16* hidden = a_.hidden;
-        const bf16* delta = nullptr;
+        T* hidden = (T*)a_.hidden;
+        const T* delta = nullptr;
         for (int l = 0; l < a_.num_layers; l++) {
             const LayerWeights& layer = a_.layers[l];
             norm(hidden, delta, layer.input_norm, rows);
             multiply(layer.qkv, room_.normed, rows, room_.qkv);
             attend(layer, l);
-            const bf16* attended = room_.attended;
+            const T* attended = room_.attended;
             if (l == a_.num_layers - 1) {  // what follows serves logits alone
                 if (a_.num_logits == 0) return;
                 keep_logits_rows(hidden);
@@ -77,15 +105,11 @@ class DecoderStep {
             }
             multiply(layer.output, attended, rows, room_.delta);
             norm(hidden, room_.delta, layer.post_norm, rows);
-            for (int64_t first = 0; first < rows; first += PASS_ROWS) {
-                int64_t count = std::min(PASS_ROWS, rows - first);
-                gate(layer.gate_up, first, count);
-                multiply(layer.down, room_.activated, count, room_.delta + first * a_.hidden_dim);
-            }
+            layer.num_experts > 0 ? mix(layer, rows) : gate(layer.dense, rows);
             delta = room_.delta;
         }
         norm(hidden, delta, a_.final_norm, rows);
-        multiply(a_.head, room_.normed, rows, a_.logits);
+        multiply(a_.head, room_.normed, rows, (T*)a_.logits);
     }
 
   private:
@@ -93,50 +117,39 @@ class DecoderStep {
     Plan& plan_;
     Team& team_;
     const int member_;
-    const Room room_;
+    const Room<T> room_;
 
-    void norm(bf16* residual, const bf16* delta, const bf16* weight, int64_t rows) {
-        NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, 1, 1, a_.eps};
-        team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<bf16>(args, i); });
+    void norm(T* residual, const T* delta, const void* weight, int64_t rows) {
+        NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
+        team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
     }
 
-    void multiply(const Strips& w, const bf16* x, int64_t rows, bf16* out) {
-        for (; rows > PASS_ROWS; rows -= PASS_ROWS, x += PASS_ROWS * w.k, out += PASS_ROWS * w.n)
-            multiply_pass(w, x, PASS_ROWS, out);
-        multiply_pass(w, x, rows, out);
+    void multiply(const Strips& w, const T* x, int64_t rows, T* out) {
+        ::multiply(team_, member_, w, x, w.k, rows, out, w.n, room_.inputs);
     }
 
-    void multiply_pass(const Strips& w, const bf16* x, int64_t rows, bf16* out) {
-        int parts = parts_of_strip(w.count(), a_.threads);
-        team_.share(member_, w.count() * parts, [&](int64_t piece) {
-            alignas(64) float acc[BLOCK_ROWS * STRIP];
-            for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
-                int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
-                Outputs o = dot_piece(w, piece, parts, x + first * w.k, w.k, count, acc);
-                for (int r = 0; r < count; r++) put(acc + r * STRIP, o.width, out + (first + r) * w.n + o.begin);
-            }
+    void gate(const GatedWeights& w, int64_t rows) {
+        const int parts = parts_of_strip(w.gate.count(), team_.size());
+        for (int64_t first = 0; first < rows; first += PASS_ROWS) {
+            int64_t count = std::min(PASS_ROWS, rows - first);
+            Inputs x = lay_out(team_, member_, room_.normed + first * w.gate.k, w.gate.k, count, w.gate.k, room_.inputs);
+            team_.share(member_, w.gate.count() * parts, [&](int64_t piece) {
+                gate_piece(w, piece, parts, x, count, room_.activated, w.down.k);
+            });
+            multiply(w.down, room_.activated, count, room_.delta + first * a_.hidden_dim);
+        }
+    }
+
+    void mix(const LayerWeights& layer, int64_t rows) {
+        multiply(layer.router, room_.normed, rows, room_.router_logits);
+        team_.share(member_, rows, [&](int64_t i) {
+            route_row(room_.router_logits + i * layer.num_experts, layer.num_experts, layer.top_k, layer.normalize,
+                      room_.routing + i * layer.top_k, room_.routing_weights + i * layer.top_k);
         });
-    }
-
-    // Gate and up lie below each other in one weight, so that piece i and piece i + pieces belong together.
-    void gate(const Strips& w, int64_t begin, int64_t rows) {
-        int64_t half = w.n / 2;
-        int parts = half % STRIP ? LINES : parts_of_strip(half / STRIP, a_.threads);
-        int64_t pieces = half * parts / STRIP;
-        team_.share(member_, pieces, [&](int64_t piece) {
-            alignas(64) float gates[BLOCK_ROWS * STRIP], ups[BLOCK_ROWS * STRIP];
-            alignas(64) bf16 pair[2 * STRIP];
-            for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
-                int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
-                const bf16* x = room_.normed + (begin + first) * w.k;
-                Outputs o = dot_piece(w, piece, parts, x, w.k, count, gates);
-                dot_piece(w, pieces + piece, parts, x, w.k, count, ups);
-                for (int r = 0; r < count; r++) {
-                    put(gates + r * STRIP, o.width, pair), put(ups + r * STRIP, o.width, pair + o.width);
-                    silu_and_multiply_row(pair, room_.activated + (first + r) * half + o.begin, o.width);
-                }
-            }
-        });
+        MixtureArgs args = Room<T>::mixture_args(a_, layer, rows);
+        args.x = room_.normed, args.ids = room_.routing, args.weights = room_.routing_weights;
+        args.output = room_.delta, args.room = room_.mixture;
+        run_mixture<T>(team_, member_, args);
     }
 
     void attend(const LayerWeights& layer, int index) {
@@ -149,21 +162,20 @@ class DecoderStep {
         attend.query = room_.query, attend.output = room_.attended;
         attend.keys = rotate.keys, attend.values = rotate.values;
         attend.window = layer.window, attend.scale = layer.scale;
-        team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<bf16>(rotate, i); });
+        team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<T>(rotate, i); });
         static thread_local Scratch scratch;
         team_.share(member_, plan_.items.size(),
-                    [&](int64_t i) { run_item_any<bf16>(attend, plan_, plan_.items[i], scratch); });
+                    [&](int64_t i) { run_item_any<T>(attend, plan_, plan_.items[i], scratch); });
         if (!plan_.merged.empty())
-            team_.share(member_, plan_.merged.size(), [&](int64_t i) { merge_token<bf16>(attend, plan_, int(i)); });
+            team_.share(member_, plan_.merged.size(), [&](int64_t i) { merge_token<T>(attend, plan_, int(i)); });
     }
 
-    void keep_logits_rows(const bf16* hidden) {
+    void keep_logits_rows(const T* hidden) {
         int64_t width = int64_t(a_.rotate.heads) * a_.rotate.dim;
         team_.share(member_, a_.num_logits, [&](int64_t i) {
             int64_t row = a_.logits_rows[i];
-            std::memcpy(room_.last + i * a_.hidden_dim, hidden + row * a_.hidden_dim, a_.hidden_dim * sizeof(bf16));
-            std::memcpy(room_.query + i * width, room_.attended + row * width, width * sizeof(bf16));
+            std::memcpy(room_.last + i * a_.hidden_dim, hidden + row * a_.hidden_dim, a_.hidden_dim * sizeof(T));
+            std::memcpy(room_.query + i * width, room_.attended + row * width, width * sizeof(T));
         });
     }
 };
-#endif

@@ -8,8 +8,11 @@
 #include "copy.h"
 #include "decoder_step.h"
 #include "layers.h"
+#include "mixture.h"
+#include "products.h"
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // less work than this isn't worth waking threads
+constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // multiplications, likewise
 constexpr int64_t SERIAL_COST = 1 << 10;      // keys x blocks of 16 rows, likewise
 
 template <class F>
@@ -54,6 +57,41 @@ static void attend(Plan& plan, const AttendArgs& args) {
     }
 }
 
+template <class T>
+static void run_step(Plan& plan, const StepArgs& args) {
+    with_team(args.threads, [&](Team& team, int member) { DecoderStep<T>(args, plan, team, member).run(); });
+}
+
+template <class T>
+static void pack(const PackArgs& a) {
+    int64_t first = a.first / STRIP, last = (a.first + a.rows + STRIP - 1) / STRIP;
+    for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_strip<T>(a, first + i); });
+}
+
+template <class T>
+static void take_rows(const Strips& weight, const int64_t* ids, int64_t count, T* out, int threads) {
+    for_rows(count, count * weight.k, threads, [&](int64_t i) { take_row(weight, ids[i], out + i * weight.k); });
+}
+
+template <class T>
+static void multiply(const MultiplyArgs& a) {
+    static thread_local std::vector<char> room;
+    room.resize(bytes_of_inputs<T>(a.rows, a.weight.k) + 64);
+    char* inputs = room.data() + (-(uintptr_t)room.data() & 63);
+    with_team(a.rows * a.weight.n * a.weight.k < SERIAL_PRODUCTS ? 1 : a.threads, [&](Team& team, int member) {
+        TileScope tiles;
+        multiply(team, member, a.weight, (const T*)a.x, a.x_stride, a.rows, (T*)a.output, a.output_stride, inputs);
+    });
+}
+
+template <class T>
+static void mix(const MixtureArgs& a) {
+    with_team(a.threads, [&](Team& team, int member) {
+        TileScope tiles;
+        run_mixture<T>(team, member, a);
+    });
+}
+
 extern "C" {
 
 const char* stemma_structures() {
@@ -70,9 +108,6 @@ int32_t stemma_tiles_ready() {
     return 0;
 #endif
 }
-int32_t stemma_has_amx() { return STEMMA_AMX; }
-int32_t stemma_has_bf16_dot() { return STEMMA_BF16_DOT; }
-
 Plan* stemma_plan_new(const Batch* batch, int32_t num_kv_heads, int32_t group_size, int32_t num_threads) {
     Plan* plan = new Plan;
     plan->block_size = batch->block_size;
@@ -98,14 +133,25 @@ void stemma_rotate_and_write(const RotateArgs* args) {
 void stemma_silu_and_multiply(const GateArgs* args) {
     args->is_bf16 ? silu_and_multiply<bf16>(*args) : silu_and_multiply<float>(*args);
 }
-#if STEMMA_BF16_DOT
-int64_t stemma_decoder_step_room(const StepArgs* args) { return Room(*args).bytes; }
+int64_t stemma_decoder_step_room(const StepArgs* args) {
+    return args->is_bf16 ? Room<bf16>(*args).bytes : Room<float>(*args).bytes;
+}
 void stemma_decoder_step(Plan* plan, const StepArgs* args) {
     plan->make_room(args->attend.value_dim);
-    with_team(args->threads, [&](Team& team, int member) { DecoderStep(*args, *plan, team, member).run(); });
+    args->is_bf16 ? run_step<bf16>(*plan, *args) : run_step<float>(*plan, *args);
 }
-void stemma_take_rows(const Strips* weight, const int64_t* ids, int64_t count, bf16* out, int32_t threads) {
-    for_rows(count, count * weight->k, threads, [&](int64_t i) { take_row(*weight, ids[i], out + i * weight->k); });
+int64_t stemma_packed_bytes(const Strips* weight, int32_t is_bf16) {
+    int64_t steps = is_bf16 ? weight->steps<bf16>() : weight->steps<float>();
+    return weight->count() * steps * STEP_BYTES;
 }
-#endif
+void stemma_pack(const PackArgs* args) { args->is_bf16 ? pack<bf16>(*args) : pack<float>(*args); }
+void stemma_multiply(const MultiplyArgs* args) { args->is_bf16 ? multiply<bf16>(*args) : multiply<float>(*args); }
+int64_t stemma_mixture_room(const MixtureArgs* args) {
+    return args->is_bf16 ? bytes_of_mixture<bf16>(*args) : bytes_of_mixture<float>(*args);
+}
+void stemma_mixture(const MixtureArgs* args) { args->is_bf16 ? mix<bf16>(*args) : mix<float>(*args); }
+void stemma_take_rows(const Strips* weight, const int64_t* ids, int64_t count, void* out, int32_t is_bf16,
+                      int32_t threads) {
+    is_bf16 ? take_rows(*weight, ids, count, (bf16*)out, threads) : take_rows(*weight, ids, count, (float*)out, threads);
+}
 }

@@ -98,13 +98,55 @@ class Strips(ctypes.Structure):
     )
 
 
+class GatedWeights(ctypes.Structure):
+    """`GatedWeights` of mixture.h."""
+
+    _fields_ = tuple((name, Strips) for name in ("gate", "up", "down"))
+
+
+class PackArgs(ctypes.Structure):
+    """`PackArgs` of strips.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "rows", "first")),
+        ("target", Strips),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+    )
+
+
+class MultiplyArgs(ctypes.Structure):
+    """`MultiplyArgs` of products.h."""
+
+    _fields_ = (
+        ("weight", Strips),
+        *((name, ctypes.c_void_p) for name in ("x", "output")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "output_stride", "rows")),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+    )
+
+
+class MixtureArgs(ctypes.Structure):
+    """`MixtureArgs` of mixture.h."""
+
+    _fields_ = (
+        ("experts", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("num_experts", "top_k")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "output", "room")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+    )
+
+
 class LayerWeights(ctypes.Structure):
     """`LayerWeights` of decoder_step.h."""
 
     _fields_ = (
-        *((name, Strips) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        ("window", ctypes.c_int32),
+        *((name, Strips) for name in ("qkv", "output")),
+        ("dense", GatedWeights),
+        ("router", Strips),
+        *((name, ctypes.c_void_p) for name in ("experts", "input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_int32) for name in ("num_experts", "top_k", "normalize", "window")),
         ("scale", ctypes.c_float),
     )
 
@@ -124,6 +166,7 @@ class StepArgs(ctypes.Structure):
         ("layer_bytes", ctypes.c_int64),
         ("rotate", RotateArgs),
         ("attend", AttendArgs),
+        ("is_bf16", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
 
@@ -149,25 +192,33 @@ class Kernels:
         self.copy = library.stemma_copy
         self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.copy.restype = None
-        self.has_bf16_dot = bool(library.stemma_has_bf16_dot())
-        """Whether whole steps in one call are there: they need AVX512_BF16."""
-        self.has_amx = bool(library.stemma_has_amx())
-        if self.has_bf16_dot:
-            self.decoder_step = library.stemma_decoder_step
-            self.decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-            self.decoder_step.restype = None
-            self.decoder_step_room = library.stemma_decoder_step_room
-            self.decoder_step_room.argtypes = [ctypes.c_void_p]
-            self.decoder_step_room.restype = ctypes.c_int64
-            self.take_rows = library.stemma_take_rows
-            self.take_rows.argtypes = [
-                *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
-            ]
-            self.take_rows.restype = None
+        self.decoder_step = library.stemma_decoder_step
+        self.decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self.decoder_step.restype = None
+        self.pack = library.stemma_pack
+        self.multiply = library.stemma_multiply
+        self.mixture = library.stemma_mixture
+        self.packed_bytes = library.stemma_packed_bytes
+        self.packed_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+        self.packed_bytes.restype = ctypes.c_int64
+        self.decoder_step_room = library.stemma_decoder_step_room
+        self.mixture_room = library.stemma_mixture_room
+        for function in (self.decoder_step_room, self.mixture_room):
+            function.argtypes = [ctypes.c_void_p]
+            function.restype = ctypes.c_int64
+        self.take_rows = library.stemma_take_rows
+        self.take_rows.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+            *(ctypes.c_int32, ctypes.c_int32),
+        ]
+        self.take_rows.restype = None
         self.add_rms_norm = library.stemma_add_rms_norm
         self.rotate_and_write = library.stemma_rotate_and_write
         self.silu_and_multiply = library.stemma_silu_and_multiply
-        for function in (self.add_rms_norm, self.rotate_and_write, self.silu_and_multiply):
+        for function in (
+            *(self.add_rms_norm, self.rotate_and_write, self.silu_and_multiply),
+            *(self.pack, self.multiply, self.mixture),
+        ):
             function.argtypes = [ctypes.c_void_p]
             function.restype = None
 
@@ -176,7 +227,10 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Batch": BatchArgs,
     **{
         mirror.__name__: mirror
-        for mirror in (AttendArgs, NormArgs, RotateArgs, GateArgs, Strips, LayerWeights, StepArgs)
+        for mirror in (
+            *(AttendArgs, NormArgs, RotateArgs, GateArgs, Strips, GatedWeights, PackArgs, MultiplyArgs),
+            *(MixtureArgs, LayerWeights, StepArgs),
+        )
     },
 }
 """Every structure that the library describes, by its name there."""

@@ -28,6 +28,8 @@ class Team {
   public:
     explicit Team(int size) : size_(size), runs_(size) {}
 
+    int size() const { return size_; }
+
     // Member `me` does its part of body(0) .. body(count - 1), each done once, and returns when all are done.
     template <class F>
     void share(int me, int64_t count, F&& body) {

@@ -72,8 +72,10 @@ static bool amx_ready() {
     return ready;
 }
 
-struct TileScope {  // all eight tiles: 16 rows of 64 bytes
+// All eight tiles: 16 rows of 64 bytes. Scopes may be nested: the outermost holds the tiles.
+struct TileScope {
     TileScope() {
+        if (depth()++ > 0) return;
         struct alignas(64) Config {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
@@ -82,9 +84,18 @@ struct TileScope {  // all eight tiles: 16 rows of 64 bytes
         for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
         _tile_loadconfig(&config);
     }
-    ~TileScope() { _tile_release(); }
+    ~TileScope() {
+        if (--depth() == 0) _tile_release();
+    }
+    static int& depth() {
+        static thread_local int value = 0;
+        return value;
+    }
 };
 #else
 #define STEMMA_AMX 0
-struct TileScope {};
+struct TileScope {
+    TileScope() {}
+    ~TileScope() {}
+};
 #endif

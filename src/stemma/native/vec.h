@@ -214,7 +214,7 @@ using v16f = Sixteen<native_f>::type;
 using v16i = Sixteen<native_i>::type;
 using v16u = Sixteen<native_u>::type;
 
-static inline v16f splat(float x) { return v16f{} + x; }
+static inline v16f splat(float x) { return x - v16f{}; }  // (adding to zero would turn -0 into 0)
 static inline v16i splat(int32_t x) { return v16i{} + x; }
 static inline v16f load(const float* p) { return Memory<v16f>::load(p); }
 static inline v16i load(const int32_t* p) { return Memory<v16i>::load(p); }

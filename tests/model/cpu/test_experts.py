@@ -1,61 +1,56 @@
-"""Packed experts equal plain ones; experts that no token is routed to aren't touched."""
+"""Packed experts equal plain ones at every level; a token's sum never depends on the others' routes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tests.native.isa import level_params
 from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from stemma.model.cpu import experts
 from stemma.model.cpu.experts import pack_experts
-from stemma.model.cpu.weights import linear_function
+from stemma.native.library import load_kernels
 
 CASES = {
-    "qwen3-moe": (Qwen3MoeExperts, Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=8)),
+    "qwen3-moe": (Qwen3MoeExperts, Qwen3MoeConfig(hidden_size=72, moe_intermediate_size=40, num_experts=8)),
     "deepseek-v3": (
         DeepseekV3Experts,
-        DeepseekV3Config(hidden_size=64, moe_intermediate_size=32, n_routed_experts=8),
+        DeepseekV3Config(hidden_size=72, moe_intermediate_size=40, n_routed_experts=8),
     ),
 }
 
 
+@pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_tokens", [1, 7, 40])
-def test_equal_to_plain_and_only_routed_are_read(
-    name: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In fp32, with plain products in place of packed ones: what is tested is the routing."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_to_plain_and_alone(name: str, dtype: torch.dtype, isa: str) -> None:
     kind, config = CASES[name]
     assert isinstance(config, PreTrainedConfig)
     config._experts_implementation = "eager"
     torch.manual_seed(0)
-    module = kind(config)
+    module = kind(config).to(dtype)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0, 0.1)
-    hidden = torch.randn(num_tokens, 64)
-    ids = torch.stack([torch.randperm(5)[:2] for _ in range(num_tokens)])
-    weights = torch.rand(num_tokens, 2)
-    expected = module(hidden, ids, weights).detach()
-    used: set[int] = set()
-
-    def spy(weight, bias, *, pack):  # type: ignore[no-untyped-def]
-        plain = linear_function(weight, bias, pack=False)
-        number = spy.calls // 2  # type: ignore[attr-defined]
-        spy.calls += 1  # type: ignore[attr-defined]
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            used.add(number)
-            return plain(x)
-
-        return run
-
-    spy.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(experts, "linear_function", spy)
-    assert pack_experts(module) == 1
+    cases = []
+    for num_tokens in (1, 7, 40, 1100):
+        hidden = torch.randn(num_tokens, 72).to(dtype)
+        ids = torch.stack([torch.randperm(5)[:2] for _ in range(num_tokens)])
+        weights = torch.rand(num_tokens, 2)
+        cases.append((hidden, ids, weights, module(hidden, ids, weights).detach()))
+    kernels = load_kernels(isa)
+    assert kernels is not None
+    assert pack_experts(module, kernels) == 1
     assert not list(module.parameters())
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     with torch.inference_mode():
-        torch.testing.assert_close(module(hidden, ids, weights), expected, atol=1e-5, rtol=1e-5)
-    assert used == set(ids.flatten().tolist())
+        for hidden, ids, weights, expected in cases:
+            output = module(hidden, ids, weights)
+            assert (output - expected).norm() <= tolerance * expected.norm()
+            for row in range(0, len(ids), 37):
+                alone = module(hidden[row : row + 1], ids[row : row + 1], weights[row : row + 1])
+                assert torch.equal(alone[0], output[row])
+        assert module(hidden[:0], ids[:0], weights[:0]).shape == (0, 72)
+        with pytest.raises(IndexError, match=r"outside 0\.\.7"):
+            module(hidden[:1], torch.tensor([[0, 8]]), weights[:1])

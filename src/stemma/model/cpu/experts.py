@@ -1,48 +1,96 @@
 """Mixtures of experts on CPU: each expert's weights packed on their own, and only routed experts read.
 
-transformers keeps all experts of a layer in two 3-D tensors. `pack_experts` turns them into one pair of
-packed products an expert. A step sorts its (token, expert) pairs by expert, so each routed expert runs once
-over all its tokens.
+transformers keeps all experts of a layer in two 3-D tensors. `pack_experts` packs each expert's gate, up and
+down. A step sorts its (token, expert) pairs by expert, so each routed expert runs once over all its tokens
+(native/mixture.h), within the one call of a whole step or for a module of transformers.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from stemma.model.cpu.weights import LinearFunction, linear_function
+from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.native.library import GatedWeights, Kernels, MixtureArgs
+
+_SILU = frozenset({"SiLU", "SiLUActivation"})
 
 
-def pack_experts(model: nn.Module) -> int:
-    """Pack the experts of every layer that has the common form (gated, no bias); return how many layers."""
+class PackedExperts:
+    """The experts of one layer."""
+
+    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """Pack [E, 2 I, H] (gates, then ups) and [E, H, I]."""
+        self.num_experts, self.hidden_dim, inner = down.shape
+        self._kernels = kernels
+        self._products = [
+            tuple(PackedProduct(kernels, [weight]) for weight in (both[:inner], both[inner:], back))
+            for both, back in zip(gate_up.detach(), down.detach(), strict=True)
+        ]
+        self.weights = (GatedWeights * self.num_experts)(
+            *(GatedWeights(*(product.strips for product in expert)) for expert in self._products)
+        )
+        """Where the kernels find them; valid as long as this object."""
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Add up each token's experts: x [T, H], routed by [T, k] ids and weights -> [T, H]."""
+        rows, top_k = ids.shape
+        if rows == 0:
+            return torch.empty_like(x)
+        x, ids, weights = x.contiguous(), ids.to(torch.int32).contiguous(), weights.float().contiguous()
+        if ids.amin() < 0 or ids.amax() >= self.num_experts:
+            raise IndexError(f"tokens are routed to experts outside 0..{self.num_experts - 1}")
+        output = torch.empty_like(x)
+        args = MixtureArgs(
+            experts=ctypes.addressof(self.weights),
+            num_experts=self.num_experts,
+            top_k=top_k,
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            output=output.data_ptr(),
+            rows=rows,
+            is_bf16=x.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+        )
+        at = ctypes.addressof(args)
+        room = torch.empty(self._kernels.mixture_room(at) + 64, dtype=torch.uint8)
+        args.room = -(-room.data_ptr() // 64) * 64
+        self._kernels.mixture(at)
+        return output
+
+
+def pack_experts(model: nn.Module, kernels: Kernels) -> int:
+    """Pack the experts of every layer that has the common form (SiLU gate, no bias); return how many."""
     num_layers = 0
     modules: Iterable[Any] = list(model.modules())
     for module in modules:
-        if not _has_common_form(module):
+        if not has_common_form(module):
             continue
-        pairs: list[tuple[LinearFunction, LinearFunction]] = [
-            (linear_function(gate_up, None, pack=True), linear_function(down, None, pack=True))
-            for gate_up, down in zip(module.gate_up_proj, module.down_proj, strict=True)
-        ]
+        module.stemma_experts = PackedExperts(kernels, module.gate_up_proj, module.down_proj)
         del module.gate_up_proj, module.down_proj
-        module.stemma_experts = pairs
         module.forward = MethodType(_forward, module)
         num_layers += 1
     return num_layers
 
 
-def _has_common_form(module: Any) -> bool:
+def has_common_form(module: Any) -> bool:
+    """Whether a module is a set of experts that `PackedExperts` computes."""
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     return (
         isinstance(gate_up, nn.Parameter)
         and isinstance(down, nn.Parameter)
         and gate_up.dim() == down.dim() == 3
-        and callable(getattr(module, "_apply_gate", None))
+        and 2 * down.shape[2] == gate_up.shape[1]
+        and can_pack(gate_up[0])
+        and can_pack(down[0])
+        and getattr(getattr(module, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
+        and type(getattr(module, "act_fn", None)).__name__ in _SILU
         and getattr(module, "has_gate", False)
         and not any(
             getattr(module, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm")
@@ -54,16 +102,5 @@ def _forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Stand in for an experts module: [T, H] routed by [T, k] ids and weights -> [T, H]."""
-    num_tokens, top_k = top_k_index.shape
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    routed, starts = np.unique(experts.numpy(), return_index=True)
-    inputs = hidden_states[order // top_k]
-    outputs = torch.empty_like(inputs)
-    ends = [*starts[1:].tolist(), len(experts)]
-    for expert, start, end in zip(routed.tolist(), starts.tolist(), ends, strict=True):
-        gate_up, down = module.stemma_experts[expert]
-        outputs[start:end] = down(module._apply_gate(gate_up(inputs[start:end])))
-    outputs *= top_k_weights.reshape(-1, 1)[order].to(outputs.dtype)
-    by_token = torch.empty_like(outputs)
-    by_token[order] = outputs
-    return by_token.view(num_tokens, top_k, -1).sum(1)
+    output: torch.Tensor = module.stemma_experts(hidden_states, top_k_index, top_k_weights)
+    return output

@@ -1,18 +1,16 @@
-"""Decoder layers of the Llama pattern (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE) as few calls a layer on CPU.
+"""Decoders of the Llama pattern (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE) as one native call a step on CPU.
 
 Run through its modules, a layer of transformers takes some fifty torch calls, which at batch 1 cost as much
-as a fifth of a 0.5B model's weights. Here the same computation is four matrix products (query, key and value
-in one, gate and up in one) and five kernel calls, or, in bf16 where the processor multiplies it, one call for
-the whole step (decoder_step.py). Which classes follow the pattern is a list of names; tests hold each against
-plain transformers. A mixture of experts keeps its module, and goes call by call.
+as a fifth of a 0.5B model's weights. Here torch looks up embeddings and rotary angles, and everything else is
+one call (decoder_step.py). Which classes follow the pattern is a list of names; tests hold each against plain
+transformers.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +20,14 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
-from stemma.model.cpu.decoder_step import PackedEmbedding, make_decoder_step
+from stemma.model.cpu.decoder_step import DecoderStep
+from stemma.model.cpu.experts import has_common_form
 from stemma.model.cpu.fused_layer import FusedLayer, fuse
-from stemma.model.cpu.weights import LinearFunction, PackedProduct, leave_file, linear_function
-from stemma.native.library import AttendArgs, GateArgs, Kernels, NormArgs, RotateArgs
+from stemma.model.cpu.weights import PackedProduct, can_pack, leave_file
+from stemma.native.library import AttendArgs, Kernels, RotateArgs
 
+EmbeddingFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""ids [T] -> [T, H]."""
 LAYER_CLASSES = frozenset(
     {
         "LlamaDecoderLayer",
@@ -38,9 +39,6 @@ LAYER_CLASSES = frozenset(
 )
 MAX_HEAD_DIM = 1024
 """What the rotary kernel has room for."""
-MLP_ROWS = 256
-"""Tokens that go through the gated layers at a time: their activations stay in the processor's cache, and
-malloc hands out the same pages again instead of mapping (and zeroing) fresh ones for every layer."""
 
 
 def follows_pattern(hf_model: Any) -> bool:
@@ -60,13 +58,29 @@ def follows_pattern(hf_model: Any) -> bool:
     linears = [m for m in hf_model.modules() if hasattr(m, "in_features") and hasattr(m, "weight")]
     if not all(type(linear) is nn.Linear for linear in linears):
         return False  # a quantizer's: its weight isn't what it multiplies with
+    if not all(can_pack(linear.weight) for linear in linears):
+        return False
     attention = layers[0].self_attn
     return bool(
-        hasattr(base, "embed_tokens")
+        all(_follows_gated(layer.mlp) for layer in layers)
+        and hasattr(base, "embed_tokens")
         and hasattr(base, "rotary_emb")
         and attention.head_dim % 2 == 0
         and attention.head_dim <= MAX_HEAD_DIM
         and getattr(base.config, "hidden_act", None) == "silu"
+    )
+
+
+def _follows_gated(mlp: Any) -> bool:
+    if all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        return True
+    router: Any = getattr(mlp, "gate", None)
+    experts = getattr(mlp, "experts", None)
+    return (
+        has_common_form(experts)
+        and all(hasattr(router, name) for name in ("weight", "top_k", "norm_topk_prob"))
+        and getattr(router, "bias", None) is None
+        and can_pack(router.weight)
     )
 
 
@@ -78,8 +92,6 @@ class FusedDecoder:
         hf_model: Any,
         calls: Sequence[AttentionCall],
         kernels: Kernels,
-        *,
-        pack: bool,
         report: Callable[[float], None],
     ) -> None:
         """Take over `hf_model`; `calls` are what its layers passed to attention in the probe."""
@@ -91,16 +103,14 @@ class FusedDecoder:
         self._head_dim = int(attention.head_dim)
         self._num_heads = int(base.config.num_attention_heads)
         self._num_kv_heads = int(base.config.num_key_value_heads)
-        self._layers: list[FusedLayer] = []
+        layers: list[FusedLayer] = []
         for index in range(len(base.layers)):
             report(index / len(base.layers))
-            self._layers.append(fuse(base.layers[index], calls[index], pack))
+            layers.append(fuse(base.layers[index], calls[index], kernels))
             base.layers[index] = torch.nn.Identity()  # lets the plain weights go
+        self._embed, head = _join_ends(hf_model, kernels)
         leave_file(hf_model)
-        self._vocab_size: int = hf_model.lm_head.weight.shape[0]
-        self._embed, self._head = _join_ends(hf_model, kernels, pack)
-        self._final_norm: torch.Tensor = base.norm.weight
-        self._step = make_decoder_step(kernels, self._layers, self._final_norm, self._head, self._eps)
+        self._step = DecoderStep(kernels, layers, base.norm.weight, head, self._eps)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
@@ -115,92 +125,7 @@ class FusedDecoder:
         rotate = self._rotate_args(batch, kv, cos, sin)
         attend = self._attend_args(kv, hidden.dtype)
         plan = step.plan(ALL_QUERIES, self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
-        if self._step is not None and 0 < len(hidden) <= self._step.max_rows:
-            return self._step.forward(batch, kv, hidden, rotate, attend, plan)
-        normed = torch.empty_like(hidden)
-        query = hidden.new_empty(hidden.shape[0], self._num_heads * self._head_dim)
-        attended = torch.empty_like(query)
-        rotate.query = attend.query = query.data_ptr()
-        attend.output = attended.data_ptr()
-        norm = self._norm_args(hidden, normed)
-        norm_at, rotate_at, attend_at = (ctypes.addressof(args) for args in (norm, rotate, attend))
-        keys_at, layer_bytes, part_bytes = _addresses(kv)
-        delta: torch.Tensor | None = None
-        for layer in self._layers:
-            norm.delta = None if delta is None else delta.data_ptr()
-            norm.weight = layer.input_norm.data_ptr()
-            kernels.add_rms_norm(norm_at)
-            qkv = layer.qkv(normed)
-            rotate.qkv = qkv.data_ptr()
-            rotate.q_norm = None if layer.q_norm is None else layer.q_norm.data_ptr()
-            rotate.k_norm = None if layer.k_norm is None else layer.k_norm.data_ptr()
-            rotate.keys = attend.keys = keys_at
-            rotate.values = attend.values = keys_at + part_bytes
-            keys_at += layer_bytes
-            kernels.rotate_and_write(rotate_at)
-            attend.window, attend.scale = layer.sliding_window, layer.scaling
-            kernels.attend(plan, attend_at)
-            if layer is self._layers[-1]:  # what follows serves logits alone: no other row needs it
-                if len(batch.logits_rows) == 0:
-                    return hidden.new_empty(0, self._vocab_size)
-                hidden, attended = hidden[batch.logits_rows], attended[batch.logits_rows]
-                normed = torch.empty_like(hidden)
-                norm = self._norm_args(hidden, normed)
-                norm_at = ctypes.addressof(norm)
-            delta = layer.output(attended)
-            norm.delta = delta.data_ptr()
-            norm.weight = layer.post_norm.data_ptr()
-            kernels.add_rms_norm(norm_at)
-            delta = self._run_mlp(layer, normed)
-        assert delta is not None
-        return self._logits(hidden, delta)
-
-    def _run_mlp(self, layer: FusedLayer, normed: torch.Tensor) -> torch.Tensor:
-        if layer.gate_up is None or layer.down is None:
-            assert layer.mlp is not None
-            output = layer.mlp(normed[None])
-            first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-            return first.reshape(normed.shape)
-        rows = normed.shape[0]
-        if rows <= MLP_ROWS * 3 // 2:
-            return self._run_gated(layer.gate_up, layer.down, normed)
-        output = torch.empty_like(normed)
-        start = 0
-        while start < rows:
-            end = rows if rows - start <= MLP_ROWS * 3 // 2 else start + MLP_ROWS
-            output[start:end] = self._run_gated(layer.gate_up, layer.down, normed[start:end])
-            start = end
-        return output
-
-    def _run_gated(self, gate_up: LinearFunction, down: LinearFunction, x: torch.Tensor) -> torch.Tensor:
-        both = gate_up(x)
-        rows, width = both.shape
-        activated = both.new_empty(rows, width // 2)
-        args = GateArgs(
-            both.data_ptr(),
-            activated.data_ptr(),
-            rows,
-            width // 2,
-            x.dtype == torch.bfloat16,
-            torch.get_num_threads(),
-        )
-        self._kernels.silu_and_multiply(ctypes.addressof(args))
-        return down(activated)
-
-    def _logits(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        normed = torch.empty_like(hidden)
-        norm = self._norm_args(hidden, normed)
-        norm.delta, norm.weight = delta.data_ptr(), self._final_norm.data_ptr()
-        self._kernels.add_rms_norm(ctypes.addressof(norm))
-        return self._head(normed)
-
-    def _norm_args(self, residual: torch.Tensor, output: torch.Tensor) -> NormArgs:
-        rows, dim = residual.shape
-        threads = torch.get_num_threads()
-        is_bf16 = residual.dtype == torch.bfloat16
-        return NormArgs(
-            None, residual.data_ptr(), None, output.data_ptr(), rows, dim, is_bf16, threads, self._eps
-        )
+        return self._step.forward(batch, kv, hidden, rotate, attend, plan)
 
     def _rotate_args(
         self, batch: ForwardBatch, kv: DeviceKV, cos: torch.Tensor, sin: torch.Tensor
@@ -245,18 +170,14 @@ def _addresses(kv: DeviceKV) -> tuple[int, int, int]:
     return kv.data.data_ptr(), kv.data.stride(1) * size, kv.data.stride(2) * size
 
 
-def _join_ends(hf_model: Any, kernels: Kernels, pack: bool) -> tuple[LinearFunction, LinearFunction]:
+def _join_ends(hf_model: Any, kernels: Kernels) -> tuple[EmbeddingFunction, PackedProduct]:
     """Return the embedding, ids [T] -> [T, H], and the output head; take both out of the model.
 
-    Where they are tied, the one packed weight serves both if rows can be read out of it.
+    Where they are tied, the one packed weight serves both: rows are read out of it.
     """
     embedding, head = hf_model.model.embed_tokens, hf_model.lm_head
-    weight, bias = head.weight.detach(), head.bias
-    tied = head.weight is embedding.weight
-    hf_model.model.embed_tokens = hf_model.lm_head = torch.nn.Identity()
-    if tied and pack and kernels.has_bf16_dot:
-        packed = PackedProduct(weight, bias)
-        if packed.strips is not None:
-            return PackedEmbedding(kernels, packed), packed
-    lookup = partial(F.embedding, weight=embedding.weight.detach())
-    return lookup, linear_function(weight, bias, pack=pack and not tied)
+    hf_model.model.embed_tokens = hf_model.lm_head = nn.Identity()
+    packed = PackedProduct(kernels, [head.weight], head.bias)
+    if head.weight is embedding.weight:
+        return packed.take_rows, packed
+    return partial(F.embedding, weight=embedding.weight.detach().clone()), packed

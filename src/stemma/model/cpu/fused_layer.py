@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stemma.model.attention import AttentionCall
-from stemma.model.cpu.weights import LinearFunction, linear_function
+from stemma.model.cpu.experts import PackedExperts
+from stemma.model.cpu.weights import PackedProduct
+from stemma.native.library import GatedWeights, Kernels, LayerWeights
+
+
+@dataclass(slots=True)
+class Gated:
+    """down(silu(gate x) * up x)."""
+
+    gate: PackedProduct
+    up: PackedProduct
+    down: PackedProduct
+
+
+@dataclass(slots=True)
+class Mixture:
+    """Experts behind a softmax router."""
+
+    router: PackedProduct
+    experts: PackedExperts
+    top_k: int
+    normalize: bool
+    """Divide the weights of a token's experts by their sum."""
 
 
 @dataclass(slots=True)
 class FusedLayer:
-    """One layer's weights, ready to be called."""
+    """One layer's weights."""
 
-    qkv: LinearFunction
-    output: LinearFunction
-    gate_up: LinearFunction | None
-    """None: `mlp` is called instead."""
-    down: LinearFunction | None
-    mlp: Callable[[torch.Tensor], Any] | None
+    qkv: PackedProduct
+    output: PackedProduct
+    mlp: Gated | Mixture
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     q_norm: torch.Tensor | None
@@ -30,30 +49,63 @@ class FusedLayer:
     """0: none."""
     scaling: float
 
+    def weights(self) -> LayerWeights:
+        """Describe the layer to the kernels; valid as long as this object."""
+        mlp = self.mlp
+        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
+        described = LayerWeights(
+            qkv=self.qkv.strips,
+            output=self.output.strips,
+            input_norm=self.input_norm.data_ptr(),
+            post_norm=self.post_norm.data_ptr(),
+            window=self.sliding_window,
+            scale=self.scaling,
+        )
+        for name, norm in zip(("input_norm", "post_norm", "q_norm", "k_norm"), norms, strict=True):
+            setattr(described, name, None if norm is None else norm.data_ptr())
+        if isinstance(mlp, Gated):
+            described.dense = GatedWeights(mlp.gate.strips, mlp.up.strips, mlp.down.strips)
+        else:
+            described.router = mlp.router.strips
+            described.experts = ctypes.addressof(mlp.experts.weights)
+            described.num_experts, described.top_k = mlp.experts.num_experts, mlp.top_k
+            described.normalize = mlp.normalize
+        return described
 
-def _join(linears: list[Any], pack: bool) -> LinearFunction:
-    """Return one product that computes those of several layers, side by side."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-    return linear_function(weight, bias, pack=pack)
 
-
-def fuse(layer: Any, call: AttentionCall, pack: bool) -> FusedLayer:
+def fuse(layer: Any, call: AttentionCall, kernels: Kernels) -> FusedLayer:
     """Take a layer of transformers apart; `call` is what it passed to attention in the probe."""
     attention, mlp = layer.self_attn, layer.mlp
-    dense = all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return FusedLayer(
-        qkv=_join([attention.q_proj, attention.k_proj, attention.v_proj], pack),
-        output=_join([attention.o_proj], pack),
-        gate_up=_join([mlp.gate_proj, mlp.up_proj], pack) if dense else None,
-        down=_join([mlp.down_proj], pack) if dense else None,
-        mlp=None if dense else mlp,
+        qkv=_join(kernels, attention.q_proj, attention.k_proj, attention.v_proj),
+        output=_join(kernels, attention.o_proj),
+        mlp=_mixture(kernels, mlp) if hasattr(mlp, "experts") else _gated(kernels, mlp),
         input_norm=layer.input_layernorm.weight.detach().clone(),
         post_norm=layer.post_attention_layernorm.weight.detach().clone(),
         q_norm=None if q_norm is None else q_norm.weight.detach().clone(),
         k_norm=None if k_norm is None else k_norm.weight.detach().clone(),
         sliding_window=call.sliding_window or 0,
         scaling=call.scaling,
+    )
+
+
+def _join(kernels: Kernels, *linears: Any) -> PackedProduct:
+    """Return one product that computes those of several layers, side by side."""
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+    return PackedProduct(kernels, [linear.weight for linear in linears], bias)
+
+
+def _gated(kernels: Kernels, mlp: Any) -> Gated:
+    return Gated(*(_join(kernels, getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")))
+
+
+def _mixture(kernels: Kernels, mlp: Any) -> Mixture:
+    experts = PackedExperts(kernels, mlp.experts.gate_up_proj, mlp.experts.down_proj)
+    return Mixture(
+        router=PackedProduct(kernels, [mlp.gate.weight]),
+        experts=experts,
+        top_k=mlp.gate.top_k,
+        normalize=bool(mlp.gate.norm_topk_prob),
     )

@@ -1,141 +1,140 @@
-"""Linear layers with weights prepacked by oneDNN: the lever of decode on CPU.
+"""Linear layers over weights that we pack: the lever of decode on CPU.
 
 Decode reads every weight once a token, so it runs at the speed of reading memory, if the kernel lets it.
-`F.linear` in bf16 is far from that; oneDNN with a weight in its own blocked order is nearer, for any number
-of rows, and native/strips.h, which reads the same packed weights, is there. torch has the packing inside (its
-compiler uses it) as private operators, which are called nowhere but here. `can_pack` tries them out and
-compares with `F.linear`; where they are missing or differ, layers stay as they are. The packed weight
-replaces the plain one: memory doesn't double.
+Weights are packed at load, by all threads, into the strips that our products read at every instruction-set
+level (native/strips.h). The packed weight replaces the plain one: memory doesn't double. A row's result never
+depends on the rows beside it. Without kernels layers stay as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-# oneDNN prepares a product anew for each number of rows, and it and torch each remember the last 1,024 of
-# them, at 0.4 MB apiece: a server that had seen 384 sizes of batches held 1.1 GB. Both read these at the
-# first product.
+from stemma.native.library import Kernels, MultiplyArgs, PackArgs, Strips
+
+# Without our kernels oneDNN multiplies. It prepares a product anew for each number of rows, and it and torch
+# each remember the last 1,024 of them, at 0.4 MB apiece: a server that had seen 384 sizes of batches held
+# 1.1 GB. Both read these at the first product.
 _NUM_PREPARED = 64
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(_NUM_PREPARED))
 PREPARED_BYTES = _NUM_PREPARED * 420_000
 """What oneDNN's prepared products come to take once a server has seen many sizes of batches."""
 
-LinearFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""x [..., in_features] -> [..., out_features]."""
+_ALIGNMENT = 64
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-    return packed
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether our products take this weight, [out_features, in_features]: on CPU, float32 or bfloat16.
 
-
-def _packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return output
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine multiplies with prepacked weights of `dtype`, and rightly."""
-    backend: Any = torch.backends.mkldnn
-    if device.type != "cpu" or dtype != torch.bfloat16 or not backend.is_available():
+    In bfloat16 inputs go in pairs, so their number must be even.
+    """
+    if weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
         return False
-    generator = torch.Generator().manual_seed(0)
-    weight, x, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 64), (3, 64), (48,))
-    )
-    try:
-        with torch.inference_mode():
-            output = _packed_linear(x, _pack(weight), bias)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return torch.allclose(output.float(), F.linear(x, weight, bias).float(), atol=0.1, rtol=0.02)
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 
 class PackedProduct:
     """x [T, in_features] -> x W^T + b, [T, out_features], over a packed copy of W."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self._packed = _pack(weight.detach())
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self.strips: int | None = _address_of_strips(weight.detach(), self._packed)
-        """Where the packed weight lies if its order is that of native/strips.h, else None."""
+    def __init__(
+        self, kernels: Kernels, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+    ) -> None:
+        """Pack `weights` below each other: [n_i, in_features] each. `bias`: [sum of n_i], of their dtype."""
+        assert all(can_pack(weight) for weight in weights)
+        self.out_features = sum(weight.shape[0] for weight in weights)
+        self.in_features = weights[0].shape[1]
+        self.dtype = weights[0].dtype
+        self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
+        self._kernels = kernels
+        self._is_bf16 = self.dtype == torch.bfloat16
+        self.strips = Strips(None, None, self.out_features, self.in_features)
+        """Where the kernels find the weight; valid as long as this object."""
+        num_bytes = kernels.packed_bytes(ctypes.addressof(self.strips), self._is_bf16)
+        self._room = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+        self.strips.data = -(-self._room.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self.strips.bias = None if self.bias is None else self.bias.data_ptr()
+        first = 0
+        for weight in weights:
+            self._pack(weight.detach(), first)
+            first += weight.shape[0]
+
+    def _pack(self, weight: torch.Tensor, first: int) -> None:
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        rows, threads = weight.shape[0], torch.get_num_threads()
+        args = PackArgs(weight.data_ptr(), weight.stride(0), rows, first, self.strips, self._is_bf16, threads)
+        self._kernels.pack(ctypes.addressof(args))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; no rows are fine."""
-        if x.shape[0] == 0:
-            return x.new_empty(0, self.out_features)
-        output: torch.Tensor = self._multiply(x, self._packed, self.bias, "none", [], "")
+        assert x.dtype == self.dtype
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        output = x.new_empty(x.shape[0], self.out_features)
+        args = MultiplyArgs(
+            self.strips,
+            x.data_ptr(),
+            output.data_ptr(),
+            x.stride(0),
+            self.out_features,
+            x.shape[0],
+            self._is_bf16,
+            torch.get_num_threads(),
+        )
+        self._kernels.multiply(ctypes.addressof(args))
         return output
 
-
-def linear_function(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearFunction:
-    """Return x -> x W^T + b for 2-D x; with `pack`, over a packed copy (let `weight` go, then)."""
-    if not pack:
-        return partial(F.linear, weight=weight.detach(), bias=bias)
-    return PackedProduct(weight, bias)
-
-
-def _address_of_strips(weight: torch.Tensor, packed: torch.Tensor) -> int | None:
-    """Return the address of a packed bf16 weight if it is ordered as native/strips.h reads it, else None.
-
-    oneDNN doesn't say which order it chose, so its size and a thousand elements from all parts are compared.
-    """
-    rows, columns = weight.shape
-    num_strips = -(-rows // 64)
-    size = num_strips * 64 * -(-columns // 32) * 32
-    try:
-        address = int(torch.ops.mkldnn.data_ptr(packed))
-        found_bytes = int(torch.ops.mkldnn._nbytes(packed))
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
-    if weight.dtype != torch.bfloat16 or columns % 2 or found_bytes != 2 * size:
-        return None
-    elements = torch.frombuffer((ctypes.c_char * found_bytes).from_address(address), dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    row = torch.randint(rows, (1000,), generator=generator)
-    column = torch.randint(columns, (1000,), generator=generator)
-    strips = elements.view(num_strips, -1, 64, 2)  # a strip's pairs of inputs, each for 64 outputs
-    found = strips[row // 64, column // 2, row % 64, column % 2]
-    return address if torch.equal(found.view(torch.int16), weight[row, column].view(torch.int16)) else None
+    def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of the plain weight, [len(ids), in_features]; `ids` are int64. Raises IndexError."""
+        ids = ids.contiguous()
+        if len(ids) and not 0 <= int(ids.amin()) <= int(ids.amax()) < self.out_features:
+            raise IndexError(f"rows outside 0..{self.out_features - 1}")
+        rows = torch.empty(len(ids), self.in_features, dtype=self.dtype)
+        self._kernels.take_rows(
+            ctypes.addressof(self.strips),
+            ids.data_ptr(),
+            len(ids),
+            rows.data_ptr(),
+            self._is_bf16,
+            torch.get_num_threads(),
+        )
+        return rows
 
 
 class PackedLinear(nn.Module):
     """Drop-in for `nn.Linear`; made from plain tensors, which the caller then lets go."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._packed = _pack(weight.detach())
-        self.bias = bias
+        self.product = PackedProduct(kernels, [weight], bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features]; no rows are fine."""
-        if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        return _packed_linear(x, self._packed, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        return self.product(rows).view(*x.shape[:-1], self.out_features)
 
     @property
     def weight(self) -> torch.Tensor:
         """The plain weight, unpacked anew: for the few models that ask a layer for its dtype or shape."""
-        return self._packed.to_dense()
+        return self.product.take_rows(torch.arange(self.out_features))
 
 
-def pack_linears(model: nn.Module, keep: frozenset[nn.Module], report: Callable[[float], None]) -> int:
+def pack_linears(
+    model: nn.Module, kernels: Kernels, keep: frozenset[nn.Module], report: Callable[[float], None]
+) -> int:
     """Replace the linear layers of `model` by packed ones; return how many.
 
-    Those in `keep`, and those whose weight something else shares (an output head tied to the embedding: its
-    packed copy would come on top), stay plain. `report` gets the share done, 0..1.
+    Those in `keep`, those that `can_pack` refuses, and those whose weight something else shares (an output
+    head tied to the embedding: its packed copy would come on top), stay plain. `report` gets the share done,
+    0..1.
     """
     uses: dict[int, int] = {}
     for module in model.modules():
@@ -145,11 +144,14 @@ def pack_linears(model: nn.Module, keep: frozenset[nn.Module], report: Callable[
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child not in keep and uses[id(child.weight)] == 1
+        if type(child) is nn.Linear
+        and child not in keep
+        and uses[id(child.weight)] == 1
+        and can_pack(child.weight)
     ]
     for number, (parent, name, linear) in enumerate(found):
         report(number / len(found))
-        setattr(parent, name, PackedLinear(linear.weight, linear.bias))
+        setattr(parent, name, PackedLinear(kernels, linear.weight, linear.bias))
     leave_file(model)
     return len(found)
 
@@ -162,5 +164,5 @@ def leave_file(model: nn.Module) -> None:
 
 def plain_layers(model: nn.Module) -> frozenset[nn.Module]:
     """Return linear layers that are used as tensors, not called: the expansion of a cached latent."""
-    modules: Any = model.modules()
+    modules: Iterable[Any] = model.modules()
     return frozenset(module.kv_b_proj for module in modules if hasattr(module, "stemma_latent"))

@@ -1,0 +1,154 @@
+// Sums of products of some rows with a strip, on vectors. One accumulator a result, one order over the inputs
+// whatever the number of rows: a row's result never depends on its neighbours.
+#pragma once
+
+#include "strips.h"
+
+// Arithmetic of one step: Sum += Line (16 outputs) * Input (one row), where an input takes BYTES.
+struct FloatDot {  // float weights
+    using Element = float;
+    using Line = v16f;
+    using Input = v16f;
+    static constexpr int BYTES = 4;
+    static Line line(const char* p) { return load((const float*)p); }
+    static Input input(const char* p) { return splat(*(const float*)p); }
+    static v16f add(v16f sum, Line w, Input x) { return fma(w, x, sum); }
+};
+struct WideDot {  // bf16 weights, inputs widened to float before
+    using Element = bf16;
+    struct Line {
+        v16f even, odd;
+    };
+    struct Input {
+        v16f even, odd;
+    };
+    static constexpr int BYTES = 8;
+    static Line line(const char* p) {
+        v16u pairs = load((const uint32_t*)p);
+        return {as_float(pairs << 16), as_float(pairs & 0xFFFF0000u)};
+    }
+    static Input input(const char* p) { return {splat(((const float*)p)[0]), splat(((const float*)p)[1])}; }
+    static v16f add(v16f sum, Line w, Input x) { return fma(w.odd, x.odd, fma(w.even, x.even, sum)); }
+};
+#if STEMMA_BF16_DOT
+struct PairDot {  // bf16 weights and inputs
+    using Element = bf16;
+    using Line = __m512bh;
+    using Input = __m512bh;
+    static constexpr int BYTES = 4;
+    static Line line(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static Input input(const char* p) {
+        int32_t pair;
+        std::memcpy(&pair, p, sizeof pair);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+    static v16f add(v16f sum, Line w, Input x) { return (v16f)_mm512_dpbf16_ps((__m512)sum, w, x); }
+};
+#endif
+
+// Rows x lines of a tile of accumulators: with the weights and an input they fill the registers.
+constexpr int GROUP = NATIVE == 16 ? 6 : NATIVE == 8 ? 6 : 2;
+static inline int lines_at_once(int rows, int lines) {
+    if (NATIVE == 16) return lines;
+    if (NATIVE == 8) return rows == 1 ? lines : rows <= 3 ? std::min(lines, 2) : 1;
+    return 1;
+}
+constexpr int AHEAD = 4096;      // bytes: how far ahead a single group asks for weights
+constexpr int SOME_ROWS = 32;    // up to here memory is the limit, beyond it arithmetic
+constexpr int SOME_STEPS = 64, MANY_STEPS = 128;  // 16 and 32 kB that stay in L1 while several groups pass
+
+struct Ahead {  // weights that are read soon: lines of a piece with 2^shift lines a step
+    const char* at;
+    int shift;
+};
+
+// acc[r][16 j ..] (+)= x[r] . w for R rows, J lines and `steps` steps. Beside each step it asks for A more lines.
+template <class K, int R, int J, int A>
+static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
+                            Ahead ahead) {
+    v16f sum[R][J];  // unrolled throughout, or the compiler keeps a copy in memory
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) sum[r][j] = first ? splat(0.0f) : load(acc + r * STRIP + 16 * j);
+    }
+    for (int64_t i = 0; i < steps; i++, w += STEP_BYTES) {
+        if (A > 0) {
+            int64_t asked = i * A;
+            const char* at = ahead.at + (asked >> ahead.shift) * STEP_BYTES + (asked & ((1 << ahead.shift) - 1)) * 64;
+#pragma GCC unroll 4
+            for (int a = 0; a < A; a++) __builtin_prefetch(at + 64 * a);
+        }
+        typename K::Line weights[J];
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) weights[j] = K::line(w + 64 * j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            typename K::Input inputs = K::input(x + r * x_stride + K::BYTES * i);
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) sum[r][j] = K::add(sum[r][j], weights[j], inputs);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) store(acc + r * STRIP + 16 * j, sum[r][j]);
+    }
+}
+
+template <class K, int J, int A>
+static void dot_group(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
+                      Ahead ahead) {
+    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 3 : 6) : GROUP;
+#define CASE(R) \
+    case R:     \
+        if constexpr (R <= MOST) return dot_tile<K, R, J, A>(w, x, x_stride, steps, acc, first, ahead);
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+
+template <class K, int J>
+static void dot_pass(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
+                     Ahead ahead, int asks) {
+    if constexpr (J >= 4)
+        if (asks == 4) return dot_group<K, J, 4>(rows, w, x, x_stride, steps, acc, first, ahead);
+    if constexpr (J >= 2)
+        if (asks == 2) return dot_group<K, J, 2>(rows, w, x, x_stride, steps, acc, first, ahead);
+    if (asks == 1) return dot_group<K, J, 1>(rows, w, x, x_stride, steps, acc, first, ahead);
+    dot_group<K, J, 0>(rows, w, x, x_stride, steps, acc, first, ahead);
+}
+
+// How many lines a step pass `pass` of `passes` asks for, so that together they ask for `lines`.
+static inline int lines_to_ask(int lines, int pass, int passes) {
+    if (passes >= lines) return pass < lines;
+    if (passes == 1) return lines;
+    return pass == 0 ? lines / 2 : lines / 2 / (passes - 1);
+}
+
+// acc[rows][STRIP]: products of `rows` rows with `lines` (1 or 4) lines of a strip, from `w` on. Weights are asked for in the
+// order in which they lie, a chunk ahead, evenly while the passes compute.
+template <class K>
+static void dot_lines(const char* w, int lines, int64_t steps, const char* x, int64_t x_stride, int rows, float* acc) {
+    const int width = lines_at_once(rows, lines), shift = lines == 4 ? 2 : 0;
+    const int groups = (rows + GROUP - 1) / GROUP, passes = groups * (lines / width);
+    int64_t chunk = passes == 1 ? steps : rows <= SOME_ROWS ? SOME_STEPS : MANY_STEPS;
+    for (int64_t done = 0; done < steps; done += chunk) {
+        int64_t now = std::min(chunk, steps - done);
+        const char* here = w + done * STEP_BYTES;
+        Ahead ahead{here + (passes == 1 ? AHEAD : now * STEP_BYTES), shift};
+        int pass = 0;
+        for (int line = 0; line < lines; line += width) {
+            for (int g = 0; g < groups; g++, pass++) {
+                int begin = rows * g / groups, end = rows * (g + 1) / groups;
+                int asks = lines_to_ask(lines, pass, passes);
+                const char* inputs = x + begin * x_stride + K::BYTES * done;
+                float* out = acc + begin * STRIP + 16 * line;
+                auto run = dot_pass<K, 1>;
+                if constexpr (NATIVE >= 8) run = width == 4 ? dot_pass<K, 4> : run;
+                if constexpr (NATIVE == 8) run = width == 2 ? dot_pass<K, 2> : run;
+                run(end - begin, here + 64 * line, inputs, x_stride, now, out, done == 0, ahead, asks);
+                ahead.at += now * asks * (STEP_BYTES >> shift);
+            }
+        }
+    }
+}
