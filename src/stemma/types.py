@@ -21,6 +21,10 @@ BlockKey = NewType("BlockKey", bytes)
 """32 bytes: the chained SHA-256 that names a block and everything before it (`prefix/keys.py`)."""
 
 
+DEFAULT_PRIORITY = 50
+"""Retention hint of blocks whose request gives none; 0 goes first, 100 last."""
+
+
 class Tier(StrEnum):
     """Where a block's bytes lie, nearest first."""
 

@@ -88,6 +88,6 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
             queue=ThreadQueue() if overlaps else None,
             **options,
         )
-        return Harness(engine, OutputProcessor(tokenizer, limits))
+        return Harness(engine, OutputProcessor(tokenizer))
 
     return make

@@ -13,14 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.engine.api import (
-    CacheReport,
-    EngineStats,
-    GenerationRequest,
-    RequestOutput,
-    SequenceDelta,
-    TokenLogprob,
-)
+from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, SequenceDelta
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason, Tier, TokenArray

@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from stemma.engine.api import TokenLogprob
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.server.best_of import keep_best
 from stemma.server.generation import CollectedSequence
 from tests.server.scripted_engine import ScriptedEngine

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import GenerationFailed, StemmaError
 from stemma.memory.tiers.lower import TransferStats
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
-from stemma.types import FinishReason, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, FinishReason, Tier, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class GenerationRequest:
     prompt_token_ids: TokenArray
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace = DEFAULT_NAMESPACE
-    priority: int = 50
+    priority: int = DEFAULT_PRIORITY
     """Retention hint of the blocks it commits, 0..100."""
     ttl_s: float | None = None
     """Retention hint: seconds of disuse after which its blocks go first."""
@@ -28,15 +29,6 @@ class GenerationRequest:
     is_continuation: bool = False
     """It goes on from a request that was let in and counted: not refused by a full queue or a drain, and its
     prompt is not counted again."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability of a chosen token and of the most likely ones."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.core.engine import Engine, describe_error
+from stemma.engine.core.request import SequenceNews
 from stemma.engine.operator.cache_control import CacheControl
-from stemma.engine.output.output import OutputProcessor, SequenceNews
+from stemma.engine.output.output import OutputProcessor
 from stemma.engine.supervisor import EngineSupervisor, ThreadFailure
 from stemma.errors import (
     ConfigError,
@@ -91,7 +92,7 @@ class AsyncEngine:
         self.pool = self.parts.pool
         self.cache_control = CacheControl(engine, self.parts.device, self.parts.key_space, self._call)
         self._engine: Engine = engine
-        self._processor = OutputProcessor(self.parts.tokenizer, engine.limits)
+        self._processor = OutputProcessor(self.parts.tokenizer)
         self._supervisor.start("stemma-outputs", self._run_outputs)
 
     @classmethod

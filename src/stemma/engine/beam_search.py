@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stemma.engine.api import GenerationRequest, RequestOutput, SequenceDelta, TokenLogprob
+from stemma.engine.api import GenerationRequest, RequestOutput, SequenceDelta
 from stemma.engine.client import EngineClient
+from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import GenerationFailed
 from stemma.model.tokenizer import Tokenizer
@@ -66,10 +68,8 @@ class BeamSearch:
         self._params = params = request.params
         self._width = request.beam.width
         self._length_penalty = request.beam.length_penalty
-        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
-        self._end_token_ids = self._eos_token_ids.union(params.stop_token_ids)
-        room = max_model_len - len(request.prompt_token_ids)
-        self._max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
+        self._ending = Ending.of(params, eos_token_ids, max_model_len - len(request.prompt_token_ids))
+        self._max_tokens = self._ending.max_tokens
         self._num_rounds = 0
         self._live = [Hypothesis()]
         self._finished: list[Hypothesis] = []
@@ -120,7 +120,7 @@ class BeamSearch:
                     continue
                 total = beam.cumulative_logprob + logprob
                 candidate = (total, beam, TokenLogprob(token_id, logprob, top))
-                if token_id in self._end_token_ids:
+                if self._ending.is_end(token_id):
                     self._finished.append(self._stopped(*candidate))
                 else:
                     candidates.append(candidate)
@@ -137,7 +137,7 @@ class BeamSearch:
         return self._best([*self._finished, *live])[: self._params.n]
 
     def _stopped(self, total: float, beam: Hypothesis, entry: TokenLogprob) -> Hypothesis:
-        stop_reason = None if entry.token_id in self._eos_token_ids else entry.token_id
+        stop_reason = self._ending.stop_reason(entry.token_id)
         return Hypothesis((*beam.logprobs, entry), total, FinishReason.STOP, stop_reason)
 
     def _best(self, hypotheses: list[Hypothesis]) -> list[Hypothesis]:

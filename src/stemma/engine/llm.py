@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from stemma.config.loading import setting_fields
 from stemma.config.settings import EngineSettings
-from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, TokenLogprob
+from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
 from stemma.engine.output.output import OutputProcessor
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.step_thread import StepThread
 from stemma.engine.supervisor import EngineSupervisor
@@ -77,7 +78,7 @@ class LLM:
         self.tokenizer = parts.tokenizer
         self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
         """What the checkpoint's `generation_config.json` recommends."""
-        self._processor = OutputProcessor(parts.tokenizer, parts.engine.limits)
+        self._processor = OutputProcessor(parts.tokenizer)
         self._num_requests = 0
 
     def close(self) -> None:

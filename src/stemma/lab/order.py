@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -68,20 +67,15 @@ class OrderResult:
         return float(np.quantile(self.wait_s, 0.99))
 
 
-@dataclass(slots=True)
-class _State:
-    arrival: float
-
-
 class _Waiting:
     """A waiting request in the shape that `engine/ordering.py` sorts."""
 
-    __slots__ = ("age", "request", "state", "was_preempted")
+    __slots__ = ("age", "arrival", "request", "was_preempted")
 
     def __init__(self, request: int, arrival: float) -> None:
         self.request = request
-        self.age = (request, 0)
-        self.state = _State(arrival)
+        self.age: tuple[int, int] = (request, 0)
+        self.arrival = arrival
         self.was_preempted = False
 
 
@@ -102,8 +96,8 @@ def replay_order(
     num_hits, busy_s, now = 0, 0.0, 0.0
     while arriving or waiting:
         if not waiting:
-            now = max(now, arriving[0].state.arrival)
-        while arriving and arriving[0].state.arrival <= now:
+            now = max(now, arriving[0].arrival)
+        while arriving and arriving[0].arrival <= now:
             one = arriving.popleft()
             waiting[one.request] = one
         chosen = _choose(order, trace, cache, waiting, server.ageing_s).request
@@ -139,11 +133,7 @@ def _choose(
     if order == "dfs-weight":
         return _first_depth_first(trace, oldest, cached)
     patience_s = ageing_s if order == "ageing" else float("inf")
-    # The engine's ordering reads `age`, `state.arrival` and `was_preempted` only.
-    ranked = order_longest_prefix(
-        cast(Any, oldest), lambda one: cached[cast(_Waiting, one).request], patience_s
-    )
-    return cast(_Waiting, ranked[0])
+    return order_longest_prefix(oldest, lambda one: cached[one.request], patience_s)[0]
 
 
 def _first_depth_first(trace: Trace, oldest: list[_Waiting], cached: dict[int, int]) -> _Waiting:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, TokenLogprob
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import run_beam_search
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError, TookTooLong
 from stemma.server.context import ServerContext
 from stemma.server.disconnect import unless_disconnected

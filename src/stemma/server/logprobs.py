@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stemma.engine.api import TokenLogprob
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.server.context import ServerContext
 
 FLOOR = -9999.0

@@ -6,9 +6,7 @@ from stemma.engine.api import GenerationRequest
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.prefix.keys import Namespace
 from stemma.server.schemas.openai import OpenAIRequest
-from stemma.types import TokenArray
-
-DEFAULT_PRIORITY = 50
+from stemma.types import DEFAULT_PRIORITY, TokenArray
 
 
 def generation_request(

@@ -6,18 +6,19 @@ import pytest
 from tests.engine.harness import greedy, prompt
 
 from stemma.engine.api import GenerationRequest
-from stemma.engine.core.request import Limits, RequestState
-from stemma.engine.output.output import OutputProcessor, SequenceNews, Stopped
+from stemma.engine.core.request import Limits, RequestState, SequenceNews
+from stemma.engine.output.output import OutputProcessor, Stopped
 from stemma.types import FinishReason
 
 
 @pytest.fixture
 def processor(tokenizer) -> OutputProcessor:
-    return OutputProcessor(tokenizer, Limits((), 100))
+    return OutputProcessor(tokenizer)
 
 
 def state(**options) -> RequestState:
-    return RequestState(GenerationRequest("a", prompt(1, 4), greedy(50, **options)), arrival=0.0, order=0)
+    request = GenerationRequest("a", prompt(1, 4), greedy(50, **options))
+    return RequestState(request, Limits((), 100).ending(request), arrival=0.0, order=0)
 
 
 def test_tokens_behind_a_stop_string_are_dropped(processor, tokenizer):

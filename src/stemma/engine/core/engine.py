@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.api import EngineStats, GenerationRequest, TokenLogprob
+from stemma.engine.api import EngineStats, GenerationRequest
 from stemma.engine.budget.working_memory import MemoryPlan
 from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
-from stemma.engine.core.request import Limits, RequestState, Scheduled, Sequence, Status
+from stemma.engine.core.request import Limits, RequestState, Scheduled, SequenceNews, SequenceState, Status
 from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter, Scheduler
 from stemma.engine.core.tally import Tally
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.output.output import SequenceNews
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, PromptTooLong, StemmaError
@@ -66,7 +65,6 @@ class Engine:
         self._scheduler = Scheduler(
             settings,
             cache,
-            limits,
             drafter=drafter,
             max_draft_tokens=None if memory is None else memory.max_draft_tokens,
             on_start=self._tally.start,
@@ -113,7 +111,7 @@ class Engine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if self._scheduler.num_waiting >= self._settings.max_waiting and not request.is_continuation:
             raise Overloaded(f"{self._scheduler.num_waiting} requests are waiting already")
-        state = RequestState(request, self._clock(), self._num_arrived)
+        state = RequestState(request, self.limits.ending(request), self._clock(), self._num_arrived)
         self._num_arrived += 1
         self._requests[request.request_id] = state
         self._scheduler.add(self._new_sequence(state))
@@ -157,7 +155,7 @@ class Engine:
             return news + self._run_or_wait(plan, start_s, may_wait=not news)
         return news if flight is None else news + self._collect(ahead, flight)
 
-    def _schedule(self, *, is_ahead: bool) -> tuple[Seq[Scheduled], list[SequenceNews]]:
+    def _schedule(self, *, is_ahead: bool) -> tuple[Sequence[Scheduled], list[SequenceNews]]:
         """Return the next step, and what became of requests that the scheduler had to fail."""
         plan = self._scheduler.schedule(is_ahead=is_ahead)
         failed, self._scheduler.failed = self._scheduler.failed, []
@@ -166,14 +164,16 @@ class Engine:
             plan = [item for item in plan if item.sequence.status is Status.RUNNING]
         return plan, news
 
-    def _run_or_wait(self, plan: Seq[Scheduled], start_s: float, *, may_wait: bool) -> list[SequenceNews]:
+    def _run_or_wait(
+        self, plan: Sequence[Scheduled], start_s: float, *, may_wait: bool
+    ) -> list[SequenceNews]:
         if plan:
             return self._take_turn(plan, start_s)
         if may_wait:
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
         return []
 
-    def _take_turn(self, plan: Seq[Scheduled], start_s: float) -> list[SequenceNews]:
+    def _take_turn(self, plan: Sequence[Scheduled], start_s: float) -> list[SequenceNews]:
         """Run a step from beginning to end."""
         started = self._clock()
         try:
@@ -187,7 +187,7 @@ class Engine:
         self._time_decodes(plan, accepted, start_s)
         return accepted
 
-    def _launch(self, ahead: StepsAhead, plan: Seq[Scheduled]) -> list[SequenceNews]:
+    def _launch(self, ahead: StepsAhead, plan: Sequence[Scheduled]) -> list[SequenceNews]:
         """Launch a step; it is in flight afterwards. Return what became of its requests if that failed."""
         try:
             ahead.launch(self.runner, plan)
@@ -219,7 +219,7 @@ class Engine:
                 self._scheduler.commit(item)
         return [self._accept(one) for one in drawn]
 
-    def _fail(self, plan: Seq[Scheduled], error: Exception) -> list[SequenceNews]:
+    def _fail(self, plan: Sequence[Scheduled], error: Exception) -> list[SequenceNews]:
         """End the requests of a step that failed."""
         failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
         failure = GenerationFailed(describe_error(error))
@@ -299,14 +299,14 @@ class Engine:
                 ]
         return news
 
-    def _observe_prefill(self, plan: Seq[Scheduled], seconds: float) -> None:
+    def _observe_prefill(self, plan: Sequence[Scheduled], seconds: float) -> None:
         """Let the lower tiers know what computing costs, from steps that are nearly all prefill."""
         num_tokens = sum(item.num_tokens for item in plan)
         num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
         if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
             self.cache.observe_prefill(num_prefill, seconds)
 
-    def _new_sequence(self, state: RequestState) -> Sequence:
+    def _new_sequence(self, state: RequestState) -> SequenceState:
         request, index = state.request, len(state.sequences)
         sampling = SamplingState(
             request.params,
@@ -315,11 +315,11 @@ class Engine:
             index=index,
             eos_token_ids=sorted(self.limits.eos_token_ids),
         )
-        sequence = Sequence(state, index, sampling)
+        sequence = SequenceState(state, index, sampling)
         state.sequences.append(sequence)
         return sequence
 
-    def _draw(self, plan: Seq[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
+    def _draw(self, plan: Sequence[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
         """Draw the next tokens of all in one call, then commit what was computed and fork siblings.
 
         A commit copies blocks to lower tiers. On a device that computes beside the host, the step is over
@@ -350,7 +350,7 @@ class Engine:
                 self._scheduler.commit(item)
         return [one for one in drawn if one.sequence is one.item.sequence or self._fork(one)]
 
-    def _siblings(self, sequence: Sequence) -> list[Sequence]:
+    def _siblings(self, sequence: SequenceState) -> list[SequenceState]:
         """Create the other answers of a request whose prompt was computed just now."""
         state = sequence.state
         return [self._new_sequence(state) for _ in range(len(state.sequences), state.request.params.n)]
@@ -376,7 +376,7 @@ class Engine:
         for token_id in one.token_ids[: num_held + 1]:
             sequence.append(token_id)
             num_taken += 1
-            reason = self.limits.finish_reason(sequence, token_id)
+            reason = sequence.state.ending.finish_reason(token_id, sequence.num_output)
             if reason is not None:
                 break
         sequence.num_computed += min(num_held, num_taken)
@@ -393,7 +393,7 @@ class Engine:
             reason,
         )
 
-    def _time_decodes(self, plan: Seq[Scheduled], news: Seq[SequenceNews], start_s: float) -> None:
+    def _time_decodes(self, plan: Sequence[Scheduled], news: Sequence[SequenceNews], start_s: float) -> None:
         """Tell the drafter what a step took that had nothing but decodes."""
         if self._drafter is None or any(item.num_tokens - len(item.draft) > 1 for item in plan):
             return
@@ -404,7 +404,7 @@ class Engine:
             self._clock() - start_s,
         )
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: SequenceState) -> None:
         """Take a sequence out of the scheduler; what it generated may serve as draft for others."""
         if self._drafter is not None and sequence.num_output:
             request, cache = sequence.state.request, sequence.state.cache
@@ -414,7 +414,7 @@ class Engine:
             self._drafter.finish(sequence.age, request.namespace, sequence.tokens, num_known)
         self._scheduler.remove(sequence)
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: SequenceState) -> None:
         self._remove(sequence)
         state = sequence.state
         state.num_unfinished -= 1
@@ -444,7 +444,7 @@ class _Drawn:
 
     __slots__ = ("item", "logprobs", "sequence", "token_ids")
 
-    def __init__(self, item: Scheduled, sequence: Sequence) -> None:
+    def __init__(self, item: Scheduled, sequence: SequenceState) -> None:
         self.item = item
         self.sequence = sequence
         self.token_ids: list[int] = []

@@ -9,44 +9,59 @@ overload, where all have waited long, hits still count among neighbours in the q
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.core.request import Sequence
 
 MAX_MATCHED = 128
 """Only the oldest so many are matched against the index: matching a long queue every step costs more than
 its order is worth."""
 
 
-def order_fcfs(waiting: Iterable[Sequence]) -> list[Sequence]:
+class Waiting(Protocol):
+    """What an order looks at: a sequence of the engine, or a request of a trace in the lab."""
+
+    was_preempted: bool
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts the oldest first."""
+
+    @property
+    def arrival(self) -> float:
+        """Seconds."""
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+def order_fcfs(waiting: Iterable[W]) -> list[W]:
     """Return the oldest first; preempted sequences go before all others."""
     return sorted(waiting, key=lambda s: (not s.was_preempted, s.age))
 
 
-def order_longest_prefix(
-    waiting: Iterable[Sequence], num_cached: Callable[[Sequence], int], ageing_s: float
-) -> list[Sequence]:
+def order_longest_prefix(waiting: Iterable[W], num_cached: Callable[[W], int], ageing_s: float) -> list[W]:
     """Return preempted sequences by age, then the others by cached prefix, longest first.
 
     Cohorts of `ageing_s`, counted from the arrival of the oldest, follow each other.
     """
     by_age = order_fcfs(waiting)
-    oldest = min((s.state.arrival for s in by_age if not s.was_preempted), default=0.0)
+    oldest = min((s.arrival for s in by_age if not s.was_preempted), default=0.0)
 
-    def rank(sequence: Sequence) -> tuple[float, int, tuple[int, int]]:
+    def rank(sequence: W) -> tuple[float, int, tuple[int, int]]:
         if sequence.was_preempted:
             return (-1.0, 0, sequence.age)
-        cohort = (sequence.state.arrival - oldest) // ageing_s
+        cohort = (sequence.arrival - oldest) // ageing_s
         return (cohort, -num_cached(sequence), sequence.age)
 
     return sorted(by_age[:MAX_MATCHED], key=rank) + by_age[MAX_MATCHED:]
 
 
 def order_waiting(
-    waiting: Iterable[Sequence],
+    waiting: Iterable[W],
     settings: SchedulerSettings,
-    num_cached: Callable[[Sequence], int],
-) -> list[Sequence]:
+    num_cached: Callable[[W], int],
+) -> list[W]:
     """Return the order that the settings ask for."""
     if settings.order == "fcfs":
         return order_fcfs(waiting)

@@ -13,8 +13,7 @@ a prompt) runs in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -122,7 +121,7 @@ class StreamQueue:
 class StepRunner(Protocol):
     """The part of `runner.Runner` that steps ahead need."""
 
-    def prepare(self, plan: Seq[Scheduled]) -> PreparedStep:
+    def prepare(self, plan: Sequence[Scheduled]) -> PreparedStep:
         """Write down a step."""
 
     def run(self, step: PreparedStep, drawn: torch.Tensor | None) -> torch.Tensor:
@@ -133,12 +132,12 @@ class StepRunner(Protocol):
 class Flight:
     """A step that was launched and isn't collected yet."""
 
-    plan: Seq[Scheduled]
+    plan: Sequence[Scheduled]
     launched_s: float
     pending: Pending
 
 
-def can_fly(plan: Seq[Scheduled], *, has_drafter: bool) -> bool:
+def can_fly(plan: Sequence[Scheduled], *, has_drafter: bool) -> bool:
     """Return whether neither this step nor the next needs the host to know the tokens that this one draws."""
     for item in plan:
         if not item.num_logits:
@@ -162,7 +161,7 @@ class StepsAhead:
         self.flight: Flight | None = None
         """The step launched last, if nobody waited for it yet."""
 
-    def launch(self, runner: StepRunner, plan: Seq[Scheduled]) -> None:
+    def launch(self, runner: StepRunner, plan: Sequence[Scheduled]) -> None:
         """Launch a plan that can fly, behind the step in flight if there is one.
 
         If it raises, nothing is under way any more, and `flight` is None.

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.engine.sampling.ending import Ending
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.sampler import SamplingState
+from stemma.errors import StemmaError
 from stemma.memory.cache.lease import Lease
 from stemma.memory.tiers.lower import Prefetch
 from stemma.types import FinishReason, TokenArray
@@ -31,6 +34,7 @@ class RequestState:
     __slots__ = (
         "arrival",
         "cache",
+        "ending",
         "is_answered",
         "num_unfinished",
         "order",
@@ -39,13 +43,14 @@ class RequestState:
         "sequences",
     )
 
-    def __init__(self, request: GenerationRequest, arrival: float, order: int) -> None:
+    def __init__(self, request: GenerationRequest, ending: Ending, arrival: float, order: int) -> None:
         self.request = request
+        self.ending = ending
         self.arrival = arrival
         """The injected clock, seconds."""
         self.order = order
         """Arrival number: the age that decides who yields."""
-        self.sequences: list[Sequence] = []
+        self.sequences: list[SequenceState] = []
         self.num_unfinished = request.params.n
         self.cache: CacheReport | None = None
         """Set when the request starts, and never again: recomputing after a preemption is no hit."""
@@ -54,7 +59,7 @@ class RequestState:
         """The client has the last output. Set by the output side alone; later tokens are dropped."""
 
 
-class Sequence:
+class SequenceState:
     """One answer in the making: tokens so far, how many of them have KV, and the lease on their blocks.
 
     A step computes tokens ``[num_computed, num_computed + k)``. Prefill, decode and resumption after a
@@ -105,6 +110,11 @@ class Sequence:
     def age(self) -> tuple[int, int]:
         """Sorts the oldest first."""
         return (self.state.order, self.index)
+
+    @property
+    def arrival(self) -> float:
+        """When its request came, the injected clock, seconds."""
+        return self.state.arrival
 
     @property
     def tokens(self) -> TokenArray:
@@ -160,38 +170,36 @@ class Sequence:
 
 
 class Limits:
-    """When a sequence is over by its tokens alone; stop strings are found where the text is made."""
+    """What ends sequences beside their requests' own parameters."""
 
     def __init__(self, eos_token_ids: tuple[int, ...], max_tokens: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_tokens = max_tokens
         """Prompt plus output: what model and cache can hold."""
 
-    def max_output_tokens(self, request: GenerationRequest) -> int:
-        """Return how many tokens may follow the prompt."""
+    def ending(self, request: GenerationRequest) -> Ending:
+        """Return when the sequences of a request are over by their tokens."""
         room = self.max_tokens - len(request.prompt_token_ids)
-        wanted = request.params.max_tokens
-        return room if wanted is None else min(room, wanted)
+        return Ending.of(request.params, self.eos_token_ids, room)
 
-    def finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Return why `token_id`, just appended, ends the sequence, or None."""
-        request = sequence.state.request
-        params = request.params
-        if sequence.num_output > params.min_tokens:
-            if token_id in self.eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP
-            if token_id in params.stop_token_ids:
-                return FinishReason.STOP
-        if sequence.num_output >= self.max_output_tokens(request):
-            return FinishReason.LENGTH
-        return None
+
+@dataclass(frozen=True, slots=True)
+class SequenceNews:
+    """What a step did to one sequence."""
+
+    state: RequestState
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: StemmaError | None = None
 
 
 @dataclass(slots=True)
 class Scheduled:
     """Tokens ``[start, start + num_tokens)`` of a sequence in one step, and a draft behind its last token."""
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     num_tokens: int
     """Rows of the batch: known tokens, then draft tokens."""

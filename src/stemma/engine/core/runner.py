@@ -6,7 +6,7 @@ stores a sequence. There are two sets, used in turn: while one step runs, the ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,7 +87,7 @@ class Runner:
         self._buffers = StepBuffers(max_batch_tokens, model.device)
         self._other_buffers = StepBuffers(max_batch_tokens, model.device)
 
-    def forward(self, plan: Seq[Scheduled]) -> torch.Tensor:
+    def forward(self, plan: Sequence[Scheduled]) -> torch.Tensor:
         """Return the logits that the plan wants, in its order, [sum of num_logits, vocab] float32."""
         logits = self._model.forward(self._batch(plan), self.kv)
         if logits.is_cuda and len(logits) == 0:
@@ -96,7 +96,7 @@ class Runner:
             torch.cuda.current_stream(logits.device).synchronize()
         return logits
 
-    def prepare(self, plan: Seq[Scheduled]) -> PreparedStep:
+    def prepare(self, plan: Sequence[Scheduled]) -> PreparedStep:
         """Write down a step that may follow one that isn't over. At most two steps exist at a time."""
         batch = self._batch(plan)
         unknown, sources, row = [], [], 0
@@ -125,7 +125,7 @@ class Runner:
             step.batch.token_ids.index_copy_(0, step.unknown_rows, drawn.index_select(0, step.source_rows))
         return self._model.forward(step.batch, self.kv)
 
-    def _batch(self, plan: Seq[Scheduled]) -> ForwardBatch:
+    def _batch(self, plan: Sequence[Scheduled]) -> ForwardBatch:
         buffers = self._other_buffers
         self._buffers, self._other_buffers = buffers, self._buffers
         logits_rows = buffers.logits_rows.array
@@ -173,7 +173,7 @@ class Runner:
         blocks, offsets = np.divmod(positions, size)
         slots[row:end] = table[blocks].astype(np.int64) * size + offsets
 
-    def _block_tables(self, buffers: StepBuffers, plan: Seq[Scheduled], max_blocks: int) -> torch.Tensor:
+    def _block_tables(self, buffers: StepBuffers, plan: Sequence[Scheduled], max_blocks: int) -> torch.Tensor:
         result, tables = buffers.block_tables(len(plan), max_blocks)
         for i, item in enumerate(plan):
             lease = item.sequence.lease

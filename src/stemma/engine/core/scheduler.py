@@ -9,8 +9,7 @@ long as there is room, and it resumes later from what is left.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from stemma.config.settings import SchedulerSettings
 from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
-from stemma.engine.core.request import Limits, Scheduled, Sequence, Status
+from stemma.engine.core.request import Scheduled, SequenceState, Status
 from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.keys import Namespace
@@ -39,7 +38,7 @@ class Drafter(Protocol):
     ) -> tuple[int, ...]:
         """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay."""
 
-    def observe(self, key: Hashable, tokens: TokenArray, draft: Seq[int], drawn: Seq[int]) -> None:
+    def observe(self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
         """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
 
     def observe_step(
@@ -58,11 +57,10 @@ class Scheduler:
         self,
         settings: SchedulerSettings,
         cache: PrefixCache,
-        limits: Limits,
         *,
         drafter: Drafter | None = None,
         max_draft_tokens: int | None = None,
-        on_start: Callable[[Sequence], None] = lambda _sequence: None,
+        on_start: Callable[[SequenceState], None] = lambda _sequence: None,
     ) -> None:
         """`on_start` is told of each admission, the first and those after preemptions.
 
@@ -70,14 +68,13 @@ class Scheduler:
         """
         self._settings = settings
         self._cache = cache
-        self._limits = limits
         self._drafter = drafter
         self._max_draft_tokens = settings.max_batch_tokens if max_draft_tokens is None else max_draft_tokens
         self._on_start = on_start
-        self._waiting: dict[tuple[int, int], Sequence] = {}
-        self._loading: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._arrived: list[Sequence] = []
+        self._waiting: dict[tuple[int, int], SequenceState] = {}
+        self._loading: list[SequenceState] = []
+        self._running: list[SequenceState] = []
+        self._arrived: list[SequenceState] = []
         """Queued since the last step: where they aren't admitted at once, lower tiers look ahead for them."""
         self._num_queued = 0
         self._no_room: tuple[int, int] | None = None
@@ -104,7 +101,7 @@ class Scheduler:
         """Whether any sequence isn't finished."""
         return bool(self._running or self._waiting or self._loading)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queue a sequence."""
         sequence.status = Status.WAITING
         if self._cache.must_probe:
@@ -119,7 +116,7 @@ class Scheduler:
         """Whether one more sequence may run."""
         return len(self._running) + len(self._loading) < self._settings.max_num_seqs
 
-    def fork(self, parent: Sequence, child: Sequence) -> bool:
+    def fork(self, parent: SequenceState, child: SequenceState) -> bool:
         """Let `child` run on from where `parent` is, sharing its blocks; False if there is no room."""
         assert parent.lease is not None
         lease = self._cache.fork(parent.lease, parent.num_computed) if self.has_seat else None
@@ -131,7 +128,7 @@ class Scheduler:
         insort(self._running, child, key=lambda s: s.age)
         return True
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
         if sequence.status is Status.WAITING:
             del self._waiting[sequence.age]
@@ -200,22 +197,22 @@ class Scheduler:
         is_prefill = item.num_tokens - len(item.draft) > 1
         self._cache.commit(lease, item.sequence.num_computed, tail=is_prefill and item.num_logits > 0)
 
-    def _prefetch(self, sequence: Sequence) -> None:
+    def _prefetch(self, sequence: SequenceState) -> None:
         sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
 
-    def _ends_in_flight(self, sequence: Sequence) -> bool:
+    def _ends_in_flight(self, sequence: SequenceState) -> bool:
         """Return whether the token that the step under way draws is the last by number."""
         if sequence.in_flight is None or not sequence.in_flight.num_logits:
             return False
-        return sequence.num_output + 1 >= self._limits.max_output_tokens(sequence.state.request)
+        return sequence.num_output + 1 >= sequence.state.ending.max_tokens
 
-    def _can_decode_ahead(self, decoding: Seq[Sequence]) -> bool:
+    def _can_decode_ahead(self, decoding: Sequence[SequenceState]) -> bool:
         """Make room for a token each; return False if there is none, or drafts need to know the tokens."""
         if self._drafter is not None:
             return False
         return all(s.lease and self._cache.extend(s.lease, s.num_launched + 1) for s in decoding)
 
-    def _schedule_decode(self, sequence: Sequence, most_drafted: int) -> Scheduled | None:
+    def _schedule_decode(self, sequence: SequenceState, most_drafted: int) -> Scheduled | None:
         lease = sequence.lease
         assert lease is not None
         if sequence.in_flight is not None:
@@ -223,7 +220,7 @@ class Scheduler:
             return Scheduled(sequence, sequence.num_launched, 1, 1, source_row=source_row)
         draft: tuple[int, ...] = ()
         if self._drafter is not None:
-            num_left = self._limits.max_output_tokens(sequence.state.request) - sequence.num_output
+            num_left = sequence.state.ending.max_tokens - sequence.num_output
             if (most := min(most_drafted, num_left - 1)) > 0:
                 namespace = sequence.state.request.namespace
                 draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
@@ -236,12 +233,12 @@ class Scheduler:
                 return None
         return Scheduled(sequence, sequence.num_computed, 1 + len(draft), 1 + len(draft), draft)
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Scheduled:
+    def _chunk(self, sequence: SequenceState, budget: int) -> Scheduled:
         num_missing = sequence.num_unlaunched
         num_tokens = min(num_missing, budget)
         return Scheduled(sequence, sequence.num_launched, num_tokens, int(num_tokens == num_missing))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         assert sequence.in_flight is None
         self._running.remove(sequence)
         self._free(sequence, Status.WAITING)
@@ -249,7 +246,7 @@ class Scheduler:
         self.add(sequence)
         self.num_preemptions += 1
 
-    def _free(self, sequence: Sequence, status: Status) -> None:
+    def _free(self, sequence: SequenceState, status: Status) -> None:
         assert sequence.lease is not None
         self._cache.free(sequence.lease, sequence.num_computed)
         sequence.stop(status)
@@ -296,12 +293,12 @@ class Scheduler:
             budget -= item.num_tokens
             prefilling.append(sequence)
 
-    def _waits_for_nothing(self, plan: Seq[Scheduled]) -> bool:
+    def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
         is_busy = bool(plan or self._running or self._loading or self._cache.abandoned_loads())
         return not (is_busy or self._cache.has_fence or self.num_transient_holds)
 
-    def _no_room_beside_pins(self, sequence: Sequence) -> StemmaError:
+    def _no_room_beside_pins(self, sequence: SequenceState) -> StemmaError:
         room = self._cache.num_available * self._cache.block_size
         message = (
             f"{sequence.num_tokens} tokens don't fit beside the pinned prefixes, which leave room for "
@@ -309,7 +306,7 @@ class Scheduler:
         )
         return GenerationFailed(message) if sequence.num_output else PromptTooLong(message, param="prompt")
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: SequenceState) -> None:
         sequence.status = Status.RUNNING
         insort(self._running, sequence, key=lambda s: s.age)
         self._on_start(sequence)
@@ -329,14 +326,14 @@ class Scheduler:
                 sequence.start(lease)
                 self._run(sequence)
 
-    def _num_cached(self, sequence: Sequence) -> int:
+    def _num_cached(self, sequence: SequenceState) -> int:
         """Return the cached prefix of a waiting sequence, matched again only if the cache changed."""
         if sequence.match_version != self._cache.version:
             sequence.match_tokens = self._cache.match(sequence.state.request.namespace, sequence.tokens)
             sequence.match_version = self._cache.version
         return sequence.match_tokens
 
-    def _is_being_computed(self, sequence: Sequence, prefilling: Seq[Sequence]) -> bool:
+    def _is_being_computed(self, sequence: SequenceState, prefilling: Sequence[SequenceState]) -> bool:
         """Return whether a running prefill will soon give at least a block more than is cached.
 
         Waiting for it is never slower than computing the same tokens beside it. The one that computes never
@@ -356,7 +353,7 @@ class Scheduler:
         return False
 
 
-def _abandon_prefetch(sequence: Sequence) -> None:
+def _abandon_prefetch(sequence: SequenceState) -> None:
     if sequence.prefetch is not None:
         sequence.prefetch.abandon()
         sequence.prefetch = None

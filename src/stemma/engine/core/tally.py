@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from stemma.engine.api import CacheReport
-from stemma.engine.core.request import RequestState, Sequence
+from stemma.engine.core.request import RequestState, SequenceState
 from stemma.engine.trace_log import TraceLog
 from stemma.types import Tier
 
@@ -24,7 +24,7 @@ class Tally:
         self.cached_by_tier: Counter[Tier] = Counter()
         self.misses_by_reason: Counter[str] = Counter()
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: SequenceState) -> None:
         """Report what the cache gave; only for the first start, never for a resumption or a sibling."""
         state, lease = sequence.state, sequence.lease
         assert lease is not None

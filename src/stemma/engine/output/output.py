@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta, TokenLogprob
-from stemma.engine.core.request import Limits, RequestState
+from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
+from stemma.engine.core.request import RequestState, SequenceNews
 from stemma.engine.output.detokenizer import Detokenizer
 from stemma.engine.output.stopping import StopChecker
 from stemma.errors import GenerationFailed, StemmaError
@@ -19,18 +19,6 @@ from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceNews:
-    """What a step did to one sequence."""
-
-    state: RequestState
-    index: int
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob | None, ...] = ()
-    finish_reason: FinishReason | None = None
-    error: StemmaError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +41,8 @@ class _Answers:
 class OutputProcessor:
     """Follows every request from its first token to its last. Not thread-safe: one owner."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
         self._answers: dict[str, _Answers] = {}
 
     @property
@@ -168,9 +155,5 @@ class OutputProcessor:
 
     def _checker(self, state: RequestState) -> StopChecker:
         params = state.request.params
-        return StopChecker(
-            params,
-            Detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens),
-            eos_token_ids=self._limits.eos_token_ids,
-            max_output_tokens=self._limits.max_tokens - len(state.request.prompt_token_ids),
-        )
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        return StopChecker(params, detokenizer, state.ending)

@@ -6,10 +6,10 @@ is held back until it is decided.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from stemma.engine.output.detokenizer import Detokenizer
+from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.params import SamplingParams
 from stemma.types import FinishReason
 
@@ -25,33 +25,15 @@ class Progress:
 
 
 class StopChecker:
-    """Follows the output of one sequence token by token.
+    """Follows the output of one sequence token by token."""
 
-    `max_output_tokens` is what the context leaves for output; it bounds `params.max_tokens`.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        detokenizer: Detokenizer,
-        *,
-        eos_token_ids: Collection[int],
-        max_output_tokens: int,
-    ) -> None:
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer, ending: Ending) -> None:
         self._params = params
         self._detokenizer = detokenizer
-        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
-        self._stop_token_ids = frozenset(params.stop_token_ids)
-        wanted = max_output_tokens if params.max_tokens is None else params.max_tokens
-        self._max_tokens = max(1, min(wanted, max_output_tokens))
+        self._ending = ending
         self._num_tokens = 0
         self._held = ""
         """Text not given out yet: a proper head of some stop string."""
-
-    @property
-    def num_tokens_left(self) -> int:
-        """Output tokens that may still come."""
-        return self._max_tokens - self._num_tokens
 
     def append(self, token_id: int) -> Progress:
         """Take the next output token; after a finish reason the sequence takes no more.
@@ -60,19 +42,18 @@ class StopChecker:
         tokens nothing stops the sequence.
         """
         self._num_tokens += 1
-        may_stop = self._num_tokens > self._params.min_tokens
-        if may_stop and (token_id in self._eos_token_ids or token_id in self._stop_token_ids):
+        may_stop = self._ending.may_stop(self._num_tokens)
+        if may_stop and self._ending.is_end(token_id):
             if self._params.include_stop_str_in_output:
                 self._held += self._detokenizer.append(token_id)
-            reason = None if token_id in self._eos_token_ids else token_id
-            return Progress(self.flush(), FinishReason.STOP, reason)
+            return Progress(self.flush(), FinishReason.STOP, self._ending.stop_reason(token_id))
         text = self._detokenizer.append(token_id)
         if self._params.stop:
             found = self._find_stop(text) if may_stop else None
             if found is not None:
                 return found
             text = self._hold_back(text)
-        if self._num_tokens >= self._max_tokens:
+        if self._ending.finish_reason(token_id, self._num_tokens) is not None:
             return Progress(text + self.flush(), FinishReason.LENGTH)
         return Progress(text)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stemma.engine.api import TokenLogprob
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.sampler import Sampled, SamplingState, divide
 

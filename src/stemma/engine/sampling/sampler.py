@@ -9,7 +9,7 @@ Two choices make a request's tokens independent of its neighbours in the batch a
 * the random number of output position t is a pure function of (seed, sequence index, t) (Philox, a
   counter-based generator), so it doesn't matter how often or in which order rows are drawn;
 * each of min_p, top_k and top_p is a threshold (ties at the threshold are kept), and the draw walks the
-  surviving tokens in order of their id (inverse CDF); see `engine/filters.py`.
+  surviving tokens in order of their id (inverse CDF); see `filters.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.api import TokenLogprob
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
 
 _UNIFORMS_PER_CHUNK = 64

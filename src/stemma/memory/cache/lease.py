@@ -11,7 +11,7 @@ import numpy.typing as npt
 from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import Namespace, chain_keys
-from stemma.types import BlockIds, BlockKey, Fingerprints, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Fingerprints, Tier, TokenArray
 
 KEY_BYTES = 32
 
@@ -64,7 +64,7 @@ class Lease:
         tokens: TokenArray,
         block_size: int,
         *,
-        priority: int = 50,
+        priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
     ) -> None:
         self.namespace = namespace

@@ -31,7 +31,7 @@ from stemma.prefix.explain import DISABLED_MISS, Miss
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
-from stemma.types import BlockIds, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, BlockIds, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -157,7 +157,7 @@ class PrefixCache:
         tokens: TokenArray,
         num_new: int = 1,
         *,
-        priority: int = 50,
+        priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
     ) -> Lease | None:
         """Take the longest cached prefix of `tokens`, and room for the rest and `num_new` more.

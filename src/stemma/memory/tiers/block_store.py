@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from stemma.types import BlockKey, Tier
+from stemma.types import DEFAULT_PRIORITY, BlockKey, Tier
 
 
 class ReadResult(StrEnum):
@@ -64,7 +64,7 @@ class BlockPut:
     """Key of the block before it, or the root of its namespace: what leaves-first eviction needs."""
     data: memoryview
     """`block_bytes` bytes, C-contiguous, format ``B``."""
-    priority: int = 50
+    priority: int = DEFAULT_PRIORITY
     """Retention hint, 0 (drop first) to 100."""
     ttl_s: float | None = None
     """Retention hint: seconds of disuse after which the block expires; None: the store's default."""

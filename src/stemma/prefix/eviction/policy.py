@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from stemma.types import BlockIds, Fingerprints
+from stemma.types import DEFAULT_PRIORITY, BlockIds, Fingerprints
 
 MAX_PRIORITY = 100
 MAX_TTL_S = 100 * 365 * 86400.0
@@ -45,7 +45,7 @@ class BlockTraits:
     """Identity across evictions; None: a policy with memory treats each insert as a first sight."""
     costs_s: npt.NDArray[np.float32] | None = None
     """Time to recompute each block, in any unit, the same for all blocks; None: all equal."""
-    priority: int = 50
+    priority: int = DEFAULT_PRIORITY
     """Retention hint, 0 (drop first) to 100 (keep longest)."""
     ttl_s: float | None = None
     """Retention hint: after this many seconds unused, drop before anything else."""

@@ -16,13 +16,12 @@ import numpy.typing as npt
 from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
 from stemma.prefix.eviction.reuse_model import OpenLifetimes
 from stemma.prefix.eviction.stamped import resized
-from stemma.types import Fingerprints
+from stemma.types import DEFAULT_PRIORITY, Fingerprints
 
 NO_PRINT = np.uint64(0)
 """Stands for a block without an identity: its record ends with its residence."""
 
 _FREE, _RESIDENT, _GHOST = 0, 1, 2
-_DEFAULT_PRIORITY = 50
 _MAX_HINTS = 1024
 
 
@@ -93,7 +92,7 @@ class RecordTable:
         if traits.costs_s is not None or self._has_costs:
             self._has_costs = True
             self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
-        if self.has_hints or traits.priority != _DEFAULT_PRIORITY or traits.ttl_s is not None:
+        if self.has_hints or traits.priority != DEFAULT_PRIORITY or traits.ttl_s is not None:
             self.has_hints = True
             self.hints[records] = self._hint_number(traits)
         self._states[records] = _RESIDENT
@@ -149,9 +148,9 @@ class RecordTable:
 
     def _hint_number(self, traits: BlockTraits) -> int:
         """Return the number of the hints; rounded, since each different one costs a queue per class."""
-        if traits.priority == _DEFAULT_PRIORITY and traits.ttl_s is None:
+        if traits.priority == DEFAULT_PRIORITY and traits.ttl_s is None:
             return 0
-        factor = 2.0 ** round((clamped_priority(traits.priority) - _DEFAULT_PRIORITY) / 10)
+        factor = 2.0 ** round((clamped_priority(traits.priority) - DEFAULT_PRIORITY) / 10)
         hint_s = clamped_ttl_s(traits.ttl_s)
         ttl_s = math.inf if hint_s is None else 2.0 ** (math.ceil(4 * math.log2(hint_s + 0.1)) / 4)
         number = self._hint_numbers.get((factor, ttl_s))

@@ -1,0 +1,53 @@
+"""When tokens alone end a sequence: EOS, stop tokens, lengths. The one place that knows.
+
+Stop strings are found where text is made (`output/stopping.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from stemma.engine.sampling.params import SamplingParams
+from stemma.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The rule of one request."""
+
+    eos_token_ids: frozenset[int]
+    """Empty where the request ignores them."""
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+    """Up to so many output tokens only the length ends it."""
+    max_tokens: int
+    """Of output, at least 1: what the request wants and the context leaves."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_token_ids: Collection[int], room: int) -> Ending:
+        """Return the rule of a request whose context leaves `room` tokens for output."""
+        return cls(
+            frozenset(() if params.ignore_eos else eos_token_ids),
+            frozenset(params.stop_token_ids),
+            params.min_tokens,
+            max(1, room if params.max_tokens is None else min(room, params.max_tokens)),
+        )
+
+    def may_stop(self, num_output: int) -> bool:
+        """Return whether EOS and stops end the sequence at output token `num_output`, from 1."""
+        return num_output > self.min_tokens
+
+    def is_end(self, token_id: int) -> bool:
+        """Return whether this is an EOS or stop token."""
+        return token_id in self.eos_token_ids or token_id in self.stop_token_ids
+
+    def stop_reason(self, token_id: int) -> int | None:
+        """Return what clients are told of an end token: a stop token's id, None for EOS."""
+        return None if token_id in self.eos_token_ids else token_id
+
+    def finish_reason(self, token_id: int, num_output: int) -> FinishReason | None:
+        """Return why `token_id`, output token number `num_output` from 1, ends the sequence, or None."""
+        if self.may_stop(num_output) and self.is_end(token_id):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= self.max_tokens else None
