@@ -27,12 +27,11 @@ from stemma.server.body import body_chunks, read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import AdminFileRoute, AdminRoute, json_response
 from stemma.server.prompts import chat_prompt, completion_prompts
-from stemma.server.retention import DEFAULT_PRIORITY
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.tier_metrics import tiers_as_json
-from stemma.types import Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, Tier, TokenArray
 
 router = APIRouter(route_class=AdminRoute, prefix="/admin/cache")
 file_router = APIRouter(route_class=AdminFileRoute, prefix="/admin/cache")
