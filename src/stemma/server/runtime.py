@@ -7,6 +7,7 @@ While it drains, the server still answers: running requests finish, new ones get
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import threading
@@ -17,10 +18,11 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from stemma.config.settings import Settings
+from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.client import EngineClient
 from stemma.errors import ConfigError
 from stemma.server.app import create_app
+from stemma.server.connections import ACCEPT_BURST, LoopErrors, make_protocol, quiet_logs
 from stemma.server.context import ServerContext
 from stemma.server.planes import Listeners, PlaneFilter, PlaneListener
 
@@ -46,17 +48,30 @@ def listen(host: str, port: int) -> socket.socket:
 class _PortServer(uvicorn.Server):
     """uvicorn's server on one port. Signals and the app's lifespan belong to the main port's."""
 
-    def __init__(self, app: ASGIApp, port: PlaneListener, *, is_main: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, port: PlaneListener, settings: ServerSettings, *, is_main: bool = False
+    ) -> None:
         config = uvicorn.Config(
             PlaneFilter(app, port.planes),
             log_config=None,
             access_log=False,
             lifespan="on" if is_main else "off",
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            timeout_keep_alive=math.ceil(settings.keep_alive_s),
+            http=make_protocol(settings),
+            ws="none",
+            server_header=False,
+            backlog=ACCEPT_BURST,
         )
         config.load()
         config.ssl = port.tls
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen; the kernel may hold more connections than are taken in one turn."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -68,7 +83,7 @@ class _DrainingServer(_PortServer):
     """The main port's, except that the first signal drains before it stops."""
 
     def __init__(self, app: ASGIApp, port: PlaneListener, context: ServerContext, settings: Settings) -> None:
-        super().__init__(app, port, is_main=True)
+        super().__init__(app, port, settings.server, is_main=True)
         self.exit_code = EXIT_CLEAN
         self._context = context
         self._timeout_s = settings.server.drain_timeout_s
@@ -111,12 +126,14 @@ def serve(
 
     `on_ready` gets the main port's URL. The ports of other planes answer until the main one has ended.
     """
+    quiet_logs()
     app = create_app(engine, settings)
     main = listeners.main
     server = _DrainingServer(app, main, app.state.context, settings)
-    others = [(_PortServer(app, port), port.listener) for port in listeners.ports[1:]]
+    others = [(_PortServer(app, port, settings.server), port.listener) for port in listeners.ports[1:]]
 
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         _reload_on_hangup(listeners)
         tasks = [asyncio.create_task(other.serve(sockets=[listener])) for other, listener in others]
         on_ready(main.url)

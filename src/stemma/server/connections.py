@@ -1,0 +1,189 @@
+"""Limits of connections before any key is read: their number, the size of headers, and time.
+
+uvicorn limits requests under way and idle connections, and waits for ever for the rest of a request. This is
+its HTTP protocol with deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from stemma.config.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 128
+MAX_URL_BYTES = 16 * 1024
+_RESERVED_FILES = 128
+"""Open files that aren't connections: tiers, libraries, logs; half of the limit, if that is less."""
+_ANSWERED_BODY_TIMEOUT_S = 5.0
+"""For the rest of a body whose request is answered already."""
+_REPEAT_AFTER_S = 10.0
+ACCEPT_BURST = 64
+"""Connections taken in one turn of the event loop: for a moment so many are open beyond the limit."""
+
+
+def raise_file_limit() -> int:
+    """Let the process open as many files as it may; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def connection_limit(wanted: int, num_files: int) -> int:
+    """Return how many connections may be open if the process may open `num_files` files."""
+    return max(1, min(wanted, num_files - ACCEPT_BURST - min(_RESERVED_FILES, num_files // 2)))
+
+
+def make_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
+    """Return the protocol class for uvicorn's `http` option, with the limits of `settings`."""
+
+    class LimitedProtocol(GuardedProtocol):
+        header_timeout_s = settings.header_timeout_s
+        body_timeout_s = settings.body_timeout_s
+        max_connections = connection_limit(settings.max_connections, raise_file_limit())
+
+    return LimitedProtocol
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Its deadline is that of the part of a request which is being read."""
+
+    header_timeout_s: float
+    body_timeout_s: float
+    max_connections: int
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_reading_headers = False
+        self._num_header_bytes = 0
+        self._body_is_open = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close at once what is one too many; else wait for headers, but not for ever."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            logger.warning("more than %d connections: closing new ones", self.max_connections)
+            transport.abort()
+            return
+        self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; refuse headers that are too large."""
+        is_idle = self._deadline is None and (self.cycle is None or self.cycle.response_complete)
+        if is_idle and not self._body_is_open:
+            self._wait_for_headers()
+        self._num_header_bytes += len(data)
+        super().data_received(data)
+        if self._is_reading_headers and self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse("the request's headers are too large")
+
+    def on_message_begin(self) -> None:
+        """A request begins, maybe behind another one."""
+        super().on_message_begin()
+        self._is_reading_headers = True
+
+    def on_headers_complete(self) -> None:
+        """From now on the clock is that of the body. An exception is answered with 400."""
+        size = sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS or len(self.url) > MAX_URL_BYTES:
+            raise ValueError("too many headers, or too large ones")
+        self._is_reading_headers = False
+        self._body_is_open = True
+        self._start_clock(self.body_timeout_s)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is whole: what follows is up to the application."""
+        self._body_is_open = False
+        self._num_header_bytes = 0
+        self._stop_clock()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Don't wait long for the rest of a body that nobody reads."""
+        super().on_response_complete()
+        if self._body_is_open and not self.transport.is_closing():
+            self._start_clock(min(self.body_timeout_s, _ANSWERED_BODY_TIMEOUT_S))
+
+    def _wait_for_headers(self) -> None:
+        self._is_reading_headers = True
+        self._num_header_bytes = 0
+        self._start_clock(self.header_timeout_s)
+
+    def _start_clock(self, limit_s: float) -> None:
+        self._stop_clock()
+        self._deadline = self.loop.call_later(limit_s, self._expire)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if not self.transport.is_closing():
+            self.transport.abort()
+
+    def _refuse(self, reason: str) -> None:
+        self._stop_clock()
+        if not self.transport.is_closing():
+            self.send_400_response(reason)
+
+
+class RepeatFilter(logging.Filter):
+    """Lets each message pass once in a while: what strangers cause must not fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to write `record`."""
+        if record.levelno >= logging.ERROR and record.exc_info:
+            return True
+        now = time.monotonic()
+        if now - self._last.get(str(record.msg), -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
+            return False
+        self._last[str(record.msg)] = now
+        return True
+
+
+def quiet_logs() -> None:
+    """Bound what malformed requests and floods of connections write into the log."""
+    for name in ("uvicorn.error", __name__):
+        log = logging.getLogger(name)
+        if not any(isinstance(one, RepeatFilter) for one in log.filters):
+            log.addFilter(RepeatFilter())
+
+
+class LoopErrors:
+    """Exception handler of the event loop: without files to accept with, one line in a while says so."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """Write what asyncio reports."""
+        if "socket.accept" not in str(context.get("message", "")):
+            loop.default_exception_handler(dict(context))
+            return
+        if time.monotonic() - self._last >= _REPEAT_AFTER_S:
+            self._last = time.monotonic()
+            logger.error("no connection can be accepted: %s", context.get("exception"))
