@@ -34,6 +34,8 @@ class Script:
     capacity_tokens: int = 10**9
     """Longer prompts can never be held."""
     draining: bool = False
+    reply: str | None = None
+    """What every sequence says, to its end; None: words made from the prompt."""
 
 
 @dataclass
@@ -55,6 +57,8 @@ class ScriptedEngine:
     def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
         """The token ids that sequence `index` will get."""
         limit = request.params.max_tokens
+        if self.script.reply is not None:
+            return self.tokenizer.encode(self.script.reply, add_special_tokens=False)[:limit].tolist()
         seed = zlib.crc32(request.prompt_token_ids.tobytes()) + index
         words = [WORDS[(seed + step * 7) % len(WORDS)] for step in range(limit or 12)]
         return self.tokenizer.encode(" ".join(words), add_special_tokens=False)[:limit].tolist()
@@ -113,7 +117,8 @@ class ScriptedEngine:
                 if params.logprobs is not None:
                     top = tuple((ids[step] + rank, -0.5 - rank) for rank in range(params.logprobs))
                     logprobs = (TokenLogprob(ids[step], -0.5, top),)
-                finish = FinishReason.LENGTH if last else None
+                ends = FinishReason.STOP if self.script.reply is not None else FinishReason.LENGTH
+                finish = ends if last else None
                 deltas.append(SequenceDelta(index, (ids[step],), text, logprobs, finish))
             done = step == max(map(len, replies)) - 1
             yield RequestOutput(request.request_id, tuple(deltas), report, done, num_generated, 0.25)

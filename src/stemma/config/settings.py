@@ -209,6 +209,11 @@ class ServerSettings(SettingsModel):
     """Whether responses count cached tokens exactly, or rounded down to whole blocks."""
     trust_request_chat_template: bool = False
     """Render chat templates that requests bring along, in a process of its own."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3_json, mistral, deepseek, off; `auto`: as its chat
+    template does."""
+    reasoning_parser: Literal["auto", "on", "off"] = "auto"
+    """Whether answers are split at ``</think>``; `auto`: if the chat template knows it."""
     max_body_bytes: ByteSize = 64 * 2**20
     """Largest request body."""
     max_connections: int = Field(default=1024, ge=1)

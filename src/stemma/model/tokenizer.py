@@ -59,6 +59,20 @@ class Tokenizer:
         return len(self._hf)
 
     @property
+    def chat_template(self) -> str | None:
+        """The template's text; None without one. Of several by name, that for tools, else the default."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return template if isinstance(template, str) else None
+
+    @property
+    def special_token_texts(self) -> frozenset[str]:
+        """Tokens that `decode` leaves out with `skip_special_tokens`, as text."""
+        added = self._hf.added_tokens_decoder.values()
+        return frozenset(self._hf.all_special_tokens) | {str(token) for token in added if token.special}
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works."""
         return bool(self._hf.chat_template)

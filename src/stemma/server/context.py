@@ -14,6 +14,7 @@ from stemma.config.words import read_secret
 from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest
 from stemma.server.access import Access
+from stemma.server.answers.families import answer_format
 from stemma.server.conversation import Conversation
 from stemma.server.metrics import ServerMetrics
 from stemma.server.template_process import TemplateProcess
@@ -48,6 +49,9 @@ class ServerContext:
                 MAX_CHARS_PER_TOKEN * engine.max_model_len,
                 engine.tokenizer.special_tokens,
             )
+        self.answer_format = answer_format(
+            settings.server.tool_parser, settings.server.reasoning_parser, engine.tokenizer.chat_template
+        )
         self._token_texts: dict[int, str] = {}
         self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer")
         self._parser = WorkerThreads(1, "stemma-parser")

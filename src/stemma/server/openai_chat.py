@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,6 +14,9 @@ from starlette.responses import Response
 from stemma.engine.api import GenerationRequest, SequenceDelta
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import StemmaError
+from stemma.server.answers.chat import AnswerReader, delta_of, message_of, tool_use
+from stemma.server.answers.events import CallStart, Event, Reasoning
+from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.beam import beam_params
 from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
@@ -26,8 +30,12 @@ from stemma.server.sampling import chat_sampling, widen_to_best_of
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.sse import DONE, EventStream, event
 from stemma.server.usage import UsageMeter
+from stemma.types import FinishReason, TokenArray
 
 router = APIRouter(route_class=OpenAIRoute)
+
+_REASONING_MARK_TOKENS = 16
+"""Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
 @router.post("/v1/chat/completions")
@@ -42,28 +50,49 @@ async def create_chat_completion(request: Request) -> Response:
     if beam is None:
         wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
     tokens = await chat_prompt(context, body)
+    reader = answer_reader(context, body, tokens)
+    if reader.needs_markers(context.engine.tokenizer.special_token_texts):
+        wide = replace(wide, skip_special_tokens=False)
     generation = generation_request(new_request_id("chatcmpl"), tokens, wide, body, beam)
     if body.stream:
         outputs = await start(context, request, [generation], "chat")
-        return EventStream(_events(context, body, generation, outputs), outputs)
+        return EventStream(_events(context, body, generation, outputs, reader), outputs)
     [result] = await run_to_end(context, request, [generation], "chat")
-    return json_response(_completion(context, generation.request_id, params, result))
+    return json_response(_completion(context, generation.request_id, params, result, reader))
+
+
+def answer_reader(context: ServerContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
+    """Return what reads the answers to `body`, whose prompt is `tokens`."""
+    known = context.answer_format
+    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
+    opened = False
+    if known.reasoning:
+        end = tokens[-_REASONING_MARK_TOKENS:].tolist()
+        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
+    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
 
 
 def _completion(
-    context: ServerContext, response_id: str, params: SamplingParams, result: Collected
+    context: ServerContext,
+    response_id: str,
+    params: SamplingParams,
+    result: Collected,
+    reader: AnswerReader,
 ) -> dict[str, Any]:
     with_logprobs = params.logprobs is not None
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": sequence.text, "refusal": None},
-            "logprobs": chat_logprobs(context, sequence.logprobs) if with_logprobs else None,
-            "finish_reason": sequence.finish_reason,
-            "stop_reason": sequence.stop_reason,
-        }
-        for index, sequence in enumerate(keep_best(result.sequences, params.n))
-    ]
+    choices = []
+    for index, sequence in enumerate(keep_best(result.sequences, params.n)):
+        answer = reader.read(sequence.text)
+        choices.append(
+            {
+                "index": index,
+                "message": message_of(answer, reader.format.tools),
+                "logprobs": chat_logprobs(context, sequence.logprobs) if with_logprobs else None,
+                "finish_reason": _finish_reason(sequence.finish_reason, bool(answer.calls)),
+                "stop_reason": sequence.stop_reason,
+            }
+        )
     return {
         "id": response_id,
         "object": "chat.completion",
@@ -75,9 +104,13 @@ def _completion(
 
 
 async def _events(
-    context: ServerContext, body: ChatRequest, generation: GenerationRequest, outputs: OutputStream
+    context: ServerContext,
+    body: ChatRequest,
+    generation: GenerationRequest,
+    outputs: OutputStream,
+    reader: AnswerReader,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks: one with the role for each choice, then the text, then usage if asked for."""
+    """Yield the chunks: one with the role for each choice, then the parts, then usage if asked for."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     meter = UsageMeter()
     head: dict[str, Any] = {
@@ -88,16 +121,15 @@ async def _events(
     }
     tail: dict[str, Any] = {"usage": None} if with_usage else {}
     role = {"role": "assistant", "content": ""}
-    chunks = [
-        event({**head, "choices": [_choice(index, role)], **tail}) for index in range(generation.params.n)
-    ]
+    streams = [_ChoiceStream(context, index, reader) for index in range(generation.params.n)]
+    chunks = [event({**head, "choices": [stream.choice(role)], **tail}) for stream in streams]
     try:
         async for index, output in outputs:
             meter.seen(index, output)
             chunks.extend(
-                event({**head, "choices": [_delta_choice(context, delta)], **tail})
+                event({**head, "choices": [choice], **tail})
                 for delta in output.deltas
-                if delta.text or delta.finish_reason is not None or delta.logprobs
+                for choice in streams[delta.index].choices(delta)
             )
             if chunks:
                 yield b"".join(chunks)
@@ -109,15 +141,40 @@ async def _events(
     yield last + DONE
 
 
-def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+class _ChoiceStream:
+    """One choice of a streamed answer."""
+
+    def __init__(self, context: ServerContext, index: int, reader: AnswerReader) -> None:
+        self._context = context
+        self._index = index
+        self._reader = reader
+        self._parser = reader.parser()
+        self._has_calls = False
+
+    def choice(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice that holds nothing but `delta`."""
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def choices(self, delta: SequenceDelta) -> list[dict[str, Any]]:
+        """Return the choices of what a step gave: log-probabilities with the first, the end with the last."""
+        ended = delta.finish_reason is not None
+        events = self._parser.feed(delta.text) + (self._parser.end() if ended else [])
+        found = [self.choice(part) for part in map(self._delta, events) if part]
+        if delta.logprobs or ended:
+            found = found or [self.choice({})]
+        if delta.logprobs is not None and found:
+            found[0]["logprobs"] = chat_logprobs(self._context, delta.logprobs)
+        if ended:
+            found[-1]["finish_reason"] = _finish_reason(delta.finish_reason, self._has_calls)
+            found[-1]["stop_reason"] = delta.stop_reason
+        return found
+
+    def _delta(self, part: Event) -> dict[str, Any]:
+        self._has_calls = self._has_calls or isinstance(part, CallStart)
+        if isinstance(part, Reasoning) and not self._reader.with_reasoning:
+            return {}
+        return delta_of(part, self._reader.format.tools)
 
 
-def _delta_choice(context: ServerContext, delta: SequenceDelta) -> dict[str, Any]:
-    choice = _choice(delta.index, {"content": delta.text} if delta.text else {})
-    if delta.logprobs is not None:
-        choice["logprobs"] = chat_logprobs(context, delta.logprobs)
-    if delta.finish_reason is not None:
-        choice["finish_reason"] = delta.finish_reason
-        choice["stop_reason"] = delta.stop_reason
-    return choice
+def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason

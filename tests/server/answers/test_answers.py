@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemma.errors import ConfigError
+from stemma.server.answers.chat import AnswerReader, ToolUse
 from stemma.server.answers.events import Answer, ToolCall, fold, parse
-from stemma.server.answers.families import TOOL_PARSERS, answer_parser, splits_reasoning, tool_parser_name
+from stemma.server.answers.families import TOOL_FORMATS, AnswerFormat, answer_format
 from stemma.server.answers.reasoning import prompt_opens_reasoning
 
 TOOLS = ("get_weather", "add")
@@ -55,14 +56,20 @@ TEXTS = {
 CASES = [(name, text) for name, texts in TEXTS.items() for text in texts]
 
 
+def answer_parser(name: str | None, *, reasoning: bool, opened: bool):
+    tools = TOOL_FORMATS[name] if name else None
+    use = ToolUse({tool: {} for tool in TOOLS}, "auto")
+    return AnswerReader(AnswerFormat(tools, reasoning), use, opened).parser()
+
+
 def read(name: str | None, pieces: list[str], *, reasoning: bool = False, opened: bool = False) -> Answer:
-    parser = answer_parser(name, TOOLS, reasoning=reasoning, opened=opened)
+    parser = answer_parser(name, reasoning=reasoning, opened=opened)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return fold([*events, *parser.end()])
 
 
 def whole(name: str, text: str) -> Answer:
-    return parse(answer_parser(name, TOOLS, reasoning=False, opened=False), text)
+    return parse(answer_parser(name, reasoning=False, opened=False), text)
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, TEXTS[name][0]) for name in TEXTS])
@@ -125,7 +132,7 @@ def test_a_malformed_call_is_content():
 
 
 def test_arguments_are_streamed_before_the_call_is_over():
-    parser = answer_parser("hermes", TOOLS, reasoning=False, opened=False)
+    parser = answer_parser("hermes", reasoning=False, opened=False)
     events = parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa')
     assert fold(events).calls == [ToolCall("get_weather", '{"city": "Pa')]
 
@@ -149,7 +156,7 @@ def test_the_pieces_dont_matter(case, cuts, reasoning, data):
 
 
 @settings(deadline=None, max_examples=200)
-@given(name=st.sampled_from(sorted(TOOL_PARSERS)), text=st.text(alphabet='<>{}[]":,; tool_calTOLCARGS/n\\\n'))
+@given(name=st.sampled_from(sorted(TOOL_FORMATS)), text=st.text(alphabet='<>{}[]":,; tool_calTOLCARGS/n\\\n'))
 def test_any_text_can_be_read(name: str, text: str):
     read(name, list(text), reasoning=True)
 
@@ -175,7 +182,7 @@ def test_reasoning_is_split_off(text: str, opened: bool, expected: Answer):
 def test_the_prompt_tells_whether_the_reasoning_is_open():
     assert prompt_opens_reasoning("<|Assistant|><think>\n")
     assert not prompt_opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not prompt_opens_reasoning("<|im_start|>assistant\n")
+    assert not prompt_opens_reasoning("what is <think><|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(
@@ -190,15 +197,17 @@ def test_the_prompt_tells_whether_the_reasoning_is_open():
     ],
 )
 def test_the_template_chooses_the_format(template: str | None, name: str | None):
-    assert tool_parser_name("auto", template) == name
+    expected = TOOL_FORMATS[name] if name else None
+    assert answer_format("auto", "auto", template) == AnswerFormat(expected, reasoning=False)
 
 
 def test_settings_override_the_template():
-    assert tool_parser_name("mistral", "<tool_call>") == "mistral"
-    assert tool_parser_name("off", "<tool_call>") is None
-    assert splits_reasoning("auto", "... <think> ...")
-    assert not splits_reasoning("off", "... <think> ...")
+    assert answer_format("mistral", "on", "<tool_call>") == AnswerFormat(
+        TOOL_FORMATS["mistral"], reasoning=True
+    )
+    assert answer_format("off", "off", "<tool_call> <think>") == AnswerFormat(None, reasoning=False)
+    assert answer_format("auto", "auto", "... <think> ...").reasoning
     with pytest.raises(ConfigError, match="hermes"):
-        tool_parser_name("hermse", None)
+        answer_format("hermse", "auto", None)
     with pytest.raises(ConfigError, match="auto, on or off"):
-        splits_reasoning("maybe", None)
+        answer_format("auto", "maybe", None)

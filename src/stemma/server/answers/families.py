@@ -1,12 +1,13 @@
-"""Which parser reads a model's answers: by name, or by what its chat template writes."""
+"""How the served model writes its answers: by setting, or by what its chat template writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from stemma.errors import ConfigError
 from stemma.server.answers.events import AnswerParser
-from stemma.server.answers.reasoning import OPEN, PlainParser, ReasoningParser
+from stemma.server.answers.reasoning import OPEN
 from stemma.server.answers.tool_calls import (
     HermesParser,
     Llama3JsonParser,
@@ -17,11 +18,23 @@ from stemma.server.answers.tool_calls import (
 ToolParserFactory = Callable[[Collection[str]], AnswerParser]
 """Makes the parser of one answer, given the names of the request's tools."""
 
-TOOL_PARSERS: Mapping[str, ToolParserFactory] = {
-    "hermes": lambda names: HermesParser(),
-    "llama3_json": Llama3JsonParser,
-    "mistral": lambda names: mistral_parser(),
-    "deepseek": lambda names: deepseek_parser(),
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family writes its tool calls."""
+
+    parser: ToolParserFactory
+    markers: tuple[str, ...]
+    """Tokens that must not be left out of the text, special or not."""
+    short_ids: bool = False
+    """Whether the template takes only ids of nine letters and digits."""
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda names: HermesParser(), ("<tool_call>", "</tool_call>")),
+    "llama3_json": ToolFormat(Llama3JsonParser, ("<|python_tag|>",)),
+    "mistral": ToolFormat(lambda names: mistral_parser(), ("[TOOL_CALLS]", "[ARGS]"), short_ids=True),
+    "deepseek": ToolFormat(lambda names: deepseek_parser(), ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
 }
 
 _TEMPLATE_MARKS = (
@@ -34,38 +47,40 @@ _TEMPLATE_MARKS = (
 """What a template writes around calls, and the format that this is; the first that occurs counts."""
 
 
-def tool_parser_name(setting: str, chat_template: str | None) -> str | None:
-    """Return the name of the format: `setting`, or with ``auto`` what the template uses; None: no calls.
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What the answers of the served model may hold besides text."""
+
+    tools: ToolFormat | None
+    """None: calls are not looked for unless a request demands them."""
+    reasoning: bool
+    """Whether answers may begin with ``<think>``."""
+
+
+def answer_format(tool_parser: str, reasoning_parser: str, chat_template: str | None) -> AnswerFormat:
+    """Return the format that the settings name, or with ``auto`` what the template uses.
 
     Raises ConfigError for a name that doesn't exist.
     """
+    return AnswerFormat(
+        _tool_format(tool_parser, chat_template or ""), _reasoning(reasoning_parser, chat_template or "")
+    )
+
+
+def _tool_format(setting: str, template: str) -> ToolFormat | None:
     if setting == "auto":
-        template = chat_template or ""
-        return next((name for mark, name in _TEMPLATE_MARKS if mark in template), None)
+        return next((TOOL_FORMATS[name] for mark, name in _TEMPLATE_MARKS if mark in template), None)
     if setting == "off":
         return None
-    if setting not in TOOL_PARSERS:
-        known = ", ".join(("auto", "off", *TOOL_PARSERS))
+    if setting not in TOOL_FORMATS:
+        known = ", ".join(("auto", "off", *TOOL_FORMATS))
         raise ConfigError(f"there is no tool parser {setting!r}; choose one of {known}")
-    return setting
+    return TOOL_FORMATS[setting]
 
 
-def splits_reasoning(setting: str, chat_template: str | None) -> bool:
-    """Return whether answers are split at ``</think>``: ``on``, ``off``, or ``auto`` by the template."""
+def _reasoning(setting: str, template: str) -> bool:
     if setting == "auto":
-        return OPEN in (chat_template or "")
+        return OPEN in template
     if setting not in ("on", "off"):
         raise ConfigError(f"the reasoning parser is auto, on or off, not {setting!r}")
     return setting == "on"
-
-
-def answer_parser(
-    tool_format: str | None, tool_names: Collection[str], *, reasoning: bool, opened: bool
-) -> AnswerParser:
-    """Return the parser of one answer.
-
-    `tool_format` is a name of `TOOL_PARSERS`, or None where calls are not looked for; `opened` says that the
-    prompt ends inside the reasoning.
-    """
-    parser: AnswerParser = PlainParser() if tool_format is None else TOOL_PARSERS[tool_format](tool_names)
-    return ReasoningParser(parser, opened=opened) if reasoning else parser

@@ -10,9 +10,9 @@ from stemma.server.answers.markers import num_to_hold
 OPEN, CLOSE = "<think>", "</think>"
 
 
-def prompt_opens_reasoning(rendered_prompt: str) -> bool:
-    """Return whether the answer to this prompt begins inside the reasoning, as DeepSeek-R1's templates do."""
-    return rendered_prompt.rfind(OPEN) > rendered_prompt.rfind(CLOSE)
+def prompt_opens_reasoning(prompt_end: str) -> bool:
+    """Return whether an answer begins inside the reasoning: DeepSeek-R1's template ends with ``<think>``."""
+    return prompt_end.rstrip().endswith(OPEN)
 
 
 class _Stage(Enum):

@@ -260,6 +260,44 @@ class _ListedCalls:
         return "".join(event.text for event in events if isinstance(event, Content))
 
 
+class ForcedCallsParser:
+    """The JSON list of calls that a grammar enforces for ``tool_choice: required``."""
+
+    def __init__(self) -> None:
+        self._calls = _ListedCalls()
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events of `text`."""
+        events: list[Event] = []
+        self._calls.feed(text, events)
+        return events
+
+    def end(self) -> list[Event]:
+        """Return the events of what was held back."""
+        unread = self._calls.unread()
+        return [Content(unread)] if unread else []
+
+
+class NamedCallParser:
+    """The arguments of one call that a grammar enforces for a named ``tool_choice``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events of `text`."""
+        events: list[Event] = [CallArguments(0, text)] if text else []
+        if events and not self._begun:
+            self._begun = True
+            events.insert(0, CallStart(0, self._name))
+        return events
+
+    def end(self) -> list[Event]:
+        """Nothing is ever held back."""
+        return []
+
+
 class _TrailingCalls:
     """Text, then one marker, then nothing but calls."""
 

@@ -166,7 +166,6 @@ class ChatRequest(OpenAIRequest):
         **_UNSUPPORTED,
         "functions": ([],),
         "function_call": ("none",),
-        "parallel_tool_calls": (True,),
         "reasoning": (),
         "verbosity": ("medium",),
         "modalities": (["text"],),
@@ -177,8 +176,6 @@ class ChatRequest(OpenAIRequest):
         "mm_processor_kwargs": (),
         "media_io_kwargs": (),
         "thinking_token_budget": (),
-        "include_reasoning": (True,),
-        "separate_reasoning": (True,),
     }
     harmless: ClassVar[frozenset[str]] = OpenAIRequest.harmless | {"prediction"}
 
@@ -188,6 +185,12 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: NumLogprobs | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    """Whether an answer may hold more than one call."""
+    include_reasoning: bool = True
+    """Whether the reasoning is part of the answer."""
+    separate_reasoning: bool = True
+    """Whether the reasoning is split from the content, where the model reasons."""
     reasoning_effort: Name | None = None
     """Passed to a chat template that knows it; for others refused."""
     chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
