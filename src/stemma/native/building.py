@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from stemma.config.folders import cache_folder
 from stemma.native.levels import Level
 
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -144,7 +145,7 @@ def _openmp_runtime() -> list[str]:
 
 
 def _cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stemma"
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
