@@ -63,7 +63,8 @@ async def test_stream(client: httpx.AsyncClient, url: str, extra: dict[str, bool
     events = [orjson.loads(line[6:]) for line in response.text.split("\n\n") if line]
     assert "".join(item["token"]["text"] for item in events) == whole["generated_text"]
     assert [item["generated_text"] for item in events] == [None] * 11 + [whole["generated_text"]]
-    assert events[0]["token"]["id"] == [whole["details"]["tokens"][0]["id"]]
+    assert [item["token"]["id"] for item in events] == [each["id"] for each in whole["details"]["tokens"]]
+    assert [item["index"] for item in events] == list(range(1, 13))
     assert events[-1]["details"]["generated_tokens"] == 12
 
 

@@ -13,7 +13,18 @@ from starlette.responses import Response
 
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
-from stemma.server import admin, admin_pool, management, openai_chat, openai_completions, tgi
+from stemma.server import (
+    admin,
+    admin_pool,
+    infer,
+    management,
+    mindie_management,
+    openai_chat,
+    openai_completions,
+    tgi,
+    tokenize,
+    triton,
+)
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
 from stemma.server.headers import HeaderGuard
@@ -29,6 +40,13 @@ ROUTERS = (
     admin.router,
     admin.file_router,
     admin_pool.router,
+    infer.router,
+    triton.router,
+    tokenize.router,
+    tokenize.mindie_router,
+    mindie_management.open_router,
+    mindie_management.router,
+    mindie_management.stop_router,
 )
 """One per plane; a new endpoint is a new file and a line here."""
 _MAX_PATH_CHARS = 200

@@ -40,6 +40,8 @@ class ServerContext:
         self.metrics = metrics
         self.started_at = int(time.time())
         self.draining = False
+        self.stop: Callable[[float | None], None] | None = None
+        """Drains and stops the server, in so many seconds at most; None where whoever made it stops it."""
         self.access = Access(settings.server)
         self.bundle_key = read_secret(settings.server.bundle_key_file)
         self._renderer: TemplateProcess | None = None

@@ -82,6 +82,12 @@ class ServerMetrics:
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length", TOKENS_BUCKETS)
         self.generated_tokens = self._histogram("request_generated_tokens", "Output length", TOKENS_BUCKETS)
 
+    def mean_ms(self, name: str) -> float:
+        """Return the mean of a histogram of seconds since the start, in ms; 0 without any value."""
+        total = self._registry.get_sample_value(f"stemma_{name}_sum") or 0.0
+        count = self._registry.get_sample_value(f"stemma_{name}_count") or 0.0
+        return round(1000 * total / count, 3) if count else 0.0
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"stemma_{name}", text, buckets=buckets, registry=self._registry)
 

@@ -104,6 +104,12 @@ class _DrainingServer(_PortServer):
             self.force_exit = True
             self.should_exit = True
 
+    def stop(self, timeout_s: float | None) -> None:
+        """Drain and stop as a signal does, in no more than `timeout_s`."""
+        if timeout_s is not None:
+            self._timeout_s = min(self._timeout_s, timeout_s)
+        self._num_signals = max(1, self._num_signals)
+
     async def on_tick(self, counter: int) -> bool:
         """Start draining once a signal has come or the engine has failed; runs ten times a second."""
         if self._context.engine.failure is not None:
@@ -130,6 +136,7 @@ def serve(
     app = create_app(engine, settings)
     main = listeners.main
     server = _DrainingServer(app, main, app.state.context, settings)
+    app.state.context.stop = server.stop
     others = [(_PortServer(app, port, settings.server), port.listener) for port in listeners.ports[1:]]
 
     async def run() -> None:

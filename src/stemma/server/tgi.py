@@ -13,20 +13,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, GenerationRequest, SequenceDelta
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.best_of import keep_best
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.finish import finish_reason
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
 from stemma.server.prompts import check_length, check_model, check_tokens, text_prompt
 from stemma.server.sampling import tgi_sampling, widen_to_best_of
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest
 from stemma.server.sse import EventStream, event
+from stemma.server.tgi_tokens import stream_tokens, token_entry
 from stemma.server.usage import cache_detail
 from stemma.server.vllm_generate import generate_vllm
-from stemma.types import FinishReason
 
 router = APIRouter(route_class=TGIRoute)
 
@@ -107,12 +108,6 @@ def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
     return prompt + generated if parameters.return_full_text else generated
 
 
-def _finish_reason(reason: FinishReason | None, stop_reason: str | int | None) -> str:
-    if reason is FinishReason.STOP:
-        return "eos_token" if stop_reason is None else "stop_sequence"
-    return str(reason or FinishReason.ERROR)
-
-
 def _details(
     context: ServerContext,
     generation: GenerationRequest,
@@ -122,10 +117,10 @@ def _details(
 ) -> dict[str, Any]:
     prefill: list[dict[str, Any]] = []
     if parameters.decoder_input_details:
-        prefill = [_token(context, token_id, None) for token_id in generation.prompt_token_ids.tolist()]
+        prefill = [_token(context, token_id) for token_id in generation.prompt_token_ids.tolist()]
     return {
         "prompt_tokens": len(generation.prompt_token_ids),
-        "finish_reason": _finish_reason(sequence.finish_reason, sequence.stop_reason),
+        "finish_reason": finish_reason(sequence.finish_reason, sequence.stop_reason),
         "generated_tokens": len(sequence.token_ids),
         "prefill": prefill,
         "seed": generation.params.seed,
@@ -136,12 +131,12 @@ def _details(
 
 def _tokens(context: ServerContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
     if not sequence.logprobs:
-        return [_token(context, token_id, None) for token_id in sequence.token_ids]
+        return [_token(context, token_id) for token_id in sequence.token_ids]
     return [_token(context, entry.token_id, entry.logprob) for entry in sequence.logprobs]
 
 
-def _token(context: ServerContext, token_id: int, logprob: float | None) -> dict[str, Any]:
-    return {"id": token_id, "logprob": logprob, "special": None, "text": context.token_text(token_id)}
+def _token(context: ServerContext, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+    return token_entry(context, token_id, logprob, context.token_text(token_id))
 
 
 async def _generate_stream(request: Request, body: TGIRequest) -> Response:
@@ -153,39 +148,49 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
     context = context_of(request)
     generation, text = await _prepare(context, body, stream=True)
     outputs = await start(context, request, [generation], "tgi")
-    source = _events(body.parameters, generation, text, outputs)
+    source = _events(context, body.parameters, generation, text, outputs)
     return EventStream(source, outputs, _headers(outputs.first[1].cache))
 
 
 async def _events(
-    parameters: TGIParameters, generation: GenerationRequest, prompt: str, outputs: OutputStream
+    context: ServerContext,
+    parameters: TGIParameters,
+    generation: GenerationRequest,
+    prompt: str,
+    outputs: OutputStream,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield an event per output; the last one carries the whole text and, if asked for, the details."""
+    """Yield an event per token; the last one carries the whole text and, if asked for, the details."""
     texts: list[str] = []
+    index = 0
     try:
         async for _, output in outputs:
             for delta in output.deltas:
                 texts.append(delta.text)
-                item: dict[str, Any] = {
-                    "token": _stream_token(delta),
-                    "generated_text": None,
-                    "details": None,
-                }
-                if delta.finish_reason is not None:
-                    item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
-                    if parameters.details:
-                        item["details"] = {
-                            "prompt_tokens": len(generation.prompt_token_ids),
-                            "finish_reason": _finish_reason(delta.finish_reason, delta.stop_reason),
-                            "generated_tokens": output.num_generated_tokens,
-                            "seed": generation.params.seed,
-                            "stemma": cache_detail(output.cache, output.queue_wait_s),
-                        }
-                yield event(item)
+                tokens = stream_tokens(context, delta)
+                for token in tokens:
+                    index += 1
+                    item: dict[str, Any] = {
+                        "index": index,
+                        "token": token,
+                        "generated_text": None,
+                        "details": None,
+                    }
+                    if delta.finish_reason is not None and token is tokens[-1]:
+                        item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
+                        if parameters.details:
+                            reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                            item["details"] = _stream_details(generation, output, reason)
+                    yield event(item)
     except StemmaError as error:
         yield event(tgi_error_body(error)[1])
 
 
-def _stream_token(delta: SequenceDelta) -> dict[str, Any]:
-    logprob = delta.logprobs[0].logprob if delta.logprobs and len(delta.logprobs) == 1 else None
-    return {"id": list(delta.token_ids), "text": delta.text, "logprob": logprob, "special": None}
+def _stream_details(generation: GenerationRequest, output: RequestOutput, reason: str) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(generation.prompt_token_ids),
+        "input_length": len(generation.prompt_token_ids),
+        "finish_reason": reason,
+        "generated_tokens": output.num_generated_tokens,
+        "seed": generation.params.seed,
+        "stemma": cache_detail(output.cache, output.queue_wait_s),
+    }

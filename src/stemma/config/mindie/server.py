@@ -48,9 +48,8 @@ class ServerConfig(MindIESection):
     """Largest request body, in MB (2^20 bytes)."""
     full_text_enabled: bool = no_effect(False, "streams carry new text only")
     token_timeout: int = no_effect(600, "a token that is late is waited for", ge=1, le=3600)
-    e2e_timeout: int = no_effect(
-        600, "a client that waits no longer closes its connection", alias="e2eTimeout", ge=1, le=65535
-    )
+    e2e_timeout: int = key(600, "request_timeout_s", alias="e2eTimeout", ge=1, le=65535)
+    """Seconds that a request may take."""
     open_ai_support: str = no_effect("vllm", "vLLM's fields are always taken")
 
     https_enabled: bool = key(True, "tls_*, management_tls_*, metrics_tls_*")

@@ -55,6 +55,7 @@ def _server(file: MindIEFile, environ: Mapping[str, str], result: Translation) -
         "port": (server.port, "ServerConfig.port"),
         "management_port": (server.management_port, "ServerConfig.managementPort"),
         "metrics_port": (server.metrics_port, "ServerConfig.metricsPort"),
+        "request_timeout_s": (server.e2e_timeout, "ServerConfig.e2eTimeout"),
         "max_body_bytes": (server.max_request_length * 2**20, "ServerConfig.maxRequestLength"),
     }
     if server.https_enabled:

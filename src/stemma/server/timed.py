@@ -1,0 +1,131 @@
+"""A run of one sequence under its client's own time limit, with the times of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.errors import GenerationFailed
+from stemma.server.context import ServerContext
+from stemma.server.disconnect import unless_disconnected
+from stemma.server.generation import CollectedSequence, OutputStream, start
+
+
+@dataclass(slots=True)
+class Times:
+    """Milliseconds from arrival to the first output, and between outputs."""
+
+    began: float = field(default_factory=time.monotonic)
+    prefill_ms: float | None = None
+    decode_ms: list[float] = field(default_factory=list)
+    _last: float = 0.0
+
+    def seen(self) -> None:
+        """Note an output."""
+        now = time.monotonic()
+        if self.prefill_ms is None:
+            self.prefill_ms = round(1000 * (now - self.began), 3)
+        else:
+            self.decode_ms.append(round(1000 * (now - self._last), 3))
+        self._last = now
+
+    @property
+    def mean_decode_ms(self) -> float | None:
+        """Mean gap between outputs."""
+        return round(sum(self.decode_ms) / len(self.decode_ms), 3) if self.decode_ms else None
+
+
+@dataclass(slots=True)
+class TimedRun:
+    """One request whose first output has arrived."""
+
+    outputs: OutputStream
+    times: Times
+    deadline: float | None
+    """On the event loop's clock."""
+
+    @property
+    def cache(self) -> CacheReport:
+        """What was reused."""
+        return self.outputs.first[1].cache
+
+    async def each(self) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs. Raises GenerationFailed once the time limit is over."""
+        while True:
+            try:
+                # Never around the `yield`: a generator may be closed by another task.
+                async with asyncio.timeout_at(self.deadline):
+                    _, output = await anext(self.outputs)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                await self.outputs.aclose()
+                raise _too_late() from error
+            self.times.seen()
+            yield output
+
+
+@dataclass(frozen=True, slots=True)
+class TimedResult:
+    """One whole sequence."""
+
+    sequence: CollectedSequence
+    cache: CacheReport
+    queue_wait_s: float
+    times: Times
+
+
+async def start_timed(
+    context: ServerContext, request: Request, generation: GenerationRequest, timeout_s: float | None
+) -> TimedRun:
+    """Run `generation`, one sequence, and return once its first output is there.
+
+    Raises GenerationFailed if that takes longer than `timeout_s`.
+    """
+    times = Times()
+    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    api = generation.request_id.partition("-")[0]
+    try:
+        async with asyncio.timeout_at(deadline):
+            outputs = await start(context, request, [generation], api)
+    except TimeoutError as error:
+        raise _too_late() from error
+    return TimedRun(outputs, times, deadline)
+
+
+async def run_timed(
+    context: ServerContext, request: Request, generation: GenerationRequest, timeout_s: float | None
+) -> TimedResult:
+    """Run `generation` to its end; abort it if the client leaves or the time limit is over."""
+    run = await start_timed(context, request, generation, timeout_s)
+    try:
+        return await unless_disconnected(request, _to_end(run))
+    finally:
+        await run.outputs.aclose()
+
+
+async def _to_end(run: TimedRun) -> TimedResult:
+    sequence = CollectedSequence()
+    texts: list[str] = []
+    queue_wait_s = 0.0
+    async with aclosing(run.each()) as outputs:
+        async for output in outputs:
+            queue_wait_s = output.queue_wait_s
+            for delta in output.deltas:
+                texts.append(delta.text)
+                sequence.token_ids.extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    sequence.finish_reason = delta.finish_reason
+                    sequence.stop_reason = delta.stop_reason
+    sequence.text = "".join(texts)
+    return TimedResult(sequence, run.cache, queue_wait_s, run.times)
+
+
+def _too_late() -> GenerationFailed:
+    return GenerationFailed("the request took longer than its own timeout")

@@ -1,0 +1,103 @@
+"""The tokenizer over HTTP: ``/tokenize`` (vLLM's and TGI's), ``/detokenize``, MindIE's ``/v1/tokenizer``."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.errors import InvalidRequest
+from stemma.server.body import read_object, validate
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import OpenAIRoute, TGIRoute, json_response
+from stemma.server.prompts import chat_prompt, check_length, check_model
+from stemma.server.schemas.mindie import DetokenizeRequest, TokenizeRequest, TokenizerRequest
+from stemma.server.schemas.openai import ChatRequest
+
+router = APIRouter(route_class=OpenAIRoute)
+mindie_router = APIRouter(route_class=TGIRoute)
+
+
+@router.get("/version")
+async def server_version(request: Request) -> Response:
+    """The version of Stemma."""
+    return json_response({"version": version("stemma")})
+
+
+@mindie_router.post("/v1/tokenizer")
+async def mindie_tokenizer(request: Request) -> Response:
+    """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
+    context = context_of(request)
+    body = validate(TokenizerRequest, await read_object(request))
+    ids = await _encode(context, body.inputs, "inputs", add_special_tokens=True)
+    tokens: list[Any] = [context.token_text(each) for each in ids] if body.do_decode else ids
+    return json_response({"token_number": len(ids), "tokens": tokens})
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Token ids of ``prompt`` or ``messages`` (vLLM), or of ``inputs`` (TGI: with texts)."""
+    context = context_of(request)
+    raw = await read_object(request)
+    body = validate(TokenizeRequest, raw)
+    check_model(context, body.model or context.engine.model_name)
+    if sum(each is not None for each in (body.prompt, body.inputs, body.messages)) != 1:
+        raise InvalidRequest("give one of prompt, messages and inputs", param="prompt")
+    special = body.add_special_tokens is not False
+    if body.inputs is not None:
+        ids = await _encode(context, body.inputs, "inputs", add_special_tokens=special)
+        return json_response(_tgi_tokens(context, ids))
+    if body.prompt is not None:
+        ids = await _encode(context, body.prompt, "prompt", add_special_tokens=special)
+    else:
+        ids = (await chat_prompt(context, _as_chat(context, raw))).tolist()
+    texts = [context.token_text(each) for each in ids] if body.return_token_strs else None
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": context.engine.max_model_len,
+            "tokens": ids,
+            "token_strs": texts,
+        }
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, special tokens included."""
+    context = context_of(request)
+    body = validate(DetokenizeRequest, await read_object(request))
+    check_model(context, body.model or context.engine.model_name)
+    tokenizer = context.engine.tokenizer
+    wrong = next((each for each in body.tokens if each >= tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{wrong} is no token id of this model", param="tokens")
+    text = await context.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_response({"prompt": text})
+
+
+async def _encode(context: ServerContext, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    check_length(context, len(text), param)
+    tokenizer = context.engine.tokenizer
+    ids = await context.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    found: list[int] = ids.tolist()
+    return found
+
+
+def _as_chat(context: ServerContext, raw: dict[str, Any]) -> ChatRequest:
+    """Return the body as a chat request, whose prompt is what is asked for."""
+    return validate(ChatRequest, {"model": context.engine.model_name, **raw})
+
+
+def _tgi_tokens(context: ServerContext, ids: list[int]) -> list[dict[str, Any]]:
+    """Return TGI's list: each token with the characters of the text that it covers."""
+    tokens = []
+    position = 0
+    for each in ids:
+        text = context.token_text(each)
+        tokens.append({"id": each, "text": text, "start": position, "stop": position + len(text)})
+        position += len(text)
+    return tokens

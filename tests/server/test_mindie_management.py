@@ -1,0 +1,101 @@
+"""MindIE's management plane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stemma.config.settings import Settings
+from stemma.server.app import create_app
+from tests.server.scripted_engine import ScriptedEngine
+from tests.server.test_runtime import scripted_server
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/scripted/ready"])
+async def test_health(client: httpx.AsyncClient, engine: ScriptedEngine, path: str) -> None:
+    normal = await client.get(path)
+    assert (normal.status_code, normal.content) == (200, b"")
+    engine.failure = "the step loop died"
+    failed = await client.get(path)
+    assert failed.status_code == 500
+    assert "the step loop died" in failed.text
+
+
+async def test_a_full_queue_is_alive_but_not_ready(engine: ScriptedEngine, settings: Settings) -> None:
+    scheduler = settings.engine.scheduler.model_copy(update={"max_waiting": 0})
+    engine_settings = settings.engine.model_copy(update={"scheduler": scheduler})
+    full = settings.model_copy(update={"engine": engine_settings})
+    transport = httpx.ASGITransport(app=create_app(engine, full))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        live = await client.get("/v2/health/live")
+        ready = await client.get("/v2/health/ready")
+
+    assert (live.status_code, live.json()) == (200, {"message": "Service is alive but busy"})
+    assert ready.status_code == 503
+    assert "Consider reducing" in ready.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/health/timed", 200),
+        ("/health/timed-3", 200),
+        ("/health/timed-600", 200),
+        ("/health/timed-601", 422),
+        ("/health/timed-0", 422),
+        ("/health/timedx", 422),
+        ("/v2/models/other/ready", 404),
+        ("/v2/models/other/getSlotCount", 404),
+        ("/info", 200),
+        ("/v1/config", 200),
+        ("/v1/status", 200),
+        ("/v2/status", 200),
+        ("/v1/engine-server/running-status", 200),
+    ],
+)
+async def test_statuses(client: httpx.AsyncClient, path: str, status: int) -> None:
+    assert (await client.get(path)).status_code == status
+
+
+async def test_slots_and_blocks(client: httpx.AsyncClient) -> None:
+    slots = (await client.get("/v2/models/scripted/getSlotCount")).json()
+    status = (await client.get("/v1/status")).json()
+
+    assert slots == {"total_slots": 64, "free_slots": 64, "available_tokens_length": 16 * 64}
+    assert status["resource"]["availBlockNum"] == 16
+    assert status["resource"]["freeNpuBlockNums"] == 6
+    assert status["service"]["currentRole"] == "both"
+
+
+async def test_metrics_json(client: httpx.AsyncClient) -> None:
+    await client.post("/generate", json={"inputs": "ab"})
+    body = (await client.get("/metrics-json")).json()
+
+    values = {item["metric"][0]["__name__"]: item["value"] for item in body["result"]}
+    assert values.keys() == {
+        "TTFT",
+        "TBT",
+        "waitingInferRequestNum",
+        "processingInferRequestNum",
+        "remainBlocks",
+    }
+    assert float(values["TTFT"]) > 0
+    assert values["remainBlocks"] == "16"
+
+
+async def test_a_server_that_others_started_is_not_stopped(client: httpx.AsyncClient) -> None:
+    response = await client.get("/stopService")
+    assert response.status_code == 400
+    assert "whoever started it" in response.text
+
+
+def test_stop_service_drains_and_a_web_page_may_not(tokenizer_path: Path) -> None:
+    with scripted_server(tokenizer_path, delay_s=0.0, drain_s=30) as (process, url):
+        page = httpx.get(f"{url}/stopService", headers={"sec-fetch-site": "cross-site"})
+        assert page.status_code == 403
+        assert httpx.get(f"{url}/stopService?mode=Now").status_code == 400
+        assert process.poll() is None
+        assert httpx.get(f"{url}/stopService?mode=Force").status_code == 200
+        assert process.wait(10) == 0

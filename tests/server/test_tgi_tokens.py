@@ -1,0 +1,75 @@
+"""Events of a stream: one token each with an int, or a list of ids for MindIE's clients."""
+
+from __future__ import annotations
+
+import httpx
+import orjson
+import pytest
+from huggingface_hub import InferenceClient
+
+from stemma.config.settings import RequestSettings, Settings
+from stemma.engine.api import SequenceDelta, TokenLogprob
+from stemma.server.app import create_app
+from stemma.server.context import ServerContext
+from stemma.server.metrics import ServerMetrics
+from stemma.server.tgi_tokens import stream_tokens
+from tests.server.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture
+def context(engine: ScriptedEngine, settings: Settings) -> ServerContext:
+    return ServerContext(engine, settings, ServerMetrics())
+
+
+def delta_of(engine: ScriptedEngine, ids: list[int], text: str) -> SequenceDelta:
+    return SequenceDelta(0, tuple(ids), text, tuple(TokenLogprob(each, -0.5) for each in ids))
+
+
+def test_a_draft_of_several_tokens_becomes_several_events(
+    context: ServerContext, engine: ScriptedEngine
+) -> None:
+    ids = engine.tokenizer.encode("leaf").tolist()
+    tokens = stream_tokens(context, delta_of(engine, ids, "leaf"))
+
+    assert [token["id"] for token in tokens] == ids
+    assert [token["text"] for token in tokens] == list("leaf")
+    assert {(token["logprob"], token["special"]) for token in tokens} == {(-0.5, False)}
+
+
+def test_text_that_tokens_share_comes_with_the_last(context: ServerContext, engine: ScriptedEngine) -> None:
+    ids = engine.tokenizer.encode("日").tolist()
+    tokens = stream_tokens(context, delta_of(engine, ids, "日"))
+
+    assert [token["text"] for token in tokens] == ["", "", "日"]
+
+
+def test_news_without_a_token(context: ServerContext) -> None:
+    assert stream_tokens(context, SequenceDelta(0, (), "x")) == [
+        {"id": 0, "text": "x", "logprob": None, "special": True}
+    ]
+
+
+async def test_mindies_clients_get_lists(engine: ScriptedEngine, settings: Settings) -> None:
+    mindie = settings.model_copy(update={"requests": RequestSettings(dialect="mindie")})
+    transport = httpx.ASGITransport(app=create_app(engine, mindie))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        response = await client.post(
+            "/generate_stream", json={"inputs": "ab", "parameters": {"details": True}}
+        )
+
+    events = [orjson.loads(line[6:]) for line in response.text.split("\n\n") if line]
+    reply = engine.reply_ids(engine.requests[0], 0)
+    assert [item["token"]["id"] for item in events] == [[each] for each in reply]
+    assert events[0]["token"]["special"] is None
+    assert events[-1]["details"]["prompt_tokens"] == 2
+
+
+def test_huggingface_hub_reads_streams_with_and_without_details(live_url: str) -> None:
+    client = InferenceClient(live_url)
+    whole = client.text_generation("ab", max_new_tokens=5, details=True)
+    events = list(client.text_generation("ab", max_new_tokens=5, details=True, stream=True))
+
+    assert [event.token.id for event in events] == [token.id for token in whole.details.tokens]
+    assert events[-1].generated_text == whole.generated_text
+    assert events[-1].details.generated_tokens == 5
+    assert "".join(client.text_generation("ab", max_new_tokens=5, stream=True)) == whole.generated_text
