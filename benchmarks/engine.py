@@ -8,10 +8,12 @@ on fresh prompts, and the medians are compared. Options: `--json FILE`, `--quick
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +26,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
+from benchmarks.peers import servers
+from benchmarks.workloads import decode_rate
+from stemma.cli.bench.driver import negotiate
+from stemma.cli.client import Answer, make_http, stream_answer
 from stemma.config.sizes import parse_size
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import EngineParts, build_engine, make_index
@@ -242,6 +248,65 @@ def _decode_steps(bench: Bench, batch: int, context: int) -> tuple[float, float,
     return median(spent[0]), median(spent[1]), median(spent[2])
 
 
+def served(bench: Bench) -> Iterator[Row]:
+    """Decode over HTTP, by a server process of its own, against an engine in this process, in turn.
+
+    Without drafts: a random model repeats itself, and how soon it does differs from prompt to prompt.
+    """
+    engine = bench.second_engine(enable_prefix_cache=True)
+    with tempfile.NamedTemporaryFile(prefix="stemma-", suffix=".log") as log:
+        server = servers.stemma(bench.path, torch.get_num_threads(), ("--speculation", "off"))
+        with servers.running(server, log) as up:
+            for batch in (1, 8):
+                here, there = [], []
+                for _ in range(bench.num_rounds):
+                    here.append(_decode_rate_here(bench, engine, batch))
+                    there.append(asyncio.run(_decode_rate_served(bench, up, batch)))
+                rates = f"{median(there):.1f} tok/s served, {median(here):.1f} in process"
+                ratio = median(there) / median(here)
+                yield Row(
+                    f"decode, batch {batch}, context 64, the same over HTTP / in process, a token",
+                    1e3 / median(there),
+                    1e3 / median(here),
+                    "<= 1.03",
+                    f"{rates}: {ratio:.3f}, goal >= 0.97",
+                )
+
+
+_SERVED_TOKENS = 64
+
+
+def _decode_rate_here(bench: Bench, engine: Engine, batch: int) -> float:
+    """Return the tokens a second once every answer has its first."""
+    for _ in range(batch):
+        bench.add(engine, bench.tokens(64), _SERVED_TOKENS)
+    started: set[str] = set()
+    num_tokens, first_s = 0, 0.0
+    while engine.has_work:
+        news = engine.step()
+        if first_s:
+            num_tokens += sum(len(one.token_ids) for one in news)
+        started |= {one.state.request.request_id for one in news}
+        if len(started) == batch and not first_s:
+            first_s = time.perf_counter()
+    return num_tokens / (time.perf_counter() - first_s)
+
+
+async def _decode_rate_served(bench: Bench, server: servers.Running, batch: int) -> float:
+    """Return the same of a server, as its clients see it."""
+    async with make_http(server.base_url) as http:
+        target = await negotiate(http, server.model, "completions")
+
+        async def one(tokens: TokenArray) -> Answer:
+            body = {"model": target.model, "max_tokens": _SERVED_TOKENS, **target.extra}
+            return await stream_answer(http, "/v1/completions", {**body, "prompt": tokens.tolist()})
+
+        answers = await asyncio.gather(*(one(bench.tokens(64)) for _ in range(batch)))
+    rate = decode_rate(answers)
+    assert rate is not None
+    return rate
+
+
 def _read_bandwidth_gb_s() -> float:
     """Return the speed of summing 1 GB, the plainest read there is."""
     data = torch.ones(1 << 27, dtype=torch.int64)
@@ -296,7 +361,13 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-PARTS = {"cold": cold_ttft, "warm": warm_ttft, "onoff": cache_on_or_off, "decode": decode}
+PARTS = {
+    "cold": cold_ttft,
+    "warm": warm_ttft,
+    "onoff": cache_on_or_off,
+    "decode": decode,
+    "served": served,
+}
 
 
 def main() -> None:

@@ -120,6 +120,16 @@ def _repeat(maker: TextMaker, _: int) -> tuple[list[str], str]:
     return [base], base
 
 
+def decode_rate(answers: Sequence[Answer]) -> float | None:
+    """Return the tokens a second that came after every answer had its first; None if none came."""
+    first = max(a.first_token_at or a.finished_at for a in answers)
+    tokens, last = 0.0, max(a.finished_at for a in answers)
+    for a in answers:
+        late = sum(1 for t in a.piece_times if t > first)
+        tokens += late * a.num_generated_tokens / max(1, len(a.piece_times))
+    return tokens / (last - first) if last > first else None
+
+
 def _decode_probe(name: str, batch: int, context: int, num_tokens: int = 64) -> Probe:
     async def run(target: Target, _: Path | None, count: Counter) -> ProbeResult:
         samples, answers = [], []
@@ -127,13 +137,8 @@ def _decode_probe(name: str, batch: int, context: int, num_tokens: int = 64) -> 
             maker = _maker(count, 77_000 + 100 * i + batch + context)
             prompts = [maker.text(context) for _ in range(batch)]
             done = await _together(target, prompts, num_tokens, batch)
-            first = max(a.first_token_at or a.finished_at for a in done)
-            tokens, last = 0.0, max(a.finished_at for a in done)
-            for a in done:  # tokens that came after every sequence had its first
-                late = sum(1 for t in a.piece_times if t > first)
-                tokens += late * a.num_generated_tokens / max(1, len(a.piece_times))
-            if last > first:
-                samples.append(tokens / (last - first))
+            if (rate := decode_rate(done)) is not None:
+                samples.append(rate)
             answers += done
         return _result(statistics.median(samples), answers, samples)
 

@@ -248,6 +248,9 @@ class OracleDrafter:
         self.num_prompt = 0
         self.num_proposed_tokens = self.num_accepted_tokens = 0
 
+    def begin_step(self, num_sequences):
+        return True
+
     def propose(self, key, namespace, tokens, max_tokens):
         start = len(tokens) - self.num_prompt
         draft = self.future[start : start + min(4, max_tokens)]
@@ -261,6 +264,24 @@ class OracleDrafter:
 
     def finish(self, key, namespace, tokens, num_known):
         pass
+
+
+def test_nothing_is_drafted_beside_prompts(harness, reference):
+    """A step with a prompt in it is bound by arithmetic: rows of drafts aren't free there."""
+    tokens = prompt(63, 11)
+    drafter = OracleDrafter(reference(tokens, 40), 1000)
+    drafter.num_prompt = len(tokens)
+    engine = harness(drafter=drafter, max_batch_tokens=8)
+    name = engine.add(tokens, greedy(40))
+    while not engine.answers[name].token_ids.get(0):
+        engine.step()
+    engine.add(prompt(64, 30), greedy(1))
+    for _ in range(3):
+        engine.step()
+        assert (name, 1) in [(who, num) for who, _, num in engine.runner.plans[-1]]
+    engine.run()
+    assert engine.answers[name].token_ids[0] == reference(tokens, 40)
+    assert drafter.num_accepted_tokens > 10
 
 
 @pytest.mark.parametrize("wrong_every", [2, 5, 1000])

@@ -12,7 +12,9 @@ from tests.engine.sampling.test_sampler import chi_square_fits
 
 from stemma.config.settings import SpeculationSettings
 from stemma.engine.drafts.drafter import Drafter, make_drafter
+from stemma.engine.drafts.prompt_lookup import PromptLookup
 from stemma.engine.drafts.source import num_accepted
+from stemma.engine.drafts.suffix import SuffixCorpus
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.sampler import Sampler, SamplingState
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
@@ -167,3 +169,28 @@ def test_finished_sequences_leave_nothing_behind() -> None:
     world.generate(PROMPT, SamplingParams(temperature=0.0), 20)
     assert world.drafter is not None
     assert not world.drafter._running
+
+
+def test_a_full_batch_asks_for_no_drafts_and_a_small_one_does() -> None:
+    """Rows cost what they cost where arithmetic bounds a step; the host's time for asking counts too."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.0005
+        return now
+
+    settings = SpeculationSettings(mode="prompt_lookup")
+    drafter = Drafter(lambda _: [PromptLookup()], settings, SuffixCorpus(), clock)
+    for _ in range(200):  # ask, so that it is known what asking takes
+        drafter.propose(1, DEFAULT_NAMESPACE, as_tokens([1, 2, 3, 4] * 3), 8)
+    for step in range(400):
+        num_rows = 60 + step % 9
+        drafter.observe_step(num_rows, 64 * num_rows, num_rows, 0.010 + 0.0018 * num_rows)
+    asked = sum(drafter.begin_step(64) for _ in range(1000))
+    assert asked < 20
+    assert all(drafter.begin_step(4) for _ in range(100))
+    for step in range(400):  # a machine on which rows are free until far more of them
+        num_rows = 60 + step % 9
+        drafter.observe_step(num_rows, 64 * num_rows, num_rows, 0.100 + 0.0001 * num_rows)
+    assert all(drafter.begin_step(64) for _ in range(100))

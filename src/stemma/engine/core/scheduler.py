@@ -38,6 +38,9 @@ class Drafter(Protocol):
     ) -> tuple[int, ...]:
         """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay."""
 
+    def begin_step(self, num_sequences: int) -> bool:
+        """Return whether to ask for drafts in a step that decodes `num_sequences`."""
+
     def observe(self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
         """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
 
@@ -155,7 +158,7 @@ class Scheduler:
             decoding = [s for s in decoding if not self._ends_in_flight(s)]
             if decoding and not self._can_decode_ahead(decoding):
                 return []
-        draft_room = self._max_draft_tokens
+        draft_room = self._max_draft_tokens if self._may_draft(decoding) else 0
         for i, sequence in enumerate(decoding):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
@@ -211,6 +214,18 @@ class Scheduler:
         if self._drafter is not None:
             return False
         return all(s.lease and self._cache.extend(s.lease, s.num_launched + 1) for s in decoding)
+
+    def _may_draft(self, decoding: Sequence[SequenceState]) -> bool:
+        """Return whether rows are cheap enough in this step for drafts to pay.
+
+        Beside prompts they aren't: such a step is bound by arithmetic, and each row costs what a prompt
+        token does.
+        """
+        if self._drafter is None or len(decoding) < len(self._running):
+            return False
+        if self._waiting and self.has_seat and self._no_room is None:
+            return False
+        return self._drafter.begin_step(len(decoding))
 
     def _schedule_decode(self, sequence: SequenceState, most_drafted: int) -> Scheduled | None:
         lease = sequence.lease

@@ -106,6 +106,11 @@ class AcceptanceTable:
     def __init__(self) -> None:
         self._shared = {kind: Acceptance(prior, decay=_GLOBAL_DECAY) for kind, prior in PRIORS.items()}
 
+    @property
+    def best_probability(self) -> float:
+        """Of the kind of evidence that holds most often."""
+        return max(one.probability for one in self._shared.values())
+
     def for_request(self) -> dict[str, Acceptance]:
         """Return estimates for a new request, which also teach the shared ones."""
         return {kind: Acceptance(shared) for kind, shared in self._shared.items()}
