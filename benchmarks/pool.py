@@ -122,6 +122,7 @@ def loads_of(store: PoolStore) -> Iterator[Callable[[list[BlockKey]], None]]:
     policy = TransferPolicy({}, load_timeout_s=600.0)
     transfer = TierTransfer(
         DeviceCopy(kv, copy_function()),
+        None,
         (),
         policy,
         time.monotonic,

@@ -29,7 +29,6 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.tiers import transfer
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.files import FileLayer
-from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.tiny import write_tiny_model
 from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.types import TokenArray
@@ -98,11 +97,9 @@ class Soak:
             pool_config=self._pool_config(),
             load_when="always",
         )
-        lower = self.llm.engine.cache.lower
-        assert isinstance(lower, TierTransfer)
-        self.lower = lower
+        self.cache = self.llm.engine.cache
         self.files = FlakyFiles()
-        self.disk = next(store for store in lower.stores if isinstance(store, DiskStore))
+        self.disk = next(store for store in self.cache.stores if isinstance(store, DiskStore))
         self.disk._files = self.files
         self.histories = [self._tokens(64) for _ in range(NUM_SESSIONS)]
         self.num_requests = 0
@@ -143,7 +140,7 @@ class Soak:
     def flush(self) -> None:
         """Drop everything from device, host and disk."""
         self.llm.engine.flush_cache()
-        self.lower.flush()
+        self.cache.flush_lower()
 
     def leftovers(self) -> list[str]:
         """Flush when nothing runs; return what stayed although nobody holds it."""
@@ -158,9 +155,9 @@ class Soak:
 
     def sample(self) -> Sample:
         """Check the invariants and measure, when no write is under way."""
-        assert self.lower.drain(DRAIN_TIMEOUT_S)
+        assert self.cache.drain(DRAIN_TIMEOUT_S)
         self.llm.engine.check()
-        self.lower.check()
+        self.cache.check()
         process = psutil.Process()
         stats = self.llm.engine.stats()
         assert stats.transfer is not None
@@ -191,7 +188,7 @@ def main() -> None:
         faults = dict(soak.disk.counters.reasons)
         leftovers = soak.leftovers()
         soak.llm.engine.check()
-        soak.lower.check()
+        soak.cache.check()
         print(f"{soak.num_requests} requests; cached tokens {stats.cached_tokens_by_tier}; faults {faults}")
         soak.llm.close()
     sys.exit(_verdict(samples, leftovers))

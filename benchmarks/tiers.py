@@ -29,11 +29,11 @@ from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
 from stemma.memory.tiers.disk.record import Record
 from stemma.memory.tiers.disk.spaces import new_manifest
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.lower import DeviceBlock
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.native.copying import copy_function
 from stemma.prefix.eviction.registry import make_policy
@@ -94,7 +94,8 @@ def open_transfer(kv: DeviceKV, *stores: BlockStore, staging_bytes: int = 128 * 
     policy = TransferPolicy({Tier.HOST: "write_back", Tier.DISK: "write_through"}, load_timeout_s=600.0)
     return TierTransfer(
         DeviceCopy(kv, copy_function()),
-        stores,
+        next((store for store in stores if isinstance(store, HostStore)), None),
+        [store for store in stores if store.tier is not Tier.HOST],
         policy,
         time.monotonic,
         block_size=LAYOUT.block_size,
@@ -199,7 +200,7 @@ def demote(options: Options) -> Iterator[Row]:
         disk_cache_size="3GB",
         num_threads=1,
     )
-    lower = llm.engine.cache.lower
+    lower = llm.engine.cache._lower
     assert isinstance(lower, TierTransfer)
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=4 * num_steps + 64, temperature=0.0, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,9 +47,7 @@ def lookup(served: Served, prompt: str = PREFIX, **body: object) -> dict:
 
 
 def wait_for_disk(served: Served) -> None:
-    transfer = served.engine.cache_control.lower
-    assert transfer is not None
-    assert transfer.drain(20.0)
+    assert asyncio.run(served.engine.cache_control.drain(20.0))
 
 
 def test_lookup_tells_tiers_and_computes_nothing(tiered: Served) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import GenerationFailed, StemmaError
-from stemma.memory.tiers.lower import TransferStats
+from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import DEFAULT_PRIORITY, FinishReason, Tier, TokenArray
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from stemma.memory.tiers.lower import TierStats, TransferStats
+from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 
 _PER_TIER_COUNTS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
     ("stemma_tier_evicted_blocks", "Blocks dropped to make room", lambda t: t.counters.num_evicted),

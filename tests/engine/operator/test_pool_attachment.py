@@ -63,7 +63,7 @@ def lower(one: Harness) -> TierTransfer:
 
 
 def pool(one: Harness) -> PoolStore:
-    return next(store for store in lower(one).stores if isinstance(store, PoolStore))
+    return next(store for store in one.cache.stores if isinstance(store, PoolStore))
 
 
 def break_pool(one: Harness, deadline_s: float = 0.1) -> FaultyBackend:
@@ -79,7 +79,7 @@ def round_of(one: Harness, expected: Expected) -> list[Answer]:
         answer = one.serve(tokens, greedy(6))
         assert answer.token_ids[0] == expected(tokens)
         answers.append(answer)
-    assert lower(one).drain(TIMEOUT_S)
+    assert one.cache.drain(TIMEOUT_S)
     return answers
 
 
@@ -123,7 +123,7 @@ def test_prefill_on_one_engine_decode_on_another(
     assert first == answer.token_ids[0][:1]
     # Everything but the last token, whose logits are needed, came from the pool.
     assert answer.cache.cached_by_tier == {Tier.POOL: num_tokens - 1}
-    lower(decode).check()
+    decode.cache.check()
     decode.cache.check()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.memory.cache.test_prefix_cache import NS, compute_all, make_cache, run, tokens
 
-from stemma.memory.tiers.lower import DeviceBlock
+from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.types import BlockKey, Tier
 
 
@@ -48,6 +48,9 @@ class DictTiers:
         pass
 
     def close(self) -> None:
+        pass
+
+    def check(self) -> None:
         pass
 
     def stats(self) -> None:

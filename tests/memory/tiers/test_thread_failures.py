@@ -79,6 +79,7 @@ class Rig(TransferRig):
         self.supervisor = RecordingSupervisor()
         self.transfer = TierTransfer(
             DeviceCopy(self.kv),
+            None,
             [self.store],
             TransferPolicy(writes={Tier.POOL: "write_through"}, prefetch="wait_complete", load_always=True),
             self.clock,

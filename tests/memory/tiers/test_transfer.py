@@ -19,10 +19,10 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers import chunks
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
+from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.lower import DeviceBlock
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import BlockKey, Tier
@@ -84,7 +84,8 @@ class Rig:
         staging_bytes = policy.pop("staging_blocks", 16) * BLOCK
         transfer = TierTransfer(
             DeviceCopy(self.kv),
-            stores,
+            next((store for store in stores if isinstance(store, HostStore)), None),
+            [store for store in stores if store.tier is not Tier.HOST],
             TransferPolicy(**policy),
             self.clock,
             block_size=16,

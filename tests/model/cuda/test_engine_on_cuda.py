@@ -138,5 +138,5 @@ def test_blocks_come_back_from_disk(serve: Any, tmp_path: Path) -> None:
 def test_memory_is_pinned(serve: Any) -> None:
     """Copies run beside steps only if the host's side is pinned."""
     llm = serve("qwen2", host_cache="1MB")
-    host = llm.engine.cache._lower._host
+    host = llm.engine.cache.stores[0]
     assert torch.device(DEVICE).type != "cuda" or host._arena.is_pinned()

@@ -11,7 +11,7 @@ from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.sampler import SamplingState
 from stemma.errors import StemmaError
 from stemma.memory.cache.lease import Lease
-from stemma.memory.tiers.lower import Prefetch
+from stemma.memory.tiers.loads import Prefetch
 from stemma.types import FinishReason, TokenArray
 
 

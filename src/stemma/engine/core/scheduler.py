@@ -183,10 +183,7 @@ class Scheduler:
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Block until a load from a lower tier ends, if only loads stand between us and work."""
-        futures: list[Future[Any]] = [
-            s.lease.pending.num_loaded for s in self._loading if s.lease and s.lease.pending
-        ]
-        futures += self._cache.abandoned_loads()
+        futures: list[Future[Any]] = [*self._cache.loads()]
         futures += [s.prefetch.probe for s in self._waiting.values() if s.prefetch]
         futures = [future for future in futures if not future.done()]
         if futures:
@@ -310,7 +307,7 @@ class Scheduler:
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
-        is_busy = bool(plan or self._running or self._loading or self._cache.abandoned_loads())
+        is_busy = bool(plan or self._running or self._loading or self._cache.has_abandoned_loads)
         return not (is_busy or self._cache.has_fence or self.num_transient_holds)
 
     def _no_room_beside_pins(self, sequence: SequenceState) -> StemmaError:
@@ -330,8 +327,7 @@ class Scheduler:
         for sequence in list(self._loading):
             lease = sequence.lease
             assert lease is not None
-            assert lease.pending is not None
-            if lease.pending.num_loaded.done():
+            if lease.has_loaded:
                 self._cache.finish_load(lease)
                 if lease.load_error is not None:
                     error = GenerationFailed(lease.load_error)

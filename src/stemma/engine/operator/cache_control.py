@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 
 from stemma.engine.core.engine import Engine
-from stemma.errors import InvalidRequest, Overloaded, StorageError
+from stemma.errors import InvalidRequest, Overloaded
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.block_store import ReadResult
 from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
-from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys
 from stemma.types import BlockKey, Tier, TokenArray
 
@@ -65,7 +63,7 @@ class Pin:
 class _Held:
     pin: Pin
     lease: Lease
-    lower_pins: Mapping[Tier, list[BlockKey]]
+    lower_pins: dict[Tier, list[BlockKey]]
     timer: asyncio.TimerHandle | None = None
 
 
@@ -102,19 +100,12 @@ class CacheControl:
         self._background: set[asyncio.Future[Any]] = set()
         self._held: dict[str, _Held] = {}
 
-    @property
-    def lower(self) -> TierTransfer | None:
-        """The tiers below the device."""
-        lower = self._cache.lower
-        return lower if isinstance(lower, TierTransfer) else None
-
     async def lookup(self, namespace: Namespace, tokens: TokenArray) -> CacheLookup:
         """Return how many tokens of a prompt lie in which tier."""
         num_device = await self._run(lambda: self._cache.match(namespace, tokens))
         keys = self._keys(namespace, tokens)
         size = self._space.block_size
-        lower = self.lower
-        where = await asyncio.to_thread(lower.lookup, keys) if lower is not None else {}
+        where = await asyncio.to_thread(self._cache.lookup, keys)
         served = {Tier.DEVICE: num_device}
         for n in range(num_device // size, len(keys)):
             tier = next((tier for tier, there in where.items() if there[n]), None)
@@ -141,19 +132,18 @@ class CacheControl:
         keys = self._keys(namespace, tokens)
         size = self._space.block_size
         counts = {Tier.DEVICE: lease.num_committed * size}
-        lower_pins: Mapping[Tier, list[BlockKey]] = {}
-        if self.lower is not None:
-            lower_pins = self.lower.pin(keys)
-            counts |= {tier: len(pinned) * size for tier, pinned in lower_pins.items()}
         pin = Pin(uuid.uuid4().hex, len(tokens), {t: n for t, n in counts.items() if n}, ttl_s)
-        held = self._held[pin.pin_id] = _Held(pin, lease, lower_pins)
+        held = self._held[pin.pin_id] = _Held(pin, lease, {})
         self._engine.end_transient_hold()
         if ttl_s is not None:
             held.timer = asyncio.get_running_loop().call_later(ttl_s, self._expire, pin.pin_id)
-        if not pin.tokens_by_tier:
+        await self._in_background(self._pin_lower(held, keys))
+        counts |= {tier: len(pinned) * size for tier, pinned in held.lower_pins.items()}
+        held.pin = replace(pin, tokens_by_tier={t: n for t, n in counts.items() if n})
+        if not held.pin.tokens_by_tier:
             await self.unpin(pin.pin_id)
             raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
-        return pin
+        return held.pin
 
     async def unpin(self, pin_id: str) -> Pin:
         """Permit eviction again. Raises InvalidRequest for an unknown id."""
@@ -162,10 +152,20 @@ class CacheControl:
             raise InvalidRequest(f"there is no pin {pin_id!r}", param="pin_id")
         if held.timer is not None:
             held.timer.cancel()
-        if self.lower is not None:
-            self.lower.unpin(held.lower_pins)
-        await self._in_background(self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens)))
+        await self._in_background(self._unpin(held))
         return held.pin
+
+    async def _pin_lower(self, held: _Held, keys: list[BlockKey]) -> None:
+        """Pin in the lower tiers too; in a thread, for the event loop doesn't wait for a store's lock."""
+        pins = await asyncio.to_thread(self._cache.pin, keys)
+        if held.pin.pin_id in self._held:
+            held.lower_pins = pins
+        else:  # unpinned meanwhile
+            await asyncio.to_thread(self._cache.unpin, pins)
+
+    async def _unpin(self, held: _Held) -> None:
+        await asyncio.to_thread(self._cache.unpin, held.lower_pins)
+        await self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens))
 
     def pins(self) -> list[Pin]:
         """Return all pins, oldest first."""
@@ -175,11 +175,15 @@ class CacheControl:
         """Drop every block that no request or pin holds from device, host and disk. A shared pool stays."""
         freed = {Tier.DEVICE: await self._run(self._cache.flush)}
         kept = {Tier.DEVICE: await self._run(lambda: self._cache.stats().num_cached_blocks)}
-        if self.lower is not None:
-            freed |= await asyncio.to_thread(self.lower.flush)
-            tiers = self.lower.stats().tiers
+        freed |= await asyncio.to_thread(self._cache.flush_lower)
+        if (transfer := self._cache.transfer_stats()) is not None:
+            tiers = transfer.tiers
             kept |= {tier: stats.num_blocks for tier, stats in tiers.items() if stats.num_blocks is not None}
         return FlushReport(freed, kept, self._device.block_bytes)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until blocks queued for lower tiers are written; return whether they are."""
+        return await asyncio.to_thread(self._cache.drain, timeout_s)
 
     async def export(
         self, namespace: Namespace, tokens: TokenArray, file: BinaryIO, *, key: bytes | None = None
@@ -316,16 +320,6 @@ class CacheControl:
             self._device.out([block_id], [scratch])
             yield view
         for key in keys[lease.num_committed :]:
-            if not self._read_lower(key, view):
+            if not self._cache.read(key, view):
                 return
             yield view
-
-    def _read_lower(self, key: BlockKey, view: memoryview) -> bool:
-        stores = self.lower.stores if self.lower is not None else ()
-        for store in stores:
-            try:
-                if store.get_many([key], [view])[0] is ReadResult.HIT:
-                    return True
-            except StorageError:
-                continue
-        return False

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.memory.cache.lease import KEY_BYTES, Lease
-from stemma.memory.tiers.lower import DeviceBlock
+from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, explain_miss
 from stemma.prefix.index import Match
 from stemma.types import BlockIds, BlockKey

@@ -16,7 +16,8 @@ from stemma.errors import IntegrityError
 from stemma.memory.cache.block_records import BlockRecords
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.allocator import BlockAllocator
-from stemma.memory.tiers.lower import DeviceBlock, LowerTiers
+from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import partial_key
@@ -41,7 +42,7 @@ class CachedBlocks:
         self,
         index: PrefixIndex,
         allocator: BlockAllocator,
-        lower: LowerTiers | None,
+        lower: TierTransfer | None,
         *,
         policy_name: str,
         block_costs: npt.NDArray[np.float32] | None,

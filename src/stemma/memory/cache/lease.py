@@ -109,6 +109,11 @@ class Lease:
         """Tokens that fit in the blocks held."""
         return self.num_blocks * self.block_size
 
+    @property
+    def has_loaded(self) -> bool:
+        """Whether a load from lower tiers is over, and `PrefixCache.finish_load` is due."""
+        return self.pending is not None and self.pending.num_loaded.done()
+
     def append(self, token_id: int) -> None:
         """Add an output token; amortised O(1)."""
         if self.num_tokens == len(self._tokens):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,13 +25,16 @@ from stemma.memory.cache.cached_blocks import CachedBlocks
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prompt_loads import PromptLoads
 from stemma.memory.device.allocator import BlockAllocator
-from stemma.memory.tiers.lower import LowerTiers, Prefetch, TransferStats
+from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.loads import Prefetch
+from stemma.memory.tiers.tier_stats import TransferStats
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.draw import Decode, draw_tree
 from stemma.prefix.explain import DISABLED_MISS, Miss
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
-from stemma.types import DEFAULT_PRIORITY, BlockIds, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -80,7 +83,7 @@ class PrefixCache:
         key_space: KeySpace,
         *,
         policy_name: str = "lru",
-        lower: LowerTiers | None = None,
+        lower: TierTransfer | None = None,
         takes_tails: bool = False,
         block_costs: npt.NDArray[np.float32] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -216,11 +219,6 @@ class PrefixCache:
             lease.miss = self._explain(lease, found, num_lost)
         return True
 
-    @property
-    def lower(self) -> LowerTiers | None:
-        """The tiers below the device, if there are any."""
-        return self._lower
-
     def hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
         """Return a lease on the full blocks of a prompt that lie on the device; it may be empty.
 
@@ -272,9 +270,15 @@ class PrefixCache:
         found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
         lease.miss = self._explain(lease, found, 0)
 
-    def abandoned_loads(self) -> list[Future[int]]:
-        """Return the loads that still write into blocks whose lease is gone."""
-        return [lease.pending.num_loaded for lease in self._draining if lease.pending is not None]
+    def loads(self) -> list[Future[int]]:
+        """Return the loads that still write into blocks, of leases that wait for them and of freed ones."""
+        pending = [lease.pending for lease in (*self._leases, *self._draining)]
+        return [one.num_loaded for one in pending if one is not None and not one.num_loaded.done()]
+
+    @property
+    def has_abandoned_loads(self) -> bool:
+        """Whether blocks of freed leases are still written into."""
+        return bool(self._draining)
 
     def commit(self, lease: Lease, num_computed: int, *, tail: bool = False) -> None:
         """Enter blocks whose KV is complete in the index; O(1) until another block is full.
@@ -382,6 +386,38 @@ class PrefixCache:
         for block_ids in fence.duplicates:
             self._allocator.release(block_ids)
 
+    # -- for the operator: the tiers below, from any thread --------------------------------------------
+
+    def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
+        """Return, per lower tier, which keys lie there. Asks the pool, so not for the step loop."""
+        return self._lower.lookup(keys) if self._lower is not None else {}
+
+    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
+        """Forbid eviction from host and disk (on the device: `hold`); return which blocks each pinned."""
+        return self._lower.pin(keys) if self._lower is not None else {}
+
+    def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
+        """Take back what `pin` returned."""
+        if self._lower is not None:
+            self._lower.unpin(pinned)
+
+    def read(self, key: BlockKey, into: memoryview) -> bool:
+        """Read a block from a lower tier; return whether one delivered it."""
+        return self._lower is not None and self._lower.read(key, into)
+
+    def flush_lower(self) -> dict[Tier, int]:
+        """Drop every unpinned block of host and disk, once queued writes are done; return how many."""
+        return self._lower.flush() if self._lower is not None else {}
+
+    @property
+    def stores(self) -> tuple[BlockStore, ...]:
+        """The stores of the lower tiers, nearest first."""
+        return self._lower.stores if self._lower is not None else ()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until queued writes to lower tiers are done; return whether they are."""
+        return self._lower is None or self._lower.drain(timeout_s)
+
     def close(self) -> None:
         """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
         if self._lower is not None:
@@ -426,7 +462,9 @@ class PrefixCache:
         return self._lower.stats() if self._lower is not None else None
 
     def check(self) -> None:
-        """Prove that index, records, leases and allocator agree on who holds what (slow)."""
+        """Prove that index, records, leases and allocator agree, and check the tiers below (slow)."""
+        if self._lower is not None:
+            self._lower.check()
         self._allocator.check()
         present = np.zeros(self.num_blocks, dtype=np.bool_)
         if self._cached is not None:

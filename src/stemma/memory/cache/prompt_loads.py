@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from stemma.errors import StorageError
 from stemma.memory.cache.lease import Lease, PendingLoad
-from stemma.memory.tiers.lower import LowerTiers, Prefetch
+from stemma.memory.tiers.loads import Prefetch
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.index import Match
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys, partial_key
 from stemma.types import BlockKey, Tier, TokenArray
 
 
 class PromptLoads:
-    """Asks `LowerTiers` for what the device lacks of a prompt. Not thread-safe."""
+    """Asks `TierTransfer` for what the device lacks of a prompt. Not thread-safe."""
 
-    def __init__(self, lower: LowerTiers, key_space: KeySpace, *, takes_tails: bool) -> None:
+    def __init__(self, lower: TierTransfer, key_space: KeySpace, *, takes_tails: bool) -> None:
         """`takes_tails`: ask also for the block of the last token, which a prefill server publishes."""
         self._lower = lower
         self._key_space = key_space

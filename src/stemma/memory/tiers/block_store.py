@@ -133,6 +133,8 @@ class BlockStore(ABC):
     """Blocks of `block_bytes` bytes by key."""
 
     tier: ClassVar[Tier]
+    is_local: ClassVar[bool] = False
+    """Whether this process alone uses the store, and knows everything it holds."""
     block_bytes: int
     counters: StoreCounters
 
@@ -184,11 +186,53 @@ class BlockStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of memory, files and connections; a second call does nothing."""
+        """Free memory, files and connections; a second call does nothing."""
+
+    # What only a store of this process alone can do (`is_local`); a shared one takes no notice.
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks held now; None: unknown, the store is shared."""
+        return None
+
+    @property
+    def capacity_blocks(self) -> int | None:
+        """Blocks that fit; None: unknown."""
+        return None
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Count keys that are held as used now, in order from the root."""
+        return None
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Forbid eviction and removal of each key that is held. Return which were."""
+        return [False] * len(keys)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Take back one `pin` of each key."""
+        return None
+
+    def clear(self) -> int:
+        """Drop every block that isn't pinned; return how many were dropped."""
+        return 0
+
+    def expire(self) -> int:
+        """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
+        return 0
+
+    def sync(self) -> None:
+        """Write what a restart should know."""
+        return None
+
+    def check(self) -> None:
+        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
+        return None
 
 
 class LocalStore(BlockStore):
     """A store of this process alone, which therefore knows everything it holds."""
+
+    is_local = True
 
     @property
     @abstractmethod
@@ -215,6 +259,10 @@ class LocalStore(BlockStore):
     @abstractmethod
     def clear(self) -> int:
         """Drop every block that isn't pinned; return how many were dropped."""
+
+    @abstractmethod
+    def expire(self) -> int:
+        """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
 
     @abstractmethod
     def check(self) -> None:

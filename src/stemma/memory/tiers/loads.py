@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import PriorityQueue
 
@@ -30,8 +30,8 @@ from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.chunks import Chunk, ChunkReader, num_buffers
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.lower import LoadCounters
 from stemma.memory.tiers.recent_keys import Whereabouts
+from stemma.memory.tiers.tier_stats import LoadCounters
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey, Tier
 
@@ -40,6 +40,16 @@ RUN_BLOCKS = 1024
 """Blocks looked up at once; between two such runs reading and copying on don't overlap."""
 NUM_LOAD_THREADS = 2
 _LOAD, _PREFETCH, _STOP = 0, 1, 2
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """A look at the lower tiers on behalf of a request that waits in the queue."""
+
+    probe: Future[None]
+    """Done when `TierTransfer.match` knows all it can know of the prompt; until then admission may wait."""
+    abandon: Callable[[], None]
+    """Stop moving blocks to the host tier: the request is admitted, or gone."""
 
 
 class Load:
@@ -88,6 +98,7 @@ class LoadQueue:
 
     def __init__(
         self,
+        host: HostStore | None,
         stores: Callable[[], Sequence[BlockStore]],
         device: DeviceCopy,
         estimator: LoadEstimator,
@@ -99,12 +110,15 @@ class LoadQueue:
         fails: bool = False,
         supervisor: Supervisor,
     ) -> None:
-        """`stores` gives the stores to read from, nearest first. `exclusive` removes from the host tier
-        what was moved to the device. With `fails`, a load that lacks blocks which a tier couldn't deliver
-        ends in StorageError. `whereabouts` is told what prefetches found."""
+        """`host` is where prefetches go. `stores` gives the stores to read from, nearest first.
+
+        `exclusive` removes from the host tier what was moved to the device. With `fails`, a load that lacks
+        blocks which a tier couldn't deliver ends in StorageError. `whereabouts` is told what prefetches
+        found."""
         self._fails = fails
         self._whereabouts = whereabouts
         self.counters = LoadCounters()
+        self._host = host
         self._stores = stores
         self._device = device
         self._estimator = estimator
@@ -245,7 +259,7 @@ class LoadQueue:
                 return
         if task.block_ids is None:
             self._probe(task)
-            if self._host() is None:
+            if self._host is None:
                 return
         passed_over: set[Tier] = set()
         while task.num_done < len(task.keys) and not task.future.done():
@@ -299,12 +313,9 @@ class LoadQueue:
         self._whereabouts.note_in_pool([key for key in keys if found[key]])
         self._whereabouts.note_not_in_pool([key for key in keys if not found[key]])
 
-    def _host(self) -> HostStore | None:
-        return next((store for store in self._stores() if isinstance(store, HostStore)), None)
-
     def _skip_what_is_there(self, task: Load) -> None:
         """Count leading blocks of a prefetch that lie in the host tier already."""
-        host = self._host()
+        host = self._host
         while host is not None and task.num_done < len(task.keys):
             if not host.exists_many([task.keys[task.num_done]])[0]:
                 return
@@ -315,8 +326,8 @@ class LoadQueue:
     ) -> list[ReadResult]:
         """Move one run; return the results up to and including the first that isn't a hit."""
         start = self._clock()
-        if isinstance(store, HostStore):
-            results = self._from_host(task, store, keys)
+        if store is self._host:
+            results = self._from_host(task, self._host, keys)
         else:
             results = self._from_slow(task, store, keys, reader)
         self._estimator.observe_load(store.tier, len(results), self._clock() - start)
@@ -406,7 +417,7 @@ class LoadQueue:
             self.counters.loaded_blocks[tier] += count
 
     def _deliver_to_host(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
-        host = self._host()
+        host = self._host
         assert host is not None, "a prefetch needs a host tier"
         first, count = task.num_done, len(places)
         parents = [task.parent, *task.keys][first : first + count]

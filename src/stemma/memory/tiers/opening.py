@@ -49,12 +49,14 @@ def open_tiers(
             default_ttl_s=settings.disk_cache_ttl_s,
         )
         stores.append(disk)
+    host = None
     if settings.host_cache is not None:
         is_cuda = kv.device.type == "cuda"
         policy = make_policy(eviction)
-        stores.append(HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda))
+        host = HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda)
     transfer = TierTransfer(
         device or DeviceCopy(kv),
+        host,
         stores,
         transfer_policy(settings, role),
         time.monotonic,

@@ -15,17 +15,16 @@ from functools import partial
 from typing import Literal
 
 from stemma.config.settings import WritePolicy
-from stemma.errors import ConfigError
+from stemma.errors import ConfigError, StorageError
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.block_store import BlockPut, BlockStore, LocalStore
-from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
+from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.loads import LoadQueue
-from stemma.memory.tiers.lower import DeviceBlock, Prefetch, TierStats, TransferStats
+from stemma.memory.tiers.loads import LoadQueue, Prefetch
 from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
-from stemma.memory.tiers.slotted import SlottedStore
 from stemma.memory.tiers.staging import StagingArena
+from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 from stemma.memory.tiers.write_queue import BATCH_BLOCKS, StagedBlock, WriteQueue
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import BlockKey, Tier
@@ -61,14 +60,16 @@ class TransferPolicy:
 
 
 class TierTransfer:
-    """Implements `lower.LowerTiers` over block stores.
+    """The one API of the tiers below the device, over block stores.
 
-    The step loop owns it. `stats`, `lookup`, `pin`, `unpin` and `flush` are for any thread.
+    The step loop owns it; its methods return at once. `stats`, `lookup`, `pin`, `unpin`, `read` and `flush`
+    are for any thread.
     """
 
     def __init__(
         self,
         device: DeviceCopy,
+        host: HostStore | None,
         stores: Sequence[BlockStore],
         policy: TransferPolicy,
         clock: Callable[[], float],
@@ -77,7 +78,8 @@ class TierTransfer:
         staging_bytes: int,
         supervisor: Supervisor | None = None,
     ) -> None:
-        """`stores`: at most one per tier; they are closed with this object. `clock` never decreases.
+        """`stores`: the slow ones, at most one per tier; all are closed with this object. `clock` never
+        decreases.
 
         `supervisor` hears of errors in the threads started here; None: they are logged.
         """
@@ -87,17 +89,18 @@ class TierTransfer:
         self._policy = policy
         self._clock = clock
         self._block_size = block_size
-        self._stores: tuple[BlockStore, ...] = ()
-        self._host: HostStore | None = None
+        self._stores: tuple[BlockStore, ...] = () if host is None else (host,)
+        self._host = host
         self._staging_bytes = staging_bytes
         self._staging_arena: StagingArena | None = None
         self._queues: dict[Tier, WriteQueue] = {}
-        self._writes: dict[Tier, WritePolicy] = {}
+        self._writes: dict[Tier, WritePolicy] = {Tier.HOST: policy.writes.get(Tier.HOST, "write_through")}
         self._num_uses = RecentKeys[int](_MAX_KEYS_REMEMBERED)
         self._whereabouts = Whereabouts(_MAX_KEYS_REMEMBERED)
         self._num_dropped = 0
         self._swept_at = clock()
         self._loads = LoadQueue(
+            host,
             lambda: self._stores,
             device,
             self.estimator,
@@ -133,28 +136,24 @@ class TierTransfer:
 
     def introduce(self, store: BlockStore) -> None:
         """Announce our memory to a store that is about to be attached. May be slow; for any thread."""
-        if not isinstance(store, HostStore):
-            store.register(self._staging.memory)
-            if self._host is not None:
-                store.register(self._host.memory)
+        store.register(self._staging.memory)
+        if self._host is not None:
+            store.register(self._host.memory)
 
     def attach(self, store: BlockStore, write: WritePolicy | None = None) -> None:
-        """Use a store from now on. Raises ConfigError if the tier has one.
+        """Use a slow store from now on. Raises ConfigError if the tier has one.
 
         `write` None: what the policy says of its tier, else write-through.
         """
         if any(other.tier is store.tier for other in self._stores):
             raise ConfigError(f"there is a {store.tier} tier already; detach it first")
-        if isinstance(store, HostStore):
-            self._host = store
-        else:
-            self._queues[store.tier] = WriteQueue(
-                store,
-                self._staging,
-                supervisor=self._supervisor,
-                idle_work=lambda: self._idle_work(store),
-                on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
-            )
+        self._queues[store.tier] = WriteQueue(
+            store,
+            self._staging,
+            supervisor=self._supervisor,
+            idle_work=lambda: self._idle_work(store),
+            on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
+        )
         self._writes[store.tier] = write or self._policy.writes.get(store.tier, "write_through")
         order = list(Tier)
         self._stores = tuple(sorted((*self._stores, store), key=lambda one: order.index(one.tier)))
@@ -175,8 +174,11 @@ class TierTransfer:
     # -- up ---------------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
-        """See `LowerTiers`. Counts as a use in the host tier: making room for this very load must not push
-        out what it is about to load."""
+        """Return where the leading keys lie that are worth loading; shorter than `keys` at the first miss.
+
+        Counts as a use in the host tier: making room for this very load must not push out what it is about
+        to load.
+        """
         found = self._locate(keys)
         if self._policy.prefetch == "best_effort":
             found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
@@ -188,17 +190,24 @@ class TierTransfer:
         return [self._whereabouts.origin(key, tier) for key, tier in zip(keys, found, strict=False)]
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        """See `LowerTiers`."""
+        """Copy each key's bytes into its device block.
+
+        The result is how many leading blocks arrived; a failure is a smaller number, or StorageError where
+        that shall fail the request. Until then the blocks stay reserved.
+        """
         timeout_s = None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
         return self._loads.load(keys, block_ids, timeout_s)
 
     @property
     def must_probe(self) -> bool:
-        """See `LowerTiers`."""
+        """Whether a tier is too far away for `match` to ask: then each prompt needs a `prefetch` first."""
         return Tier.POOL in self._queues and self._policy.prefetch != "best_effort"
 
     def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey]) -> Prefetch | None:
-        """See `LowerTiers`."""
+        """A prompt was queued: find its blocks, and bring them nearer while it waits.
+
+        `parent` comes before the first key. None if there is nothing to be done ahead of `match`.
+        """
         has_pool = Tier.POOL in self._queues
         has_use = has_pool or (self._host is not None and bool(self._queues))
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
@@ -223,11 +232,11 @@ class TierTransfer:
     # -- down -------------------------------------------------------------------------------------------
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """See `LowerTiers`."""
+        """A step took so long to compute this many prompt tokens: what a hit has to beat."""
         self.estimator.observe_prefill(num_tokens, seconds)
 
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
-        """See `LowerTiers`."""
+        """Blocks entered the device index (for write-through)."""
         if not self._stores:
             return
         full = self._full(blocks)
@@ -238,7 +247,7 @@ class TierTransfer:
             self._write(tails, {Tier.POOL} & self._queues.keys())
 
     def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
-        """See `LowerTiers`."""
+        """Blocks of the device index were used again (for selective write-through, and for recency)."""
         if not self._stores:
             return
         full = self._full(blocks)
@@ -248,11 +257,11 @@ class TierTransfer:
         self._write(full, self._tiers("write_through"))
         self._write(hot, self._tiers("write_through_selective"))
         for queue in self._queues.values():
-            if isinstance(queue.store, LocalStore):
+            if queue.store.is_local:
                 queue.touch([block.key for block in full])
 
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
-        """See `LowerTiers`."""
+        """Blocks leave the device index. Their bytes are intact until this returns (for write-back)."""
         # Leaves come first here. Written parents first, a chain ages from its end in the next tier too.
         full = self._full(blocks)[::-1]
         tiers = self._tiers("write_back")
@@ -324,10 +333,8 @@ class TierTransfer:
         if now - self._swept_at > _SWEEP_EVERY_S:
             self._swept_at = now
             for one in self._stores:
-                if isinstance(one, SlottedStore):
-                    one.expire()
-                if isinstance(one, DiskStore):
-                    one.sync()
+                one.expire()
+                one.sync()
         host = self._host
         if host is None or self._writes.get(store.tier) != "write_back":
             return False
@@ -348,23 +355,31 @@ class TierTransfer:
         """Forbid eviction from host and disk; return which blocks each held and pinned, for `unpin`."""
         pinned: dict[Tier, list[BlockKey]] = {}
         for store in self._stores:
-            if isinstance(store, LocalStore):
-                held = store.pin(keys)
-                pinned[store.tier] = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+            held = store.pin(keys)
+            pinned[store.tier] = [key for key, is_held in zip(keys, held, strict=True) if is_held]
         return pinned
 
     def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
         """Take back what `pin` returned."""
         for store in self._stores:
-            if isinstance(store, LocalStore):
-                store.unpin(pinned.get(store.tier, ()))
+            store.unpin(pinned.get(store.tier, ()))
+
+    def read(self, key: BlockKey, into: memoryview) -> bool:
+        """Read a block of `block_bytes` from the nearest tier that delivers it; return whether one did."""
+        for store in self._stores:
+            try:
+                if store.get_many([key], [into])[0] is ReadResult.HIT:
+                    return True
+            except StorageError:  # closed meanwhile
+                continue
+        return False
 
     def flush(self) -> dict[Tier, int]:
         """Drop every unpinned block of host and disk; return how many really went. A shared pool stays."""
         self.drain(_FLUSH_TIMEOUT_S)
         self._num_uses.clear()
         self._whereabouts.clear()
-        return {s.tier: s.clear() for s in self._stores if isinstance(s, LocalStore)}
+        return {s.tier: s.clear() for s in self._stores if s.is_local}
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until queued writes are done; return whether they are."""
@@ -380,11 +395,10 @@ class TierTransfer:
         tiers = {}
         for store in self._stores:
             queue = self._queues.get(store.tier)
-            local = store if isinstance(store, LocalStore) else None
             tiers[store.tier] = TierStats(
                 counters=store.counters.snapshot(),
-                num_blocks=local.num_blocks if local else None,
-                capacity_blocks=local.capacity_blocks if local else None,
+                num_blocks=store.num_blocks,
+                capacity_blocks=store.capacity_blocks,
                 load_s_per_block=self.estimator.load_s(store.tier),
                 is_worth_loading=self.estimator.is_worth_loading(store.tier),
                 num_queued_writes=queue.num_queued if queue else 0,
@@ -394,8 +408,7 @@ class TierTransfer:
     def check(self) -> None:
         """Raise IntegrityError if a local tier is inconsistent (slow)."""
         for store in self._stores:
-            if isinstance(store, LocalStore):
-                store.check()
+            store.check()
 
     def close(self) -> None:
         """Write what is queued, end all threads and close the stores. A second call does nothing."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.block_store import BlockPut, BlockStore, LocalStore, PutResult
-from stemma.memory.tiers.lower import DeviceBlock
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult
+from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.staging import StagingArena
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey
@@ -150,9 +150,8 @@ class WriteQueue:
 
     def _work(self, batch: list[StagedBlock], touches: list[list[BlockKey]]) -> None:
         try:
-            if isinstance(self.store, LocalStore):
-                for keys in touches:
-                    self.store.touch(keys)
+            for keys in touches:
+                self.store.touch(keys)
             if batch:
                 self._write(batch)
             elif self._idle_work is not None and self._idle_work():

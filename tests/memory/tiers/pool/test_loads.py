@@ -66,7 +66,8 @@ class Rig:
         self.host = HostStore(BLOCK, 8 * BLOCK, LRUPolicy(), time.monotonic)
         self.transfer = TierTransfer(
             DeviceCopy(self.kv),
-            [self.host],
+            self.host,
+            [],
             TransferPolicy({}, load_timeout_s=1000.0),
             time.monotonic,
             block_size=LAYOUT.block_size,

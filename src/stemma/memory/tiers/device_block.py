@@ -1,0 +1,21 @@
+"""A block of the device tier as the tiers below see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stemma.types import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlock:
+    """A device block together with what a lower tier needs to keep it."""
+
+    block_id: int
+    key: BlockKey
+    parent: BlockKey
+    """Key of the block before it, or the root of its namespace."""
+    num_tokens: int
+    """`block_size`, or fewer in a partial last block."""
+    priority: int
+    ttl_s: float | None

@@ -1,0 +1,50 @@
+"""Counters and gauges of the tiers below the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stemma.memory.tiers.block_store import ReadResult, StoreCounters
+from stemma.types import Tier
+
+
+@dataclass(slots=True)
+class LoadCounters:
+    """What became of loads. Written under the queue's lock."""
+
+    num_loads: int = 0
+    num_prefetches: int = 0
+    loaded_blocks: Counter[Tier] = field(default_factory=Counter)
+    prefetched_blocks: Counter[Tier] = field(default_factory=Counter)
+    lost_blocks: Counter[tuple[Tier, ReadResult]] = field(default_factory=Counter)
+    """Blocks that a tier said it had and didn't deliver; their tokens were computed."""
+    num_late_loads: int = 0
+    """Loads given up at their time limit; the blocks they lacked were computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One lower tier."""
+
+    counters: StoreCounters
+    num_blocks: int | None
+    """None: unknown, the tier is shared."""
+    capacity_blocks: int | None
+    load_s_per_block: float | None
+    """Estimated; None until measured."""
+    is_worth_loading: bool
+    num_queued_writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """All lower tiers."""
+
+    tiers: Mapping[Tier, TierStats]
+    loads: LoadCounters
+    num_dropped_writes: int
+    """Blocks not copied down because staging was full."""
+    compute_s_per_block: float | None
+    """Estimated cost of computing a block: a tier slower than this isn't loaded from."""
