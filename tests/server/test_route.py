@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from stemma.errors import ConfigError
 from stemma.server.balance import Balance, head_of
-from stemma.server.route import create_route_app, one_token_body
+from stemma.server.route import RouteOptions, create_route_app, one_token_body
 
 REQUEST = {"prompt": "x", "max_tokens": 9, "temperature": 0, "n": 2}
 
@@ -28,12 +29,17 @@ class Upstream:
         self.name = name
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.hangs = False
+        self.num_left = 0
+        """Requests that hung until their client left."""
         self.status = 200
         self.break_after: int | None = None
         """Events after which the connection is cut; 0: before the first."""
         app = FastAPI()
         app.add_route("/v1/completions", self._generate, methods=["POST"])
-        app.add_route("/generate", self._generate, methods=["POST"])
+        for path in ("/generate", "/generate_stream", "/"):
+            app.add_route(path, self._generate, methods=["POST"])
         app.add_route("/v1/models", self._models, methods=["GET"])
         app.add_route("/health", lambda _: PlainTextResponse("ok"), methods=["GET"])
         self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
@@ -53,8 +59,13 @@ class Upstream:
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        self.paths.append(request.url.path)
+        if self.hangs:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            self.num_left += 1
         self.headers.append(dict(request.headers))
-        if body.get("stream"):
+        if body.get("stream") or request.url.path == "/generate_stream":
             return StreamingResponse(self._events(), self.status, media_type="text/event-stream")
         if self.break_after is not None:
             return StreamingResponse(self._events(), self.status, media_type="application/json")
@@ -84,11 +95,13 @@ def servers() -> Iterator[dict[str, Upstream]]:
 @pytest.fixture
 async def proxy(servers: dict[str, Upstream]) -> AsyncIterator[httpx.AsyncClient]:
     app = create_route_app(
-        [servers["p0"].url, servers["p1"].url + "/"], [servers["d0"].url, servers["d1"].url]
+        [servers["p0"].url, servers["p1"].url + "/"],
+        [servers["d0"].url, servers["d1"].url],
+        options=RouteOptions(max_body_bytes=100_000, admin_key="s3cret"),
     )
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app, raise_app_exceptions=False), base_url="http://route"
-    ) as client:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        client.headers["authorization"] = "Bearer s3cret"
         yield client
 
 
@@ -245,3 +258,94 @@ async def test_a_prefill_server_that_dies_while_it_computes_is_replaced(
     assert (await proxy.post("/v1/completions", json=REQUEST)).json() == {"served_by": "d0"}
     assert len(servers["p0"].bodies) == len(servers["p1"].bodies) == 1
     assert (await proxy.get("/health")).json()["num_prefill_failures"] == 1
+
+
+@pytest.mark.parametrize(("path", "prefill_path"), [("/generate_stream", "/generate"), ("/", "/")])
+async def test_tgi_streams_are_prefilled_and_pass_as_streams(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient, path: str, prefill_path: str
+) -> None:
+    answer = await proxy.post(path, json={"inputs": "x", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.count("data: ") == 3
+    [prefill] = [one for name, one in servers.items() if name.startswith("p") and one.bodies]
+    assert prefill.paths == [prefill_path]
+    assert prefill.bodies[0]["parameters"] == {"max_new_tokens": 1}
+
+
+@pytest.mark.parametrize("parameters", [[1], "x", 5])
+async def test_parameters_that_are_no_object(proxy: httpx.AsyncClient, parameters: object) -> None:
+    answer = await proxy.post("/generate", json={"inputs": "x", "parameters": parameters})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "parameters")
+
+
+async def test_bodies_are_bounded(servers: dict[str, Upstream], proxy: httpx.AsyncClient) -> None:
+    assert (await proxy.post("/v1/completions", json={"prompt": "x" * 200_000})).status_code == 413
+    assert (await proxy.post("/v1/other", json={"prompt": "x" * 200_000})).status_code == 413
+    assert (await proxy.post("/v1/completions", content=b"[" * 90_000)).status_code == 400
+    assert not any(server.bodies for server in servers.values())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/admin/stats",
+        "/ADMIN/cache/tree",
+        "/..%2f..%2fadmin/stats",
+        "/v1/%2e%2e/admin/stats",
+        "/v1/..%5cadmin",
+        "/%2561dmin/stats",
+        "//admin/stats",
+        "/v1//models",
+        "/metrics",
+        "/stopService",
+        "/v1/%00",
+    ],
+)
+async def test_paths_of_operators_are_not_passed_on(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient, path: str
+) -> None:
+    raw = httpx.URL("http://localhost").copy_with(raw_path=path.encode())
+    for method in ("GET", "POST"):
+        assert (await proxy.request(method, raw)).status_code == 400
+
+
+@pytest.mark.parametrize("hanging", ["p0", "d0"])
+async def test_a_client_that_leaves_ends_the_work(servers: dict[str, Upstream], hanging: str) -> None:
+    """Over sockets: the proxy closes its own connection, so the server behind notices."""
+    servers[hanging].hangs = True
+    urls = [[servers[f"{kind}{n}"].url for n in range(2)] for kind in "pd"]
+    app = create_route_app(*urls)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.TimeoutException):
+            await client.post(f"http://127.0.0.1:{port}/v1/completions", json=REQUEST, timeout=1.0)
+    for _ in range(500):
+        if servers[hanging].num_left:
+            break
+        await asyncio.sleep(0.01)
+    assert servers[hanging].num_left == 1
+    server.should_exit = True
+    thread.join(5)
+
+
+async def test_health_shows_servers_to_who_has_the_key(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    assert servers["p0"].url in (await proxy.get("/health")).text
+    without = await proxy.get("/health", headers={"authorization": "Bearer wrong"})
+    assert without.json() == {"status": "ok"}
+
+
+async def test_pages_of_other_sites_are_refused(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    del proxy.headers["authorization"]
+    for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}):
+        assert (await proxy.post("/v1/completions", json=REQUEST, headers=headers)).status_code == 403
+    assert (await proxy.post("/v1/completions", content=b"{}")).status_code == 415
+    assert (await proxy.post("/v1/completions", json=REQUEST)).status_code == 200

@@ -74,14 +74,6 @@ class Access:
         if self.api_key is not None:
             _check_bearer(request, self.api_key, "API key")
 
-    def has_admin_rights(self, request: Request) -> bool:
-        """Whether `check_admin` would pass."""
-        try:
-            self.check_admin(request)
-        except (Forbidden, Unauthorized, WrongMediaType):
-            return False
-        return True
-
     def _check_origin(self, request: Request) -> None:
         origin = request.headers.get("origin")
         if origin is None or origin in self._allowed_origins or "*" in self._allowed_origins:
@@ -92,6 +84,16 @@ class Access:
             is_same = False
         if not is_same:
             raise Forbidden("pages of this origin may not call this server: see --allowed-origins")
+
+
+def has_key(request: Request, key: str | None) -> bool:
+    """Whether `request` carries `key`; without one nobody has it."""
+    try:
+        if key is not None:
+            _check_bearer(request, key, "key")
+    except Unauthorized:
+        return False
+    return key is not None
 
 
 def _check_bearer(request: Request, key: str, what: str) -> None:

@@ -34,8 +34,13 @@ async def read_bytes(request: Request) -> bytes:
 
 
 async def body_chunks(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body as it comes; raise BodyTooLarge beyond `max_body_bytes`, at once if it is declared."""
-    limit = context_of(request).settings.server.max_body_bytes
+    """Yield the body as it comes; raise BodyTooLarge beyond `max_body_bytes`."""
+    async for chunk in limited_chunks(request, context_of(request).settings.server.max_body_bytes):
+        yield chunk
+
+
+async def limited_chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Yield the body as it comes; raise BodyTooLarge beyond `limit` bytes, at once if it is declared."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared} bytes; the limit is {limit}")

@@ -12,11 +12,14 @@ off in the middle of a stream ends with an error event: it can't be continued, a
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -25,16 +28,36 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from stemma.errors import ConfigError
+from stemma.config.settings import ServerSettings
+from stemma.errors import ClientDisconnected, ConfigError, InvalidRequest, StemmaError
+from stemma.server.access import Access, has_key
 from stemma.server.balance import Balance, head_of
-from stemma.server.errors import json_response
+from stemma.server.body import limited_chunks
+from stemma.server.disconnect import unless_disconnected
+from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
+from stemma.server.headers import HeaderGuard
+from stemma.server.json_input import parse_json
+from stemma.server.planes import Plane, plane_of
 
 _log = logging.getLogger(__name__)
 
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream", "/")
+_PREFILL_PATHS = {"/generate_stream": "/generate"}
+"""Where a prompt is computed without streaming."""
 _CONNECT_TIMEOUT_S = 2.0
 _READ_TIMEOUT_S = 600.0
 _KEPT_HEADERS = ("authorization", "content-type", "accept")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """What the proxy allows by itself; keys of requests are for the servers to check."""
+
+    host: str = "127.0.0.1"
+    """Address it listens on."""
+    max_body_bytes: int = 64 * 2**20
+    admin_key: str | None = None
+    """Shows the servers' URLs on `/health`."""
 
 
 class RouteStats:
@@ -54,25 +77,52 @@ class RouteStats:
 class Router:
     """Chooses servers by the beginning of the prompt and by load, and tries the next where one fails."""
 
-    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], client: httpx.AsyncClient) -> None:
+    def __init__(
+        self,
+        prefills: Sequence[str],
+        decodes: Sequence[str],
+        client: httpx.AsyncClient,
+        options: RouteOptions,
+    ) -> None:
         if not prefills or not decodes:
             raise ConfigError("name at least one prefill server and one decode server")
         self.prefills = tuple(url.rstrip("/") for url in prefills)
         self.decodes = tuple(url.rstrip("/") for url in decodes)
         self.stats = RouteStats()
         self._client = client
+        self._options = options
+        self._access = Access(ServerSettings(host=options.host))
         self._prefill_balance = Balance(self.prefills)
         self._decode_balance = Balance(self.decodes)
 
     async def generate(self, request: Request) -> Response:
-        """Prefill on one server, decode on another."""
+        """Prefill on one server, decode on another. A client that leaves ends the work on both."""
+        return await self._answered(request, self._generate)
+
+    async def pass_on(self, request: Request) -> Response:
+        """Send any other request to the first server that answers."""
+        return await self._answered(request, self._pass_on)
+
+    async def _answered(
+        self, request: Request, work: Callable[[Request, bytes], Coroutine[Any, Any, Response]]
+    ) -> Response:
+        try:
+            if "authorization" not in request.headers:
+                self._access.check(request)
+            chunks = limited_chunks(request, self._options.max_body_bytes)
+            content = b"".join([chunk async for chunk in chunks])
+            return await unless_disconnected(request, work(request, content))
+        except ClientDisconnected:
+            return Response(status_code=STATUS_CLIENT_CLOSED)
+        except StemmaError as error:
+            return openai_error(error)
+
+    async def _generate(self, request: Request, content: bytes) -> Response:
         self.stats.num_requests += 1
-        content = await request.body()
         headers = _kept(request)
-        body = _object(content)
+        body = await asyncio.to_thread(_object, content)
         head = head_of(body)
-        if body is not None:
-            await self._prefill(request.url.path, body, headers, head)
+        await self._prefill(request.scope["path"], body, headers, head)
         answer = await self._first_answer(request, content, headers, head)
         if answer is None:
             message = "no prefill or decode server answers"
@@ -83,9 +133,8 @@ class Router:
         """Return the number of requests that each server works on."""
         return self._prefill_balance.under_way() | self._decode_balance.under_way()
 
-    async def pass_on(self, request: Request) -> Response:
-        """Send any other request to the first server that answers."""
-        content, headers, path = await request.body(), _kept(request), _path_of(request)
+    async def _pass_on(self, request: Request, content: bytes) -> Response:
+        headers, path = _kept(request), _path_of(request)
         for url in (*self.decodes, *self.prefills):
             try:
                 upstream = await self._client.request(
@@ -101,6 +150,7 @@ class Router:
     async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], head: bytes) -> None:
         """Have the prompt computed and put into the pool; a failure only costs time."""
         content = orjson.dumps(one_token_body(path, body))
+        path = _PREFILL_PATHS.get(path, path)
         for url in self._prefill_balance.order(head):
             self._prefill_balance.begin(url)
             try:
@@ -209,12 +259,16 @@ def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def create_route_app(
-    prefills: Sequence[str], decodes: Sequence[str], client: httpx.AsyncClient | None = None
+    prefills: Sequence[str],
+    decodes: Sequence[str],
+    client: httpx.AsyncClient | None = None,
+    options: RouteOptions | None = None,
 ) -> FastAPI:
     """Return the proxy. Raises ConfigError if one of the lists is empty."""
     timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
     http = client or httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
-    router = Router(prefills, decodes, http)
+    options = options or RouteOptions()
+    router = Router(prefills, decodes, http, options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -222,13 +276,17 @@ def create_route_app(
         await http.aclose()
 
     async def health(request: Request) -> Response:
-        """Whether each server answers, and what happened so far."""
+        """Whether any server answers; who has the key sees each of them, and what happened so far."""
         servers = {url: await _is_healthy(http, url) for url in (*router.prefills, *router.decodes)}
         status = "ok" if any(servers.values()) else "down"
-        body = {"status": status, "servers": servers, "under_way": router.under_way(), **vars(router.stats)}
+        body: dict[str, Any] = {"status": status}
+        if has_key(request, options.admin_key):
+            body |= {"servers": servers, "under_way": router.under_way(), **vars(router.stats)}
         return json_response(body, 200 if status == "ok" else 503)
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.add_middleware(HeaderGuard)
     app.state.router = router
     app.add_route("/health", health, methods=["GET"])
     for path in _GENERATING:
@@ -249,8 +307,20 @@ def _kept(request: Request) -> dict[str, str]:
 
 
 def _path_of(request: Request) -> str:
-    query = request.url.query
-    return f"{request.url.path}?{query}" if query else request.url.path
+    """Return path and query as they are sent on. Raises InvalidRequest for paths that aren't for clients.
+
+    A path that a server might read in another way than this proxy is refused: dot segments, empty segments,
+    backslashes, and what is still encoded after decoding once.
+    """
+    path: str = request.scope["path"]
+    segments = path.split("/")[1:]
+    is_odd = not path.isprintable() or "\\" in path or "%" in path or not path.startswith("/")
+    if is_odd or any(segment in (".", "..") for segment in segments) or "" in segments[:-1]:
+        raise InvalidRequest("this path isn't passed on")
+    if {plane_of(path), plane_of(path.lower())} != {Plane.BUSINESS}:
+        raise InvalidRequest("this path isn't passed on: ask the server itself")
+    query = request.scope["query_string"].decode("latin-1")
+    return f"{quote(path)}?{query}" if query else quote(path)
 
 
 def _content_type(upstream: httpx.Response) -> dict[str, str]:
@@ -258,9 +328,11 @@ def _content_type(upstream: httpx.Response) -> dict[str, str]:
     return {name: upstream.headers[name] for name in names if name in upstream.headers}
 
 
-def _object(content: bytes) -> dict[str, Any] | None:
-    try:
-        parsed = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
+def _object(content: bytes) -> dict[str, Any]:
+    parsed = parse_json(content)
+    if not isinstance(parsed, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    parameters = parsed.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest("parameters: must be an object", param="parameters")
+    return parsed
