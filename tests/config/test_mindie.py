@@ -64,6 +64,8 @@ def test_the_prefix_cache_manuals_example(load: Load, notes: list[str], tmp_path
     assert (settings.server.host, settings.server.port) == ("127.0.0.1", 1025)
     assert settings.planes.management_host == "127.0.0.2"
     assert settings.server.request_timeout_s == 600
+    assert settings.server.max_connections == 3000
+    assert settings.engine.scheduler.max_waiting == 2800
     assert (settings.planes.management_port, settings.planes.metrics_port) == (1026, 1027)
     assert settings.tls.cert == tmp_path / "security/certs/server.pem"
     assert settings.tls.ca == (tmp_path / "security/ca/ca.pem",)

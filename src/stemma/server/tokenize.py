@@ -33,7 +33,7 @@ async def mindie_tokenizer(request: Request) -> Response:
     context = context_of(request)
     body = validate(TokenizerRequest, await read_object(request))
     ids = await _encode(context, body.inputs, "inputs", add_special_tokens=True)
-    tokens: list[Any] = [context.token_text(each) for each in ids] if body.do_decode else ids
+    tokens: list[Any] = await _texts(context, ids) if body.do_decode else ids
     return json_response({"token_number": len(ids), "tokens": tokens})
 
 
@@ -49,12 +49,12 @@ async def tokenize(request: Request) -> Response:
     special = body.add_special_tokens is not False
     if body.inputs is not None:
         ids = await _encode(context, body.inputs, "inputs", add_special_tokens=special)
-        return json_response(_tgi_tokens(context, ids))
+        return json_response(_tgi_tokens(ids, await _texts(context, ids)))
     if body.prompt is not None:
         ids = await _encode(context, body.prompt, "prompt", add_special_tokens=special)
     else:
         ids = (await chat_prompt(context, _as_chat(context, raw))).tolist()
-    texts = [context.token_text(each) for each in ids] if body.return_token_strs else None
+    texts = await _texts(context, ids) if body.return_token_strs else None
     return json_response(
         {
             "count": len(ids),
@@ -72,9 +72,9 @@ async def detokenize(request: Request) -> Response:
     body = validate(DetokenizeRequest, await read_object(request))
     check_model(context, body.model or context.engine.model_name)
     tokenizer = context.engine.tokenizer
-    wrong = next((each for each in body.tokens if each >= tokenizer.vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest(f"{wrong} is no token id of this model", param="tokens")
+    highest = max(body.tokens, default=0)
+    if highest >= tokenizer.vocab_size:
+        raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
     text = await context.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})
 
@@ -92,12 +92,16 @@ def _as_chat(context: ServerContext, raw: dict[str, Any]) -> ChatRequest:
     return validate(ChatRequest, {"model": context.engine.model_name, **raw})
 
 
-def _tgi_tokens(context: ServerContext, ids: list[int]) -> list[dict[str, Any]]:
+async def _texts(context: ServerContext, ids: list[int]) -> list[str]:
+    """Return the text of each token; off the event loop, as a prompt may have a million of them."""
+    return await context.in_thread(lambda: [context.token_text(each) for each in ids])
+
+
+def _tgi_tokens(ids: list[int], texts: list[str]) -> list[dict[str, Any]]:
     """Return TGI's list: each token with the characters of the text that it covers."""
     tokens = []
     position = 0
-    for each in ids:
-        text = context.token_text(each)
+    for each, text in zip(ids, texts, strict=True):
         tokens.append({"id": each, "text": text, "start": position, "stop": position + len(text)})
         position += len(text)
     return tokens

@@ -181,7 +181,7 @@ def _checked(request: Request) -> ServerContext:
     context = context_of(request)
     name: str = request.path_params["model"]
     if name != context.engine.model_name:
-        raise UnknownModel(f"Model {name} not found.", param="model")
+        raise UnknownModel(f"Model {name[:256]} not found.", param="model")
     return context
 
 

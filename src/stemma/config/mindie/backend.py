@@ -176,5 +176,5 @@ class BackendConfig(MindIESection):
             return given
         try:
             return json.loads(given) if given.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error

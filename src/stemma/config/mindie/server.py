@@ -42,8 +42,9 @@ class ServerConfig(MindIESection):
     """Metrics plane."""
     allow_all_zero_ip_listening: bool = key(False, "a check at the start")
     """Whether an address may be 0.0.0.0 or ::."""
-    max_link_num: int = key(1000, "max_waiting", ge=1, le=4096)
-    """Requests beyond three times this number, running and waiting, are refused."""
+    max_link_num: int = key(1000, "max_waiting, max_connections", ge=1, le=4096)
+    """Requests beyond three times this number, running and waiting, are refused;
+    so many connections may be open."""
     max_request_length: int = key(40, "max_body_bytes", ge=1, le=100)
     """Largest request body, in MB (2^20 bytes)."""
     full_text_enabled: bool = no_effect(False, "streams carry new text only")

@@ -162,6 +162,7 @@ def _schedule(file: MindIEFile, result: Translation) -> None:
         "max_batch_tokens": (schedule.max_prefill_tokens, "ScheduleConfig.maxPrefillTokens"),
         "max_num_seqs": (schedule.max_batch_size, "ScheduleConfig.maxBatchSize"),
         "max_waiting": (max(1, most - schedule.max_batch_size), "ServerConfig.maxLinkNum"),
+        "max_connections": (most, "ServerConfig.maxLinkNum"),
         "max_output_tokens": (schedule.max_iter_times, "ScheduleConfig.maxIterTimes"),
         "max_n": (schedule.max_n, "ScheduleConfig.maxN"),
         "order": ("fcfs", "ScheduleConfig.prefillPolicyType"),
