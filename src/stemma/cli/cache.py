@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stemma.config.durations import parse_duration
 from stemma.config.sizes import format_size, parse_size
 from stemma.config.words import read_secret
 from stemma.errors import ConfigError, StorageError, StorageLocked
@@ -76,10 +77,10 @@ def gc_command(
     ] = None,
 ) -> None:
     """Remove damaged sub-directories, blocks out of use, and whole models that are. Spares what is in use."""
-    from stemma.memory.tiers.disk.existing import open_existing, parse_age
+    from stemma.memory.tiers.disk.existing import open_existing
     from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
 
-    age_s = None if unused_for is None else parse_age(unused_for)
+    age_s = None if unused_for is None else parse_duration(unused_for)
     limit = None if max_size is None else parse_size(max_size)
     total = sum(space.allocated_bytes for space in list_spaces(directory))
     for space in list_spaces(directory):

@@ -35,7 +35,9 @@ def command(
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = "hazard",
     sharing: Annotated[str, typer.Option(help="inclusive, exclusive or keep-copy.")] = "keep-copy",
-    admission: Annotated[str, typer.Option(help="What moves down: all, reused or adaptive.")] = "adaptive",
+    admission: Annotated[
+        str, typer.Option(help="What moves down: all (as in a server), reused, adaptive.")
+    ] = "all",
     dram_speed: Annotated[str, typer.Option(help="Bytes per second from host to device.")] = "20GB",
     ssd_speed: Annotated[str, typer.Option(help="Bytes per second from disk to device.")] = "3GB",
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1e-6, help="Speed of prefill.")] = 10_000.0,

@@ -76,7 +76,9 @@ def replay_command(
     sharing: Annotated[
         str, typer.Option(help="How tiers share blocks: inclusive, exclusive or keep-copy.")
     ] = "keep-copy",
-    admission: Annotated[str, typer.Option(help="What moves down: all, reused or adaptive.")] = "adaptive",
+    admission: Annotated[
+        str, typer.Option(help="What moves down: all (as in a server), reused, adaptive.")
+    ] = "all",
 ) -> None:
     """Replay a trace through the index and the eviction policies that serve requests."""
     console = Console()

@@ -9,7 +9,7 @@ live server needs for running requests is not part of `capacity_blocks`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,18 +156,6 @@ def replay(
         progress(trace.num_requests - reported)
     np.minimum(hits, trace.num_prompt_blocks, out=hits, casting="unsafe")
     return ReplayResult(policy, capacity_blocks, hits, cache.num_evicted, time.perf_counter() - started)
-
-
-def replay_all(
-    trace: Trace,
-    policies: Iterable[str],
-    capacities: Iterable[int | None],
-    costs: npt.NDArray[np.float32] | None = None,
-    progress: Progress | None = None,
-) -> list[ReplayResult]:
-    """Replay every policy at every capacity, policies outermost."""
-    sizes = list(capacities)
-    return [replay(trace, policy, size, costs, progress) for policy in policies for size in sizes]
 
 
 def known_policies() -> list[str]:

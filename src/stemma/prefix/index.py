@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
 from stemma.prefix.keys import Namespace
 from stemma.types import BlockIds, TokenArray
@@ -105,6 +107,13 @@ class PrefixIndex(ABC):
     @abstractmethod
     def evict(self, num_blocks: int, now: float) -> BlockIds:
         """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+
+    def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
+        """Return up to `max_tokens` tokens that followed `tokens` before; empty if none did. Read-only.
+
+        An index that can't tell returns none.
+        """
+        return np.empty(0, dtype=np.int32)
 
     @abstractmethod
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:

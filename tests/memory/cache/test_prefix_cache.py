@@ -48,7 +48,7 @@ def tokens(*values: int | range) -> np.ndarray:
 
 def compute_all(cache: PrefixCache, lease, *, check_head: bool = True) -> None:
     """Compute what a lease misses, verify all of it, and commit."""
-    buffer = cache._buffer
+    buffer = cache.buffer
     if check_head:
         buffer.verify(lease, lease.num_cached_tokens)
     buffer.compute(lease, lease.num_cached_tokens, lease.num_tokens)
@@ -98,7 +98,7 @@ def test_block_tables_are_exact(kind):
     second = cache.reserve(NS, tokens(range(6), 90, 91, 92))
     assert second.num_cached_tokens == 6
     assert second.block_table.tolist() == [0, 3, 4]
-    cache._buffer.verify(second, 6)
+    cache.buffer.verify(second, 6)
     compute_all(cache, second)
     cache.free(second, 9)
     cache.check()
@@ -137,7 +137,7 @@ def test_a_running_request_is_never_evicted(kind):
     assert cache.reserve(NS, tokens(90, 91, 92)) is None
     assert not cache.extend(lease, 9)
     assert cache.extend(lease, 8)
-    cache._buffer.verify(lease, 6)
+    cache.buffer.verify(lease, 6)
     cache.check()
     cache.free(lease, 6)
     assert cache.reserve(NS, tokens(90, 91, 92)) is not None
@@ -160,11 +160,11 @@ def test_the_block_copied_from_survives_until_the_copy(kind):
     run(cache, tokens(range(8)))
     lease = cache.reserve(NS, tokens(0, 1, 2, 3, 4, 5, 99))
     assert lease is not None
-    cache._buffer.verify(lease, lease.num_cached_tokens)
+    cache.buffer.verify(lease, lease.num_cached_tokens)
     assert lease.num_cached_tokens == 6
     cache.free(lease, lease.num_cached_tokens)
     holder = cache.reserve(NS, tokens(50, 51, 52, 53, 54, 55))
-    cache._buffer.verify(holder, holder.num_cached_tokens)
+    cache.buffer.verify(holder, holder.num_cached_tokens)
     cache.check()
 
 
@@ -211,7 +211,7 @@ def test_identical_blocks_are_merged_on_commit(kind):
     assert two.block_table[:2].tolist() == one.block_table[:2].tolist()
     assert two.block_table[2] != one.block_table[2]
     assert cache.stats().num_deduplicated_blocks == 2
-    cache._buffer.verify(two, 5)
+    cache.buffer.verify(two, 5)
     cache.check()
     cache.free(one, 5)
     cache.free(two, 5)
@@ -226,11 +226,11 @@ def test_the_tail_of_a_running_prompt_can_be_reused_and_goes_on_growing(kind):
     cache.commit(first, 6, tail=True)
     second = cache.reserve(NS, tokens(range(6)))
     assert second.num_cached_tokens == 5
-    cache._buffer.verify(second, 5)
+    cache.buffer.verify(second, 5)
     for token in (6, 7, 8):
         first.append(token)
     cache.extend(first, 9)
-    cache._buffer.compute(first, 6, 9)
+    cache.buffer.compute(first, 6, 9)
     cache.commit(first, 9)
     cache.check()
     compute_all(cache, second)
@@ -249,9 +249,9 @@ def test_fork_shares_full_blocks_and_copies_the_tail(kind):
     assert twin.block_table[1] != lease.block_table[1]
     for one, token in ((lease, 70), (twin, 80)):
         one.append(token)
-        cache._buffer.compute(one, 6, 7)
-    cache._buffer.verify(lease, 7)
-    cache._buffer.verify(twin, 7)
+        cache.buffer.compute(one, 6, 7)
+    cache.buffer.verify(lease, 7)
+    cache.buffer.verify(twin, 7)
     cache.check()
     cache.free(lease, 7)
     cache.free(twin, 7)
@@ -263,7 +263,7 @@ def test_fork_works_with_the_cache_off():
     lease = cache.reserve(NS, tokens(range(6)))
     compute_all(cache, lease)
     twin = cache.fork(lease, 6)
-    cache._buffer.verify(twin, 6)
+    cache.buffer.verify(twin, 6)
     assert cache.fork(lease, 6) is not None
     assert cache.stats().num_free_blocks == 2
     cache.check()
@@ -331,7 +331,7 @@ def test_a_conversation_reuses_its_own_answer(kind):
     for token in range(7, 12):
         lease.append(token)
         cache.extend(lease, lease.num_tokens)
-        cache._buffer.compute(lease, lease.num_tokens - 2, lease.num_tokens - 1)
+        cache.buffer.compute(lease, lease.num_tokens - 2, lease.num_tokens - 1)
         cache.commit(lease, lease.num_tokens - 1)
     cache.free(lease, 11)  # the last token drawn has no KV
     assert run(cache, tokens(range(12), 50, 51)) == 11

@@ -80,7 +80,7 @@ def tiers() -> DictTiers:
 @pytest.fixture
 def cache(tiers):
     cache = make_cache(4, 4, lower=tiers)
-    tiers.buffer = cache._buffer
+    tiers.buffer = cache.buffer
     return cache
 
 
@@ -112,7 +112,7 @@ def test_a_demoted_prefix_is_loaded_and_reported_by_tier(cache, tiers):
     tiers.finish()
     cache.finish_load(lease)
     assert lease.cached_by_tier == {Tier.HOST: 12}
-    cache._buffer.verify(lease, 12)
+    cache.buffer.verify(lease, 12)
     cache.check()
     assert cache.match(NS, tokens(range(12), 51)) == 12
     compute_all(cache, lease)
@@ -132,7 +132,7 @@ def test_what_is_on_the_device_is_not_loaded(cache, tiers):
     tiers.finish()
     cache.finish_load(second)
     assert second.cached_by_tier == {Tier.DEVICE: 4, Tier.HOST: 8}
-    cache._buffer.verify(second, 12)
+    cache.buffer.verify(second, 12)
     cache.free(second, 12)
 
 
@@ -164,7 +164,7 @@ def test_an_abandoned_load_keeps_its_blocks_until_it_is_over(cache, tiers):
 def test_lower_tiers_that_raise_cost_no_block(tiers: DictTiers, method: str) -> None:
     """Whatever breaks below, at another user's admission say: index, allocator and leases still agree."""
     cache = make_cache(num_blocks=6, block_size=4, lower=tiers)
-    tiers.buffer = cache._buffer
+    tiers.buffer = cache.buffer
     run(cache, tokens(range(8)))
     run(cache, tokens(range(50, 58)))
 

@@ -16,6 +16,7 @@ from stemma.engine.core.request import Limits, RequestState, Scheduled, Sequence
 from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter, Scheduler
 from stemma.engine.core.tally import Tally
+from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
@@ -238,7 +239,10 @@ class Engine:
 
     def draw_tree(self, tokenizer: Tokenizer, max_tokens: int = 24) -> str:
         """Return the prefix index as an indented drawing, with about `max_tokens` tokens of text an edge."""
-        return self.cache.draw(
+        if self.cache.index is None:
+            return "(the prefix cache is disabled)"
+        return draw_tree(
+            self.cache.index,
             lambda tokens: tokenizer.decode(tokens.tolist(), skip_special_tokens=False),
             max_tokens * _CHARS_PER_TOKEN,
         )

@@ -29,11 +29,9 @@ from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.prefix.draw import Decode, draw_tree
 from stemma.prefix.explain import DISABLED_MISS, Miss
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
-from stemma.prefix.radix import RadixIndex
 from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
@@ -94,7 +92,7 @@ class PrefixCache:
         """
         self.block_size = key_space.block_size
         self.num_blocks = buffer.num_blocks
-        self._buffer = buffer
+        self.buffer = buffer
         self._key_space = key_space
         self._lower = lower
         self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
@@ -433,15 +431,14 @@ class PrefixCache:
 
         Only the radix index can tell.
         """
-        if self._cached is None or not isinstance(self._cached.index, RadixIndex):
-            return np.empty(0, dtype=np.int32)
+        if self._cached is None:
+            return _NO_BLOCKS
         return self._cached.index.continuation(namespace, tokens, max_tokens)
 
-    def draw(self, decode: Decode, max_chars: int) -> str:
-        """Return the index as a tree of text, at most `max_chars` of each edge."""
-        if self._cached is None:
-            return "(the prefix cache is disabled)"
-        return draw_tree(self._cached.index, decode, max_chars)
+    @property
+    def index(self) -> PrefixIndex | None:
+        """What is cached on the device, to be read and not changed; None if the cache is disabled."""
+        return self._cached.index if self._cached is not None else None
 
     def stats(self) -> CacheStats:
         """Return gauges and counters."""
@@ -531,7 +528,7 @@ class PrefixCache:
         return fresh
 
     def _copy_head(self, source: int, target: int, num_tokens: int) -> None:
-        self._buffer.copy_block_head(source, target, num_tokens)
+        self.buffer.copy_block_head(source, target, num_tokens)
         self._num_copied_heads += 1
 
     def _explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:

@@ -116,7 +116,7 @@ def test_blocks_are_read_straight_into_registered_memory(rig: Rig) -> None:
         assert len(rig.backend.read) == NUM_BLOCKS
         assert all(len(parts) == 1 for parts in rig.backend.read)
         assert all(rig.backend.registered.covers(parts[0]) for parts in rig.backend.read)
-        assert rig.pool._staging.slots.num_taken == 0
+        assert rig.pool.staging.slots.num_taken == 0
         # And once more with another client: what is attached at run time is no different.
         finish = rig.transfer.detach(Tier.POOL)
         assert finish is not None
@@ -135,7 +135,7 @@ def test_a_late_transfer_has_its_memory_for_itself(rig: Rig) -> None:
     rig.backend.gate.clear()  # so that only reads hang
     rig.kv.data.zero_()
     assert rig.load(far).result(TIMEOUT_S) == 0  # at the deadline, not when the backend is done
-    assert rig.pool._staging.slots.num_taken == 8
+    assert rig.pool.staging.slots.num_taken == 8
     assert rig.pool.counters.reasons["late"] == 8
     # The workers are free for other loads, and the pool is left alone.
     assert rig.load(near).result(TIMEOUT_S) == 4
@@ -143,7 +143,7 @@ def test_a_late_transfer_has_its_memory_for_itself(rig: Rig) -> None:
     before = rig.kv.data.clone()
     rig.backend.gate.set()
     end = time.monotonic() + TIMEOUT_S
-    while rig.pool._staging.slots.num_taken:
+    while rig.pool.staging.slots.num_taken:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert torch.equal(rig.kv.data, before)

@@ -120,7 +120,7 @@ def test_a_late_read_is_late_and_its_bytes_never_reach_the_caller(
     assert store.counters.reasons["late"] == 64  # one batch was asked, the rest wasn't
     assert store.status().circuit is Circuit.OPEN
     backend.gate.set()
-    _until(lambda: store._staging.slots.num_taken == 0)
+    _until(lambda: store.staging.slots.num_taken == 0)
     assert mine == [bytearray(BLOCK_BYTES)] * 80
 
 
@@ -206,7 +206,7 @@ def test_no_space_is_tried_again_and_then_reported(backend: FaultyBackend, clock
     backend.full_for = 4
     assert store.put_many(chain("b", 2)) == [PutResult.NO_SPACE] * 2
     assert store.counters.reasons["no_space"] == 2
-    assert store._staging.slots.num_taken == 0
+    assert store.staging.slots.num_taken == 0
 
 
 def test_absent_keys_are_not_asked_for_again_at_once(backend: FaultyBackend, clock: Clock) -> None:
@@ -259,7 +259,7 @@ def test_a_missing_answer_is_a_failed_call(backend: FaultyBackend, clock: Clock)
 
 def test_slots_held_by_stuck_calls_make_reads_late_not_stuck(backend: FaultyBackend, clock: Clock) -> None:
     store = store_over(backend, clock, staging=1)
-    assert store._staging.slots.size == 2
+    assert store.staging.slots.size == 2
     blocks = chain("a", 6)
     assert store.put_many(blocks) == [PutResult.STORED] * 6
     assert read(store, keys(blocks)) == [ReadResult.HIT] * 6
@@ -310,14 +310,14 @@ def test_a_late_read_into_registered_memory_is_waited_for(tmp_path: Path, clock:
     backend.gate.set()
     reader.join()
     assert results == [[ReadResult.LATE]]
-    _until(lambda: store._staging.headers.num_taken == 0)
+    _until(lambda: store.staging.headers.num_taken == 0)
 
 
 def test_batches_of_registered_memory_dont_depend_on_slots(tmp_path: Path, clock: Clock) -> None:
     backend = FaultyBackend(open_backend({"path": str(tmp_path)}))
     backend.zero_copy = True
     store = store_over(backend, clock, staging=1)
-    assert store._staging.slots.size == 2
+    assert store.staging.slots.size == 2
     arena = memoryview(np.zeros(100 * BLOCK_BYTES, dtype=np.uint8))
     store.register(arena)
     places = [arena[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] for at in range(100)]
@@ -333,12 +333,12 @@ def test_batches_of_registered_memory_dont_depend_on_slots(tmp_path: Path, clock
     assert store.get_many(keys(blocks), places) == [ReadResult.HIT] * 100
     assert [bytes(place) for place in places] == [bytes_of(key) for key in keys(blocks)]
     assert calls == [64, 36]
-    assert store._staging.headers.num_taken == 0
+    assert store.staging.headers.num_taken == 0
 
 
 def test_a_loan_keeps_its_slots_until_it_is_given_back(backend: FaultyBackend, clock: Clock) -> None:
     store = store_over(backend, clock, staging=1)
-    assert store._staging.slots.size == 2
+    assert store.staging.slots.size == 2
     blocks = chain("a", 5)
     store.put_many(blocks)
     first = store.lend_many(keys(blocks))
@@ -362,13 +362,13 @@ def test_slots_of_a_late_loan_are_free_only_when_the_backend_is_done(
     late = store.lend_many(keys(blocks))
     assert (late.results, late.places) == ([ReadResult.LATE] * 3, ())
     late.give_back()  # gives nothing: the backend has them
-    assert store._staging.slots.num_taken == 3
+    assert store.staging.slots.num_taken == 3
     assert store.status().circuit is Circuit.OPEN
     assert set(store.lend_many(keys(blocks)).results) == {ReadResult.ERROR}
     store.close()
-    assert store._staging.slots.num_taken == 3
+    assert store.staging.slots.num_taken == 3
     backend.gate.set()
-    _until(lambda: store._staging.slots.num_taken == 0)
+    _until(lambda: store.staging.slots.num_taken == 0)
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -381,7 +381,7 @@ def test_a_loan_ends_before_a_key_known_to_be_absent(backend: FaultyBackend, clo
     loan = store.lend_many(keys(blocks))
     assert loan.results == ([ReadResult.HIT] * at or [ReadResult.MISS])
     loan.give_back()
-    assert store._staging.slots.num_taken == 0
+    assert store.staging.slots.num_taken == 0
 
 
 def test_loans_grow_while_the_backend_is_fast_and_shrink_before_they_are_late(

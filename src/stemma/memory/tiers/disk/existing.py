@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stemma.errors import ConfigError, StorageError
+from stemma.errors import StorageError
 from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
 from stemma.memory.tiers.disk.record import RECORD_BYTES, sound_records
 from stemma.memory.tiers.disk.spaces import INDEX, Manifest, SpaceInfo, list_spaces
@@ -57,13 +57,3 @@ def count_blocks(space: SpaceInfo) -> int | None:
         return None
     whole = memoryview(raw)[: len(raw) // RECORD_BYTES * RECORD_BYTES]
     return len(sound_records(whole, 0, space.manifest.block_bytes))
-
-
-def parse_age(text: str) -> float:
-    """Return seconds from ``90``, ``30m``, ``12h`` or ``7d``. Raises ConfigError if it is no such thing."""
-    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    number, unit = (text[:-1], text[-1]) if text and text[-1] in units else (text, "s")
-    try:
-        return float(number) * units[unit]
-    except ValueError:
-        raise ConfigError(f"not an age: {text!r}; write e.g. 90, 30m, 12h or 7d") from None

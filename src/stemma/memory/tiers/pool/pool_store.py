@@ -78,17 +78,18 @@ class PoolStore(BlockStore):
         self.counters = self._guard.counters
         self._absent = AbsentKeys(clock)
         self._registered = RegisteredMemory()
-        self._staging = Staging(settings.staging, block_bytes, pin_memory=pin_memory)
+        self.staging = Staging(settings.staging, block_bytes, pin_memory=pin_memory)
+        """Memory that values are staged in, and how much of it is in use."""
         if backend.zero_copy:
-            backend.register(self._staging.memory)
-        self._reader = Reader(self._guard, names, self._staging, self._registered, self._absent)
-        self._writer = Writer(self._guard, names, self._staging, self._registered, self._absent)
+            backend.register(self.staging.memory)
+        self._reader = Reader(self._guard, names, self.staging, self._registered, self._absent)
+        self._writer = Writer(self._guard, names, self.staging, self._registered, self._absent)
         self._closed = False
 
     @property
     def reserved_bytes(self) -> int:
         """See `BlockStore`: staging, and the negative cache."""
-        return self._staging.reserved_bytes + self._absent.reserved_bytes
+        return self.staging.reserved_bytes + self._absent.reserved_bytes
 
     def register(self, memory: memoryview) -> None:
         """Announce memory (a tier's arena) that blocks are read into and written from in place.

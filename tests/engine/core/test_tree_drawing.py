@@ -1,6 +1,6 @@
 import numpy as np
 
-from stemma.prefix.draw import draw_tree
+from stemma.engine.core.tree_drawing import draw_tree
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
