@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.engine.harness import greedy, prompt
 
+from stemma.engine.core import ordering, scheduler
 from stemma.engine.core.ordering import order_fcfs, order_longest_prefix
 
 
@@ -129,3 +130,18 @@ def test_a_head_that_does_not_fit_is_not_overtaken_for_ever(harness):
         engine.add(prompt(10 + i, 6), greedy(2), request_id=f"small-{i}")
     engine.run()
     assert start_order(engine)[:2] == ["first", "big"]
+
+
+def test_a_step_looks_at_the_oldest_alone_however_long_the_queue(harness, monkeypatch):
+    lengths = []
+
+    def order(waiting, *rest):
+        lengths.append(len(list(waiting)))
+        return ordering.order_waiting(waiting, *rest)
+
+    monkeypatch.setattr(scheduler, "order_waiting", order)
+    engine = harness(num_blocks=64, block_size=16, max_num_seqs=4)
+    names = [engine.add(prompt(i, 5), greedy(2)) for i in range(400)]
+    engine.run()
+    assert all(engine.answers[name].finished for name in names)
+    assert max(lengths) == ordering.MAX_MATCHED

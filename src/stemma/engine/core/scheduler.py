@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,6 +76,9 @@ class Scheduler:
         self._max_draft_tokens = settings.max_batch_tokens if max_draft_tokens is None else max_draft_tokens
         self._on_start = on_start
         self._waiting: dict[tuple[int, int], SequenceState] = {}
+        """In order of arrival, so that a step looks at the oldest alone, however long the queue."""
+        self._returned: dict[tuple[int, int], SequenceState] = {}
+        """Waiting too, out of that order: they yielded, or are siblings that found no room."""
         self._loading: list[SequenceState] = []
         self._running: list[SequenceState] = []
         self._arrived: list[SequenceState] = []
@@ -92,7 +96,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue, those that wait for a lower tier included."""
-        return len(self._waiting) + len(self._loading)
+        return len(self._waiting) + len(self._returned) + len(self._loading)
 
     @property
     def num_running(self) -> int:
@@ -102,7 +106,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence isn't finished."""
-        return bool(self._running or self._waiting or self._loading)
+        return bool(self._running or self._waiting or self._returned or self._loading)
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence."""
@@ -111,7 +115,8 @@ class Scheduler:
             self._prefetch(sequence)
         else:
             self._arrived.append(sequence)
-        self._waiting[sequence.age] = sequence
+        is_new = not (sequence.was_preempted or sequence.index)
+        (self._waiting if is_new else self._returned)[sequence.age] = sequence
         self._num_queued += 1
 
     @property
@@ -134,8 +139,7 @@ class Scheduler:
     def remove(self, sequence: SequenceState) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
         if sequence.status is Status.WAITING:
-            del self._waiting[sequence.age]
-            _abandon_prefetch(sequence)
+            self._leave_queue(sequence)
             sequence.status = Status.FINISHED
         elif sequence.status in (Status.RUNNING, Status.LOADING):
             (self._running if sequence.status is Status.RUNNING else self._loading).remove(sequence)
@@ -173,7 +177,12 @@ class Scheduler:
             if sequence.num_unlaunched > 1 and budget:
                 plan.append(item := self._chunk(sequence, budget))
                 budget -= item.num_tokens
-        if budget and self._waiting and self.has_seat and self.num_preemptions == num_before:
+        if (
+            budget
+            and (self._waiting or self._returned)
+            and self.has_seat
+            and self.num_preemptions == num_before
+        ):
             self._admit(plan, budget)
         for sequence in self._arrived:
             if sequence.status is Status.WAITING:
@@ -184,7 +193,8 @@ class Scheduler:
     def wait_for_load(self, timeout_s: float) -> None:
         """Block until a load from a lower tier ends, if only loads stand between us and work."""
         futures: list[Future[Any]] = [*self._cache.loads()]
-        futures += [s.prefetch.probe for s in self._waiting.values() if s.prefetch]
+        waiting = (*self._returned.values(), *self._waiting.values())
+        futures += [s.prefetch.probe for s in waiting if s.prefetch]
         futures = [future for future in futures if not future.done()]
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
@@ -220,7 +230,7 @@ class Scheduler:
         """
         if self._drafter is None or len(decoding) < len(self._running):
             return False
-        if self._waiting and self.has_seat and self._no_room is None:
+        if (self._waiting or self._returned) and self.has_seat and self._no_room is None:
             return False
         return self._drafter.begin_step(len(decoding))
 
@@ -274,7 +284,8 @@ class Scheduler:
                 return
         self._no_room = None
         prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
-        order = order_waiting(self._waiting.values(), self._settings, self._num_cached)
+        oldest = (*self._returned.values(), *islice(self._waiting.values(), MAX_MATCHED))
+        order = order_waiting(oldest, self._settings, self._num_cached)
         for sequence in order[:MAX_MATCHED]:
             if not budget or not self.has_seat:
                 return
@@ -292,8 +303,7 @@ class Scheduler:
                     continue
                 self._no_room = (self._cache.num_available, self._num_queued)
                 return
-            del self._waiting[sequence.age]
-            _abandon_prefetch(sequence)
+            self._leave_queue(sequence)
             sequence.start(lease)
             if lease.pending is not None:
                 sequence.status = Status.LOADING
@@ -317,6 +327,11 @@ class Scheduler:
             f"{room}; unpin some, or give the KV cache more memory"
         )
         return GenerationFailed(message) if sequence.num_output else PromptTooLong(message, param="prompt")
+
+    def _leave_queue(self, sequence: SequenceState) -> None:
+        if self._returned.pop(sequence.age, None) is None:
+            del self._waiting[sequence.age]
+        _abandon_prefetch(sequence)
 
     def _run(self, sequence: SequenceState) -> None:
         sequence.status = Status.RUNNING
