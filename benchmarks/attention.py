@@ -27,7 +27,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.loading import load_model
 from stemma.model.paged import AttentionStep
@@ -135,7 +135,7 @@ def bench_attention(case: Case) -> Result:
     new = torch.randn(2, tokens, KV_HEADS, HEAD_DIM).bfloat16()
     call = AttentionCall(0, HEAD_DIM**-0.5, None, None, None)
     plain = AttentionStep(batch, kv)
-    with NativeAttentionStep(batch, kv, kernels, ALL_QUERIES) as native:
+    with NativeAttentionStep(batch, kv, kernels) as native:
         return Result(
             case.name,
             best_ms(lambda: native.attend(call, query, new[0], new[1])),

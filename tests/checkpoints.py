@@ -18,6 +18,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -102,6 +103,18 @@ def _qwen3_moe() -> PreTrainedConfig:
     )
 
 
+def _gpt_oss() -> PreTrainedConfig:
+    return GptOssConfig(
+        **_base(
+            head_dim=16,
+            sliding_window=SLIDING_WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    )
+
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_base()),
     "qwen2": lambda: Qwen2Config(**_base()),
@@ -116,11 +129,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek-v3": lambda: _deepseek(q_lora_rank=24),
     "deepseek-v3-no-q-lora": lambda: _deepseek(q_lora_rank=None),
     "deepseek-v2": _deepseek_v2,
+    "gpt-oss": _gpt_oss,
 }
 """Families whose logits must equal plain transformers."""
 
 FAMILIES = tuple(CONFIGS)
-MOE_FAMILIES = ("qwen3-moe", "deepseek-v3", "deepseek-v3-no-q-lora", "deepseek-v2")
+MOE_FAMILIES = ("qwen3-moe", "deepseek-v3", "deepseek-v3-no-q-lora", "deepseek-v2", "gpt-oss")
 
 
 def make_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:

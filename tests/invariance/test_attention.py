@@ -17,7 +17,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
 
@@ -121,7 +121,7 @@ def attend(
     try:
         kernels = load_kernels(isa)
         assert kernels is not None
-        with NativeAttentionStep(batch, kv, kernels, ALL_QUERIES) as step:
+        with NativeAttentionStep(batch, kv, kernels) as step:
             output = step.attend(call, tokens.query[rows], tokens.key[rows], tokens.value[rows])
     finally:
         torch.set_num_threads(before)

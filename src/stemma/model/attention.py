@@ -8,7 +8,7 @@ records what each layer passes, so that a model we would serve wrongly is refuse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,8 @@ class AttentionCall:
     """Scores are squashed to +-softcap by tanh; None: not at all."""
     latent: LatentProjection | None
     """Set for a layer that caches a compressed latent; `key` and `value` then are that latent."""
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """[H] float32: a score of each head that takes part in the softmax and has no value; None: none."""
 
 
 class StepContext(Protocol):
@@ -65,16 +67,14 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' interface demands: q [1, H, T, D], k and v [1, Hk, T, D] -> [1, T, H, Dv].
 
-    Raises UnsupportedModel if the model doesn't forward our keyword, brings its own mask, attention sinks,
-    or isn't causal.
+    `s_aux` [H] are attention sinks. Raises UnsupportedModel if the model doesn't forward our keyword or
+    brings its own mask or bias.
     """
     step: StepContext | None = kwargs.get(STEP_KEYWORD)
     if step is None:
         raise UnsupportedModel(f"{type(module).__name__} doesn't pass keywords on to attention. {SUPPORTED}")
-    if attention_mask is not None or s_aux is not None or kwargs.get("position_bias") is not None:
-        raise UnsupportedModel(
-            f"{type(module).__name__} needs its own mask, bias or attention sinks. {SUPPORTED}"
-        )
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise UnsupportedModel(f"{type(module).__name__} needs its own mask or bias. {SUPPORTED}")
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModel(
@@ -87,6 +87,7 @@ def paged_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         latent=getattr(module, "stemma_latent", None),
+        sinks=None if s_aux is None else s_aux.detach().float(),
     )
     output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return output.unsqueeze(0), None

@@ -12,7 +12,8 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.model.attention import STEP_KEYWORD, StepContext
 from stemma.model.batch import ForwardBatch
-from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.paged import AttentionStep
 from stemma.native.library import Kernels
 
@@ -59,12 +60,16 @@ class ModuleDecoder:
     def __init__(self, hf_model: Any, kernels: Kernels | None) -> None:
         self._hf = hf_model
         self._kernels = kernels
+        self._operations = None
+        if kernels is not None:
+            self._operations = RowwiseOperations(kernels)
+            self._operations.pack_tied_head(hf_model)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
-        if self._kernels is None:
+        if self._kernels is None or self._operations is None:
             return self.run(batch, AttentionStep(batch, kv))
-        with NativeAttentionStep(batch, kv, self._kernels, ALL_QUERIES) as step:
+        with self._operations, NativeAttentionStep(batch, kv, self._kernels) as step:
             return self.run(batch, step)
 
     def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:

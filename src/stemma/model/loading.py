@@ -20,6 +20,7 @@ from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, Attention
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
 from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.fused import FusedDecoder, follows_pattern
+from stemma.model.cpu.latent import pack_latents
 from stemma.model.cpu.weights import pack_linears, plain_layers
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import check_directory, has_file, read_json, weight_files
@@ -103,7 +104,7 @@ def _make_servable(
     with large_blocks_apart():
         decoder = _make_decoder(hf_model, calls, kernels, reporting("packing weights"))
     trim_heap()
-    if device.type == "cuda":
+    if device.type == "cuda" and all(call.sinks is None for call in calls):  # Triton's kernels know no sinks
         decoder = make_cuda_decoder(
             hf_model, device, max_context=info.max_model_len, use_graphs=settings.cuda_graphs
         )
@@ -171,6 +172,7 @@ def _make_decoder(
         return FusedDecoder(hf_model, calls, kernels, report)
     if kernels is not None:
         pack_experts(hf_model, kernels)
+        pack_latents(hf_model, kernels)
         pack_linears(hf_model, kernels, plain_layers(hf_model), report)
     return ModuleDecoder(hf_model, kernels)
 

@@ -198,7 +198,9 @@ def _decode(
     values = cache_v[group.blocks].flatten(1, 2).transpose(1, 2)
     batch_size, num_kv_heads = keys.shape[:2]
     packed = query.reshape(batch_size, num_kv_heads, -1, query.shape[-1])
-    return _attend_dense(call, packed, keys, values, group.mask).reshape(batch_size, query.shape[1], -1)
+    sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, -1, 1)
+    output = _attend_dense(call, packed, keys, values, group.mask, sinks)
+    return output.reshape(batch_size, query.shape[1], -1)
 
 
 def _prefill(
@@ -215,10 +217,14 @@ def _prefill(
     group_size = num_heads // num_kv_heads
     if mask is not None and group_size > 1 and num_queries <= PACKED_QUERIES:
         packed = query.view(num_queries, num_kv_heads, group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
-        output = _attend_dense(call, packed[None], keys, values, mask.repeat(group_size, 1))
+        sinks = None
+        if call.sinks is not None:
+            sinks = call.sinks.view(num_kv_heads, group_size, 1).repeat_interleave(num_queries, 1)
+        output = _attend_dense(call, packed[None], keys, values, mask.repeat(group_size, 1), sinks)
         output = output.view(num_kv_heads, group_size, num_queries, -1).permute(2, 0, 1, 3)
         return output.flatten(1, 2)
-    return _attend_dense(call, query.transpose(0, 1)[None], keys, values, mask)[0].transpose(0, 1)
+    sinks = None if call.sinks is None else call.sinks.view(num_heads, 1, 1)
+    return _attend_dense(call, query.transpose(0, 1)[None], keys, values, mask, sinks)[0].transpose(0, 1)
 
 
 def _attend_dense(
@@ -227,9 +233,13 @@ def _attend_dense(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [B, H, n, D] over k, v [B, Hk, C, D] -> [B, H, n, Dv]; without a mask causal is meant."""
-    if call.softcap is None:
+    """q [B, H, n, D] over k, v [B, Hk, C, D] -> [B, H, n, Dv]; without a mask causal is meant.
+
+    `sinks` are [H, n or 1, 1].
+    """
+    if call.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             query,
             keys,
@@ -243,8 +253,13 @@ def _attend_dense(
     if group_size > 1:
         keys, values = keys.repeat_interleave(group_size, 1), values.repeat_interleave(group_size, 1)
     scores = torch.matmul(query, keys.transpose(2, 3)) * call.scaling
-    scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return torch.matmul(scores.softmax(-1, dtype=torch.float32).to(query.dtype), values)
+    if sinks is not None:
+        beside = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, beside), dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights[..., : values.shape[-2]], values)

@@ -1,14 +1,13 @@
 """Paged attention by the C++ kernels: decodes and prefill chunks in one call a layer, no gather, no mask.
 
 The plan of a step (which sequences share a prefix, how keys are cut into pieces) is made once and used by
-all layers. Sequences with more queries than a limit go to torch instead, where that is faster.
+all layers. It decides who computes what; a row's result is the same to the bit under any plan (attention.h).
 """
 
 from __future__ import annotations
 
 import ctypes
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,35 +18,15 @@ from stemma.model.batch import ForwardBatch
 from stemma.model.paged import AttentionStep
 from stemma.native.library import AttendArgs, BatchArgs, Kernels
 
-ALL_QUERIES = 1 << 30
-"""A limit that no sequence exceeds."""
-
 
 class NativePlan:
-    """What the kernels do in a step: covers the sequences with up to `max_queries` query tokens."""
+    """What the kernels do in a step, for layers with this number of KV heads and query heads on each."""
 
-    def __init__(
-        self, batch: ForwardBatch, block_size: int, max_queries: int, num_kv_heads: int, group_size: int
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, num_kv_heads: int, group_size: int) -> None:
         starts = np.array(batch.query_starts, dtype=np.int32)
         context_lens = np.array(batch.context_lens, dtype=np.int32)
-        tables = batch.block_tables.numpy()
-        lengths = np.diff(starts)
-        short = lengths <= max_queries
-        self.rows: torch.Tensor | None = None
-        """[R] int64, rows of the batch that are covered; None: all."""
-        self.covers_all = bool(short.all())
-        self.covers_none = not short.any()
-        if not self.covers_all:
-            self.rows = torch.from_numpy(np.flatnonzero(np.repeat(short, lengths)))
-            tables, context_lens = tables[short], context_lens[short]
-            starts = np.concatenate(([0], np.cumsum(lengths[short]))).astype(np.int32)
-        tables = np.ascontiguousarray(tables, dtype=np.int32)
-        self._arrays: tuple[np.ndarray[Any, Any], ...] = (
-            starts,
-            context_lens,
-            tables,
-        )  # the plan points there
+        tables = np.ascontiguousarray(batch.block_tables.numpy(), dtype=np.int32)
+        self._arrays = starts, context_lens, tables  # the plan points there
         self._args = BatchArgs(
             len(context_lens),
             starts.ctypes.data,
@@ -70,13 +49,12 @@ class NativePlan:
 class NativeAttentionStep:
     """`StepContext` over the C++ kernels; a context manager, since plans are freed by hand."""
 
-    def __init__(self, batch: ForwardBatch, kv: DeviceKV, kernels: Kernels, max_queries: int) -> None:
+    def __init__(self, batch: ForwardBatch, kv: DeviceKV, kernels: Kernels) -> None:
         self._batch = batch
         self._kv = kv
         self._kernels = kernels
-        self._max_queries = max_queries
-        self._plans: dict[tuple[int, int, int], NativePlan] = {}
-        self._torch_steps: dict[int, AttentionStep] = {}
+        self._plans: dict[tuple[int, int], NativePlan] = {}
+        self._writer: AttentionStep | None = None
 
     def __enter__(self) -> NativeAttentionStep:
         return self
@@ -89,9 +67,9 @@ class NativeAttentionStep:
                 self._kernels.plan_free(plan.handle)
         self._plans.clear()
 
-    def plan(self, max_queries: int, num_kv_heads: int, group_size: int) -> NativePlan:
+    def plan(self, num_kv_heads: int, group_size: int) -> NativePlan:
         """Return the step's plan for layers of this shape."""
-        key = max_queries, num_kv_heads, group_size
+        key = num_kv_heads, group_size
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = NativePlan(self._batch, self._kv.layout.block_size, *key)
@@ -101,34 +79,14 @@ class NativeAttentionStep:
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
-        latent = call.latent
-        limit = self._max_queries if latent is None else latent.max_absorbed_queries
-        rest = self._torch_steps.get(limit)
-        if rest is None:
-            rest = self._torch_steps[limit] = AttentionStep(self._batch, self._kv, longer_than=limit)
-        caches = rest.write(call, key, value)
-        plan = self.plan(limit, key.shape[1], query.shape[1] // key.shape[1])
-        if plan.covers_all:
-            return self._attend_short(call, plan, query, caches)
-        value_dim = value.shape[-1] if latent is None else latent.value_dim
-        output = query.new_empty(query.shape[0], query.shape[1], value_dim)
-        rest.read(call, query, caches, output)
-        if not plan.covers_none:
-            output[plan.rows] = self._attend_short(call, plan, query[plan.rows], caches)
-        return output
-
-    def _attend_short(
-        self,
-        call: AttentionCall,
-        plan: NativePlan,
-        query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+        if self._writer is None:
+            self._writer = AttentionStep(self._batch, self._kv)
+        keys, values = self._writer.write(call, key, value)
+        plan = self.plan(key.shape[1], query.shape[1] // key.shape[1])
         if call.latent is not None:
             query = call.latent.absorb(query)
         if query.stride(2) != 1:
             query = query.contiguous()
-        keys, values = caches
         output = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
         args = AttendArgs(
             query.data_ptr(),
@@ -146,6 +104,7 @@ class NativeAttentionStep:
             query.dtype == torch.bfloat16,
             call.scaling,
             call.softcap or 0.0,
+            None if call.sinks is None else call.sinks.data_ptr(),
         )
         self._kernels.attend(plan.open(self._kernels), ctypes.addressof(args))
         return output if call.latent is None else call.latent.project(output)

@@ -65,14 +65,56 @@ class PackedExperts:
         return output
 
 
+class GatedExperts:
+    """Experts with a gate of their module's own, and maybe biases; they run one after the other."""
+
+    def __init__(self, kernels: Kernels, module: Any) -> None:
+        """Pack the experts of `module`, for which `has_own_gate` is true."""
+        self._apply_gate = module._apply_gate
+        self._products = [
+            tuple(
+                PackedProduct(
+                    kernels,
+                    [weight[expert].T if module.is_transposed else weight[expert]],
+                    bias[expert] if bias is not None else None,
+                )
+                for weight, bias in (
+                    (module.gate_up_proj.detach(), getattr(module, "gate_up_proj_bias", None)),
+                    (module.down_proj.detach(), getattr(module, "down_proj_bias", None)),
+                )
+            )
+            for expert in range(module.gate_up_proj.shape[0])
+        ]
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `PackedExperts.__call__`."""
+        num_tokens, top_k = ids.shape
+        experts, order = torch.sort(ids.reshape(-1), stable=True)
+        routed, counts = torch.unique_consecutive(experts, return_counts=True)
+        inputs = x[order // top_k]
+        outputs = torch.empty_like(inputs)
+        end = 0
+        for expert, count in zip(routed.tolist(), counts.tolist(), strict=True):
+            start, end = end, end + count
+            gate_up, down = self._products[expert]
+            outputs[start:end] = down(self._apply_gate(gate_up(inputs[start:end])))
+        outputs *= weights.reshape(-1, 1)[order].to(outputs.dtype)
+        by_token = torch.empty_like(outputs)
+        by_token[order] = outputs
+        return by_token.view(num_tokens, top_k, -1).sum(1)
+
+
 def pack_experts(model: nn.Module, kernels: Kernels) -> int:
-    """Pack the experts of every layer that has the common form (SiLU gate, no bias); return how many."""
+    """Pack the experts of every layer that has a known form; return how many layers."""
     num_layers = 0
     modules: Iterable[Any] = list(model.modules())
     for module in modules:
-        if not has_common_form(module):
+        if has_common_form(module):
+            module.stemma_experts = PackedExperts(kernels, module.gate_up_proj, module.down_proj)
+        elif has_own_gate(module):
+            module.stemma_experts = GatedExperts(kernels, module)
+        else:
             continue
-        module.stemma_experts = PackedExperts(kernels, module.gate_up_proj, module.down_proj)
         del module.gate_up_proj, module.down_proj
         module.forward = MethodType(_forward, module)
         num_layers += 1
@@ -95,6 +137,21 @@ def has_common_form(module: Any) -> bool:
         and not any(
             getattr(module, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm")
         )
+    )
+
+
+def has_own_gate(module: Any) -> bool:
+    """Whether a module is a set of experts that `GatedExperts` computes."""
+    gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not (isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter)):
+        return False
+    if gate_up.dim() != 3 or down.dim() != 3 or not callable(getattr(module, "_apply_gate", None)):
+        return False
+    transposed = getattr(module, "is_transposed", False)
+    return (
+        all(can_pack(weight[0].T if transposed else weight[0]) for weight in (gate_up, down))
+        and bool(getattr(module, "has_gate", False))
+        and not getattr(module, "has_post_expert_norm", False)
     )
 
 

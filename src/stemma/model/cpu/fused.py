@@ -19,7 +19,7 @@ from torch import nn
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.cpu.attention import ALL_QUERIES, NativeAttentionStep
+from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.decoder_step import DecoderStep
 from stemma.model.cpu.experts import has_common_form
 from stemma.model.cpu.fused_layer import FusedLayer, fuse
@@ -114,7 +114,7 @@ class FusedDecoder:
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
-        with NativeAttentionStep(batch, kv, self._kernels, ALL_QUERIES) as step:
+        with NativeAttentionStep(batch, kv, self._kernels) as step:
             return self._forward(batch, kv, step)
 
     def _forward(self, batch: ForwardBatch, kv: DeviceKV, step: NativeAttentionStep) -> torch.Tensor:
@@ -124,7 +124,7 @@ class FusedDecoder:
         cos, sin = cos.contiguous(), sin.contiguous()
         rotate = self._rotate_args(batch, kv, cos, sin)
         attend = self._attend_args(kv, hidden.dtype)
-        plan = step.plan(ALL_QUERIES, self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
+        plan = step.plan(self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
         return self._step.forward(batch, kv, hidden, rotate, attend, plan)
 
     def _rotate_args(

@@ -74,22 +74,27 @@ class PackedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; no rows are fine."""
-        assert x.dtype == self.dtype
         if x.stride(1) != 1:
             x = x.contiguous()
         output = x.new_empty(x.shape[0], self.out_features)
+        self.into(x, output)
+        return output
+
+    def into(self, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Multiply x [T, in_features] into `output` [T, out_features]; rows of both may lie apart."""
+        assert x.dtype == output.dtype == self.dtype
+        assert x.stride(1) == output.stride(1) == 1
         args = MultiplyArgs(
             self.strips,
             x.data_ptr(),
             output.data_ptr(),
             x.stride(0),
-            self.out_features,
+            output.stride(0),
             x.shape[0],
             self._is_bf16,
             torch.get_num_threads(),
         )
         self._kernels.multiply(ctypes.addressof(args))
-        return output
 
     def take_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of the plain weight, [len(ids), in_features]; `ids` are int64. Raises IndexError."""
