@@ -3,7 +3,7 @@
 ``python -m benchmarks.eviction [--policies lru,hazard] [--sizes 1000,1000000]``
 
 Policies are driven as an index drives them: each block of a stream is looked up; a hit is an `access`, a miss
-an `insert` and `offer` and, once the cache is full, a `victim`, `forget` and `offer`. Identities are
+an `insert` and `offer` and, once the cache is full, a `victim`, `drop` and `offer`. Identities are
 Zipf-like, in prompts of 16 blocks. Beside each time stands its ratio to LRU at the same size: believe that,
 since absolute times depend on the machine.
 """

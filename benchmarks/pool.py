@@ -107,7 +107,7 @@ def our_lend(store: PoolStore, keys: list[BlockKey]) -> None:
         loan = store.lend_many(keys[start:])
         assert set(loan.results) == {ReadResult.HIT}
         start += len(loan.results)
-        loan.give_back()
+        loan.free()
 
 
 def our_put(store: PoolStore, keys: list[BlockKey], blocks: list[memoryview]) -> None:

@@ -113,7 +113,7 @@ class BlockStoreContract(ABC):
             for place, result, key in zip(loan.places, loan.results, wanted[len(results) :], strict=False):
                 assert result is not ReadResult.HIT or bytes(place) == bytes_of(key)
             results += loan.results
-            loan.give_back()
+            loan.free()
         assert results in ([], [ReadResult.HIT] * 5 + [ReadResult.MISS])
         assert store.counters.reads.total() == len(results)
 

@@ -78,7 +78,7 @@ def test_chooses_as_the_naive_policy_does(name: str, operations: list[tuple[str,
             assert policy.victim(now) == victim
             if victim is not None:
                 for each in (policy, naive):
-                    each.forget(victim, now, evicted=operation == "evict")
+                    each.drop(victim, now, evicted=operation == "evict")
                 present.remove(victim)
         else:
             assert policy.victim(now) == naive.victim(now)
@@ -95,10 +95,10 @@ def test_nothing_to_evict(name: str) -> None:
     policy.withdraw(1)
     assert policy.victim(1.0) is None
     policy.offer(1)
-    policy.forget(1, 2.0, evicted=True)
+    policy.drop(1, 2.0, evicted=True)
     policy.offer(3)
     assert policy.victim(2.0) == 3
-    policy.forget(3, 2.0, evicted=False)
+    policy.drop(3, 2.0, evicted=False)
     assert policy.victim(2.0) is None
 
 
@@ -119,7 +119,7 @@ def test_works_without_any_hints(name: str) -> None:
     for block_id in (2, 1, 0):
         policy.offer(block_id)
         assert policy.victim(1.0) == block_id
-        policy.forget(block_id, 1.0, evicted=True)
+        policy.drop(block_id, 1.0, evicted=True)
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -122,7 +122,7 @@ def test_a_restart_is_warm(serve, expected, tmp_path) -> None:
 def test_a_kill_leaves_what_was_written(serve, expected, tmp_path) -> None:
     one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
     round_of(one, expected)
-    disk(one)._space.release()  # as the end of the process would
+    disk(one)._space.free()  # as the end of the process would
     two = serve(disk_cache=tmp_path, disk_cache_size="10MB")
     assert cached(round_of(two, expected), Tier.DISK) == [96] * 5
 

@@ -50,5 +50,5 @@ class FailingPolicy(EvictionPolicy):
     def victim(self, now: float) -> int | None:
         return self._call(lambda: self.policy.victim(now))
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
-        self._call(lambda: self.policy.forget(block_id, now, evicted=evicted))
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
+        self._call(lambda: self.policy.drop(block_id, now, evicted=evicted))

@@ -50,8 +50,8 @@ class StrictPolicy(EvictionPolicy):
         assert victim in self.candidates if self.candidates else victim is None
         return victim
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         assert not evicted or block_id in self.candidates
         self.known.remove(block_id)
         self.candidates.discard(block_id)
-        self.policy.forget(block_id, now, evicted=evicted)
+        self.policy.drop(block_id, now, evicted=evicted)

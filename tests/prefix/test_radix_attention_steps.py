@@ -11,7 +11,7 @@ from inspect import cleandoc
 
 import numpy as np
 
-from stemma.prefix.draw import draw_tree
+from stemma.engine.core.tree_drawing import draw_tree
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 

@@ -58,7 +58,7 @@ class Ghost:
 
 
 class Ghosts:
-    """The last `capacity` blocks that left the index, by key; the oldest are forgotten first.
+    """The last `capacity` blocks that left the index, by key; the oldest are dropped first.
 
     Keyed by the first 8 bytes of the block key: a collision could only give a wrong explanation. About 250
     bytes an entry.
@@ -78,13 +78,13 @@ class Ghosts:
         self._ghosts[key[:8]] = ghost
         self._num_by_length[ghost.num_tokens] = self._num_by_length.get(ghost.num_tokens, 0) + 1
         if len(self._ghosts) > self._capacity:
-            self._forget_length(self._ghosts.popitem(last=False)[1].num_tokens)
+            self._drop_length(self._ghosts.popitem(last=False)[1].num_tokens)
 
     def remove(self, key: bytes) -> None:
-        """Forget the ghost of a block that came back; unknown keys are ignored."""
+        """Drop the ghost of a block that came back; unknown keys are ignored."""
         ghost = self._ghosts.pop(key[:8], None)
         if ghost is not None:
-            self._forget_length(ghost.num_tokens)
+            self._drop_length(ghost.num_tokens)
 
     def find(self, parent: BlockKey, tokens: TokenArray) -> Ghost | None:
         """Return the ghost that would have served the most of `tokens`, which follow the block `parent`.
@@ -98,7 +98,7 @@ class Ghosts:
                     return ghost
         return None
 
-    def _forget_length(self, num_tokens: int) -> None:
+    def _drop_length(self, num_tokens: int) -> None:
         self._num_by_length[num_tokens] -= 1
         if not self._num_by_length[num_tokens]:
             del self._num_by_length[num_tokens]

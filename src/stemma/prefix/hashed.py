@@ -153,7 +153,7 @@ class HashIndex(LedgerIndex):
             self._ledger.set_partial(tail, True)
         self._childless.add(tail)
         behind = traits_from(traits, first, int(parent) if first else -1)
-        self._tell_policy(offered, now, behind, forgotten=partial, withdrawn=covered)
+        self._tell_policy(offered, now, behind, dropped_partial=partial, withdrawn=covered)
         canonical = np.concatenate((np.array(present, dtype=np.int32), offered))
         return Inserted(canonical, added.copy(), dropped)
 
@@ -169,7 +169,7 @@ class HashIndex(LedgerIndex):
             victim = policy.victim(now)
             if victim is None:
                 break
-            policy.forget(victim, now, evicted=True)
+            policy.drop(victim, now, evicted=True)
             childless.remove(victim)
             evicted.append(victim)
             table.pop(keys[victim], None)

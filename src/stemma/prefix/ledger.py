@@ -191,12 +191,12 @@ class LedgerIndex(PrefixIndex):
         """
 
     def _tell_policy(
-        self, inserted: BlockIds, now: float, traits: BlockTraits, *, forgotten: int, withdrawn: int
+        self, inserted: BlockIds, now: float, traits: BlockTraits, *, dropped_partial: int, withdrawn: int
     ) -> None:
         """Report an insert that the structure has made: what it cost other blocks, if anything (else -1)."""
         try:
-            if forgotten >= 0:
-                self._policy.forget(forgotten, now, evicted=False)
+            if dropped_partial >= 0:
+                self._policy.drop(dropped_partial, now, evicted=False)
             if withdrawn >= 0:
                 self._policy.withdraw(withdrawn)
             self._policy.insert(inserted, now, traits)

@@ -139,7 +139,7 @@ class RadixIndex(LedgerIndex):
             self._ledger.set_partial(int(offered[-1]), True)
         after = int(present[first - 1]) if first else -1
         self._tell_policy(
-            offered, now, traits_from(traits, first, after), forgotten=partial, withdrawn=covered
+            offered, now, traits_from(traits, first, after), dropped_partial=partial, withdrawn=covered
         )
         return Inserted(np.concatenate((present[:first], offered)), added.copy(), dropped)
 
@@ -170,7 +170,7 @@ class RadixIndex(LedgerIndex):
         """
         policy, pins, blocks = self._policy, self._ledger.pins, leaf.blocks
         while True:
-            policy.forget(victim, now, evicted=True)
+            policy.drop(victim, now, evicted=True)
             evicted.append(victim)
             blocks.pop()
             tail = blocks[-1] if blocks else -1

@@ -155,7 +155,7 @@ async def flush(request: Request) -> Response:
 
 @router.post("/export")
 async def export(request: Request) -> Response:
-    """The cached leading blocks of a prompt as a file (`memory/bundle.py`)."""
+    """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
     tokens = await _tokens(context, body)
     file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response

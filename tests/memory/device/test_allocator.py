@@ -15,7 +15,7 @@ def test_hands_out_ids_in_order_and_reuses_the_last_freed_first():
     allocator = BlockAllocator(6)
     assert allocator.allocate(2).tolist() == [0, 1]
     assert allocator.allocate(3).tolist() == [2, 3, 4]
-    assert allocator.release(ids(1, 2)) == 2
+    assert allocator.free(ids(1, 2)) == 2
     assert allocator.num_free == 3
     assert allocator.allocate(3).tolist() == [1, 2, 5]
     allocator.check()
@@ -34,9 +34,9 @@ def test_a_block_is_free_when_its_last_holder_lets_go():
     allocator = BlockAllocator(2)
     block = allocator.allocate(1)
     allocator.acquire(block)
-    assert allocator.release(block) == 0
+    assert allocator.free(block) == 0
     assert allocator.num_free == 1
-    assert allocator.release(block) == 1
+    assert allocator.free(block) == 1
     assert allocator.num_free == 2
     allocator.check()
 
@@ -44,7 +44,7 @@ def test_a_block_is_free_when_its_last_holder_lets_go():
 def test_refuses_what_cannot_be():
     allocator = BlockAllocator(2)
     with pytest.raises(AssertionError):
-        allocator.release(ids(0))
+        allocator.free(ids(0))
     with pytest.raises(AssertionError):
         allocator.acquire(ids(0))
     with pytest.raises(ValueError, match="at least 1"):

@@ -80,7 +80,7 @@ def test_a_restart_without_close_finds_everything(tmp_path: Path) -> None:
     blocks = chain("a", 5)
     first = make_disk(tmp_path)
     first.put_many(blocks)
-    first._space.release()
+    first._space.free()
     second = make_disk(tmp_path)
     assert read(second, keys(blocks)) == [ReadResult.HIT] * 5
     second.close()

@@ -60,7 +60,7 @@ class TierIndexMachine(RuleBasedStateMachine):
     def failed_write(self, n: int) -> None:
         slot = self.index.reserve()
         if slot is not None:
-            self.index.give_back(slot)
+            self.index.free(slot)
 
     @rule(n=NUMBERS)
     def touch(self, n: int) -> None:

@@ -33,7 +33,7 @@ class NaivePolicy:
     def key(self, block_id: int, now: float) -> tuple[float, ...]:
         return ()
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         self.order.remove(block_id)
         self.candidates.discard(block_id)
 
@@ -85,10 +85,10 @@ class NaiveGDSF(NaiveLFU):
     def key(self, block_id: int, now: float) -> tuple[float, ...]:
         return (self.values[block_id],)
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         if evicted:
             self.inflation = max(self.inflation, self.values[block_id])
-        super().forget(block_id, now, evicted=evicted)
+        super().drop(block_id, now, evicted=evicted)
 
 
 class NaiveRetention(NaiveLRU):
@@ -138,10 +138,10 @@ class NaiveSieve(NaivePolicy):
                 self.visited[block_id] = False
             self.hand += 1
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         if self.order.index(block_id) < self.hand:
             self.hand -= 1
-        super().forget(block_id, now, evicted=evicted)
+        super().drop(block_id, now, evicted=evicted)
 
 
 def first_of(queue: list[int], candidates: set[int]) -> int | None:
@@ -190,7 +190,7 @@ class NaiveS3FIFO:
             self.uses[main] -= 1
         return None
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         self.candidates.discard(block_id)
         if block_id in self.main:
             self.main.remove(block_id)
@@ -242,7 +242,7 @@ class NaiveARC:
             return recent
         return frequent
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         self.candidates.discard(block_id)
         capacity = len(self.t1 + self.t2)
         fingerprint = self.fingerprints[block_id]

@@ -173,7 +173,7 @@ def drive(policy: HazardPolicy, capacity: int, schedule: list[tuple[float, int]]
         if len(held) > capacity:
             victim = policy.victim(now)
             assert victim is not None
-            policy.forget(victim, now, evicted=True)
+            policy.drop(victim, now, evicted=True)
             del held[slot_of.pop(victim)]
             free.append(victim)
     return hits
@@ -262,7 +262,7 @@ def test_blocks_that_nobody_reuses_keep_a_bounded_memory() -> None:
         prints = np.arange(1 + n * 128, 1 + (n + 1) * 128, dtype=np.uint64)
         policy.insert(blocks, float(n), BlockTraits(fingerprints=prints))
         for block_id in reversed(blocks.tolist()):
-            policy.forget(block_id, float(n), evicted=True)
+            policy.drop(block_id, float(n), evicted=True)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held < 4 * 2**20  # 51,000 lifetimes would take 6.6

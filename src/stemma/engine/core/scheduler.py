@@ -317,7 +317,7 @@ class Scheduler:
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
-        is_busy = bool(plan or self._running or self._loading or self._cache.has_abandoned_loads)
+        is_busy = bool(plan or self._running or self._loading or self._cache.has_loads_of_freed)
         return not (is_busy or self._cache.has_fence or self.num_transient_holds)
 
     def _no_room_beside_pins(self, sequence: SequenceState) -> StemmaError:
@@ -381,7 +381,7 @@ class Scheduler:
 
 def _abandon_prefetch(sequence: SequenceState) -> None:
     if sequence.prefetch is not None:
-        sequence.prefetch.abandon()
+        sequence.prefetch.stop()
         sequence.prefetch = None
 
 

@@ -50,15 +50,15 @@ class BlockRecords:
         self._ttls_s[block_id] = np.nan if block.ttl_s is None else block.ttl_s
 
     def remove(self, block_id: int) -> None:
-        """Forget a block that left the index; nothing happens if it wasn't there."""
+        """Drop the record of a block that left the index; nothing happens if it wasn't there."""
         if self._num_tokens[block_id]:
             parent = self._parents[block_id]
             if parent != _ROOT:
                 self._num_children[parent] -= 1
             self._num_tokens[block_id] = 0
 
-    def bury(self, blocks: list[DeviceBlock], reason: MissReason, now: float) -> None:
-        """Forget blocks that were evicted or flushed, all but their ghosts."""
+    def drop(self, blocks: list[DeviceBlock], reason: MissReason, now: float) -> None:
+        """Drop the records of blocks that were evicted or flushed, and keep ghosts of them."""
         for block in blocks:
             self._ghosts.add(block.key, Ghost(now, reason, self._policy_name, block.num_tokens))
             self.remove(block.block_id)

@@ -89,7 +89,7 @@ class CachedBlocks:
         self._allocator.acquire(inserted.added)
         for block_id in inserted.dropped.tolist():
             self._records.remove(block_id)
-        self._allocator.release(inserted.dropped)
+        self._allocator.free(inserted.dropped)
         added = self._record(lease, inserted.canonical, num_full, tail_key, num_tail)
         self.version += 1
         return Entered(inserted.canonical[lease.num_committed : num_full], added)
@@ -121,14 +121,14 @@ class CachedBlocks:
                 self._lower.on_evict(blocks)
         finally:
             # The index has given them up: whatever became of their copies, nobody else would free them.
-            self._bury(evicted, blocks, MissReason.EVICTED)
+            self._drop(evicted, blocks, MissReason.EVICTED)
             self.num_evicted += len(evicted)
         return len(evicted)
 
     def flush(self) -> int:
         """Drop every block that isn't pinned, and tell no lower tier; return how many."""
         dropped = self.index.evict(self.index.num_evictable, self._clock())
-        self._bury(dropped, self._describe(dropped), MissReason.FLUSHED)
+        self._drop(dropped, self._describe(dropped), MissReason.FLUSHED)
         return len(dropped)
 
     def explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
@@ -172,8 +172,8 @@ class CachedBlocks:
     def _describe(self, block_ids: BlockIds) -> list[DeviceBlock]:
         return [self._records.describe(i) for i in block_ids.tolist()]
 
-    def _bury(self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason) -> None:
+    def _drop(self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason) -> None:
         """Give up blocks that left the index, and remember their ghosts."""
-        self._records.bury(blocks, reason, self._clock())
-        self._allocator.release(block_ids)
+        self._records.drop(blocks, reason, self._clock())
+        self._allocator.free(block_ids)
         self.version += 1

@@ -39,7 +39,7 @@ _NO_MATCH = Match(0, _NO_BLOCKS)
 
 
 class BlockBuffer(Protocol):
-    """The device buffer, as far as the façade needs it (`memory/device.py`)."""
+    """The device buffer, as far as the façade needs it (`memory/device/kv.py`)."""
 
     num_blocks: int
 
@@ -168,7 +168,7 @@ class PrefixCache:
         more, `lease.pending` is set: nothing may be computed before `finish_load`. Returns None if there is
         no room now; then nothing is held.
         """
-        self._reap()
+        self._free_loaded()
         found = self._match(namespace, tokens)
         lease = Lease(
             namespace,
@@ -184,10 +184,10 @@ class PrefixCache:
         try:
             is_reserved = self._fill(lease, found, num_new)
         except BaseException:
-            self._let_go(lease)
+            self._free(lease)
             raise
         if not is_reserved:
-            self._let_go(lease)
+            self._free(lease)
             return None
         self._leases.add(lease)
         return lease
@@ -274,7 +274,7 @@ class PrefixCache:
         return [one.num_loaded for one in pending if one is not None and not one.num_loaded.done()]
 
     @property
-    def has_abandoned_loads(self) -> bool:
+    def has_loads_of_freed(self) -> bool:
         """Whether blocks of freed leases are still written into."""
         return bool(self._draining)
 
@@ -282,7 +282,7 @@ class PrefixCache:
         """Enter blocks whose KV is complete in the index; O(1) until another block is full.
 
         `num_computed` leading tokens of the lease have their KV. Where the index holds an identical block
-        already, the lease switches to it and its own is released. With `tail`, the partial last block
+        already, the lease switches to it and its own is freed. With `tail`, the partial last block
         enters too; the lease may go on writing behind those tokens.
         """
         num_full = num_computed // self.block_size
@@ -299,7 +299,7 @@ class PrefixCache:
             if self._fences:
                 self._fences[-1].duplicates.append(given_up)
             else:
-                self._allocator.release(given_up)
+                self._allocator.free(given_up)
             own[:] = canonical
             self._num_deduplicated += len(given_up)
         self._cached.index.pin(canonical)
@@ -334,7 +334,7 @@ class PrefixCache:
             try:
                 self._copy_head(int(lease.block_table[num_full]), int(fresh[0]), num_tail)
             except BaseException:
-                self._let_go(twin)
+                self._free(twin)
                 raise
         twin.cached_by_tier = dict(lease.cached_by_tier)
         twin.miss = lease.miss
@@ -354,7 +354,7 @@ class PrefixCache:
                 self._draining.append(lease)
                 return
             lease.pending = None
-            self._let_go(lease)
+            self._free(lease)
             return
         try:
             self.commit(lease, num_computed, tail=True)
@@ -362,7 +362,7 @@ class PrefixCache:
             if self._fences:
                 self._fences[-1].leases.append(lease)
             else:
-                self._let_go(lease)
+                self._free(lease)
 
     @property
     def has_fence(self) -> bool:
@@ -380,9 +380,9 @@ class PrefixCache:
         """The oldest step under way is over."""
         fence = self._fences.popleft()
         for lease in fence.leases:
-            self._let_go(lease)
+            self._free(lease)
         for block_ids in fence.duplicates:
-            self._allocator.release(block_ids)
+            self._allocator.free(block_ids)
 
     # -- for the operator: the tiers below, from any thread --------------------------------------------
 
@@ -423,7 +423,7 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
-        self._reap()
+        self._free_loaded()
         return self._cached.flush() if self._cached is not None else 0
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
@@ -521,10 +521,10 @@ class PrefixCache:
                     self._cached.use_head(int(source[0]))
         except BaseException:
             if fresh is not None:
-                self._allocator.release(fresh)
+                self._allocator.free(fresh)
             raise
         finally:
-            self._allocator.release(source)
+            self._allocator.free(source)
         return fresh
 
     def _copy_head(self, source: int, target: int, num_tokens: int) -> None:
@@ -536,16 +536,16 @@ class PrefixCache:
             return DISABLED_MISS
         return self._cached.explain(lease, found, num_lost)
 
-    def _let_go(self, lease: Lease) -> None:
-        """Unpin and release the blocks of a lease that is no longer registered."""
+    def _free(self, lease: Lease) -> None:
+        """Unpin and free the blocks of a lease that is no longer registered."""
         if self._cached is not None:
             self._cached.index.unpin(lease.block_table[: lease.num_committed])
-        self._allocator.release(lease.block_table)
+        self._allocator.free(lease.block_table)
         self._tails.pop(lease, None)
         lease.num_blocks = lease.num_committed = 0
 
-    def _reap(self) -> None:
-        """Let go of freed leases whose load is over by now."""
+    def _free_loaded(self) -> None:
+        """Free the blocks of freed leases whose load is over by now."""
         for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
             self._draining.remove(lease)
-            self._let_go(lease)
+            self._free(lease)

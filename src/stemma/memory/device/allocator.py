@@ -1,6 +1,6 @@
 """Reference-counted allocation of block ids. Knows nothing of requests, prefixes or bytes.
 
-Free ids lie on a stack, so a block that was just given back, and may still be in a CPU cache, is used next;
+Free ids lie on a stack, so a block that was just freed, and may still be in a CPU cache, is used next;
 a fresh allocator hands out 0, 1, 2, ... Every operation is O(number of ids), in numpy.
 """
 
@@ -44,13 +44,13 @@ class BlockAllocator:
         assert (self._counts[block_ids] > 0).all(), "acquire of a free block"
         self._counts[block_ids] += 1
 
-    def release(self, block_ids: BlockIds) -> int:
+    def free(self, block_ids: BlockIds) -> int:
         """Give up one hold of each of these distinct ids; return how many became free."""
         counts = self._counts[block_ids] - 1
-        assert (counts >= 0).all(), "release of a free block"
+        assert (counts >= 0).all(), "free of a free block"
         self._counts[block_ids] = counts
         freed = block_ids[counts == 0]
-        # Reversed, so that a chain released from its root comes back off the stack in the same order.
+        # Reversed, so that a chain freed from its root comes back off the stack in the same order.
         self._stack[self._num_free : self._num_free + len(freed)] = freed[::-1]
         self._num_free += len(freed)
         return len(freed)

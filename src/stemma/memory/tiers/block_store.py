@@ -11,8 +11,8 @@ Rules that every store keeps (tests/contracts/block_store_suite.py):
   result the buffer's content is undefined.
 * What is wrong with one block (missing, torn, late, no space) is a result, counted with its reason, never an
   exception. Exceptions are for misuse: ValueError for a buffer of the wrong size, StorageError after `close`.
-* A cache may forget, it may not stall: `put_many` may drop. Bytes are copied or written before it returns,
-  so the caller can reuse its buffers.
+* A cache may drop, it may not stall: `put_many` may refuse blocks. Bytes are copied or written before it
+  returns, so the caller can reuse its buffers.
 * All methods may be called from any thread. Only `host` is fast enough for the step loop.
 """
 
@@ -92,13 +92,13 @@ class Storable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Blocks read into memory of their store, which nobody else uses until `give_back` is called (once)."""
+    """Blocks read into memory of their store, which nobody else uses until `free` is called (once)."""
 
     results: list[ReadResult]
     """Of the first keys asked for: at least one."""
     places: Sequence[memoryview]
     """Where they lie; one per result if any is a hit. Only those of hits may be read."""
-    give_back: Callable[[], None] = lambda: None
+    free: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)

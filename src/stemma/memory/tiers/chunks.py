@@ -21,14 +21,14 @@ def num_buffers(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Blocks that were read, and may be used between `prove` and `give_back`; each is called once."""
+    """Blocks that were read, and may be used between `prove` and `free`; each is called once."""
 
     num_keys: int
     places: Sequence[memoryview]
     """Where the blocks lie; those that aren't hits are undefined, or not there."""
     prove: Callable[[], list[ReadResult]]
     """Return one result per key."""
-    give_back: Callable[[], None]
+    free: Callable[[], None]
 
 
 class ChunkReader:
@@ -48,7 +48,7 @@ class ChunkReader:
         """Read the first few keys."""
         loan = store.lend_many(keys)
         if loan is not None:
-            return Chunk(len(loan.results), loan.places, lambda: loan.results, loan.give_back)
+            return Chunk(len(loan.results), loan.places, lambda: loan.results, loan.free)
         if self._buffers is None:  # a server whose stores lend never pays for them
             num_slots = num_buffers(self._block_bytes)
             self._buffers = StagingArena(num_slots, self._block_bytes, pin_memory=self._pin_memory)

@@ -84,7 +84,7 @@ class HostStore(SlottedStore):
 
         return self._put(blocks, write)
 
-    def release_oldest(self, num_blocks: int, save: Callable[[Sequence[BlockPut]], None]) -> int:
+    def drop_oldest(self, num_blocks: int, save: Callable[[Sequence[BlockPut]], None]) -> int:
         """Make room ahead of need: hand the blocks that go first to `save`, then drop them.
 
         They stay readable until `save` returns, and any that was used or got a child meanwhile stays for
@@ -118,7 +118,7 @@ class HostStore(SlottedStore):
         """Slots that a put takes without evicting."""
         return self.capacity_blocks - self._index.num_taken
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         # Borrowed views keep the memory alive until the last of them is gone.
         self._arena = torch.empty((0, 0), dtype=torch.uint8)
         self._bytes = np.empty((0, 0), dtype=np.uint8)

@@ -110,7 +110,7 @@ class TierIndex:
         self._freed.append(slot)
         return slot
 
-    def give_back(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a reserved slot whose write failed."""
         self._reserved.remove(slot)
         self._freed.append(slot)
@@ -234,7 +234,7 @@ class TierIndex:
         return taken
 
     def drop(self, slot: int, now: float) -> None:
-        """Forget a live block, whether leaf, pinned or neither, and free its slot."""
+        """Drop a live block, whether leaf, pinned or neither, and free its slot."""
         self._leave(slot, now, evicted=False)
         self._freed.append(slot)
 
@@ -267,9 +267,9 @@ class TierIndex:
             del self._num_children[parent]
         try:
             if not was_candidate:
-                # `forget` takes candidates only.
+                # `drop` takes candidates only.
                 self._policy.offer(slot)
-            self._policy.forget(slot, now, evicted=evicted)
+            self._policy.drop(slot, now, evicted=evicted)
             if not count and parent in self._slot_of and parent not in self._pins:
                 self._policy.offer(self._slot_of[parent])
         except Exception as error:  # noqa: BLE001 - see `_policy_failed`

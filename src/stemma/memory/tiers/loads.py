@@ -48,7 +48,7 @@ class Prefetch:
 
     probe: Future[None]
     """Done when `TierTransfer.match` knows all it can know of the prompt; until then admission may wait."""
-    abandon: Callable[[], None]
+    stop: Callable[[], None]
     """Stop moving blocks to the host tier: the request is admitted, or gone."""
 
 
@@ -69,7 +69,7 @@ class Load:
         self.probe: Future[None] = Future()
         """Of a prefetch: done when `on_probed` was told which blocks the pool has."""
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """Stop where it is."""
         self.finish(self.num_done)
 
@@ -224,13 +224,13 @@ class LoadQueue:
                 if not due:
                     wait_s = self._deadlines[0][0] - now if self._deadlines else None
                     self._deadlines_changed.wait(wait_s)
-            self._give_up(due)
+            self._stop_late(due)
         with self._deadlines_changed:
             rest = [task for _, _, task in self._deadlines]
             self._deadlines.clear()
-        self._give_up(rest)
+        self._stop_late(rest)
 
-    def _give_up(self, tasks: Iterable[Load]) -> None:
+    def _stop_late(self, tasks: Iterable[Load]) -> None:
         for task in tasks:
             task.failure = "a load from a lower tier took too long"
             if task.finish(task.num_done, fails=self._fails) and task.block_ids is not None:
@@ -308,7 +308,7 @@ class LoadQueue:
                 task.probe.set_result(None)
 
     def _note_pool(self, keys: Sequence[BlockKey], there: Sequence[bool]) -> None:
-        """Remember what a probe of the pool found, and forget what it didn't: it will be written again."""
+        """Remember what a probe of the pool found, and drop what it didn't: it will be written again."""
         found = dict(zip(keys, there, strict=True))
         self._whereabouts.note_in_pool([key for key in keys if found[key]])
         self._whereabouts.note_not_in_pool([key for key in keys if not found[key]])
@@ -351,7 +351,7 @@ class LoadQueue:
                     self._deliver(task, chunk.places[: got.count(ReadResult.HIT)], store.tier)
                     results.extend(got)
             finally:
-                chunk.give_back()
+                chunk.free()
 
         taking: Future[None] | None = None
         last = start = 0
@@ -364,7 +364,7 @@ class LoadQueue:
                     taking = self._helpers.submit(take, start, chunk)
                 except RuntimeError:  # this queue was closed meanwhile
                     chunk.prove()
-                    chunk.give_back()
+                    chunk.free()
                     break
                 last, start = start, start + chunk.num_keys
         finally:
@@ -412,7 +412,7 @@ class LoadQueue:
             sources = [torch.frombuffer(place, dtype=torch.uint8) for place in places]
             self._device.into(block_ids, sources, beside_reads=True)
             task.num_done += count
-        self._whereabouts.forget_origin(task.keys[first : first + count])
+        self._whereabouts.drop_origin(task.keys[first : first + count])
         with self._lock:
             self.counters.loaded_blocks[tier] += count
 

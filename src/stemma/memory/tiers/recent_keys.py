@@ -15,7 +15,7 @@ NOTE_BYTES = 250
 
 
 class RecentKeys(Generic[V]):
-    """A bounded table by block key that forgets what was noted longest ago. Thread-safe."""
+    """A bounded table by block key that drops what was noted longest ago. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -42,7 +42,7 @@ class RecentKeys(Generic[V]):
             while len(self._notes) > self._capacity:
                 self._notes.popitem(last=False)
 
-    def forget(self, keys: Iterable[BlockKey]) -> None:
+    def drop(self, keys: Iterable[BlockKey]) -> None:
         """Drop the notes of some keys."""
         with self._lock:
             for key in keys:
@@ -69,20 +69,20 @@ class Whereabouts:
 
     def note_not_in_pool(self, keys: Iterable[BlockKey]) -> None:
         """Keys aren't in the pool (any more), or couldn't be put there."""
-        self._in_pool.forget(keys)
+        self._in_pool.drop(keys)
 
     def note_origin(self, tier: Tier, keys: Iterable[BlockKey]) -> None:
         """Keys are being copied to the host tier from another one."""
         self._origins.note(dict.fromkeys(keys, tier))
 
-    def forget_origin(self, keys: Iterable[BlockKey]) -> None:
+    def drop_origin(self, keys: Iterable[BlockKey]) -> None:
         """Keys went from their tier to the device without a detour: there is no credit left to give."""
-        self._origins.forget(keys)
+        self._origins.drop(keys)
 
     def note_lost(self, key: BlockKey) -> None:
         """A key wasn't where it was said to be."""
-        self._origins.forget([key])
-        self._in_pool.forget([key])
+        self._origins.drop([key])
+        self._in_pool.drop([key])
 
     def is_in_pool(self, key: BlockKey) -> bool:
         """Return whether the pool was seen to have it."""
@@ -93,10 +93,10 @@ class Whereabouts:
         if tier is not Tier.HOST or key not in self._origins:
             return tier
         found = self._origins.get(key, tier)
-        self._origins.forget([key])
+        self._origins.drop([key])
         return found
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all notes."""
         self._origins.clear()
         self._in_pool.clear()

@@ -101,8 +101,8 @@ class SlottedStore(LocalStore):
         """Blocks left these slots, evicted or removed. Called with the lock."""
 
     @abstractmethod
-    def _let_go(self) -> None:
-        """Release memory or files. Called once, with the lock, when no bytes move any more."""
+    def _free_all(self) -> None:
+        """Free memory or files. Called once, with the lock, when no bytes move any more."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -228,7 +228,7 @@ class SlottedStore(LocalStore):
                     if result is PutResult.STORED:
                         self._commit(blocks[n], slot, now)
                     else:
-                        self._index.give_back(slot)
+                        self._index.free(slot)
                         self.counters.reasons[reason] += 1
                 self.counters.puts.update(results)
                 self.counters.written_bytes += results.count(PutResult.STORED) * self.block_bytes
@@ -292,7 +292,7 @@ class SlottedStore(LocalStore):
                 return
             self._is_open = False
             self._idle.wait_for(lambda: self._num_moving == 0)
-            self._let_go()
+            self._free_all()
 
     def check(self) -> None:
         """See `LocalStore`."""
@@ -345,7 +345,7 @@ class SlottedStore(LocalStore):
             for block, (_, slot) in zip(blocks, planned, strict=False):
                 if slot is not None:
                     self._writing.remove(block.key)
-                    self._index.give_back(slot)
+                    self._index.free(slot)
             raise
         finally:
             for key in held:

@@ -39,16 +39,16 @@ class StagingArena:
         return len(self._free)
 
     def take(self, at_most: int, num_owners: int = 1) -> list[int]:
-        """Return up to `at_most` slots at once; each is free again after `num_owners` calls of `give`."""
+        """Return up to `at_most` slots at once; each is free again after `num_owners` calls of `free`."""
         with self._lock:
-            # The slots given back last: their bytes are still in the processor's cache.
+            # The slots freed last: their bytes are still in the processor's cache.
             taken = self._free[-at_most:][::-1] if at_most else []
             del self._free[len(self._free) - len(taken) :]
             for slot in taken:
                 self._num_owners[slot] = num_owners
             return taken
 
-    def give(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Give up one ownership of a slot."""
         with self._lock:
             self._num_owners[slot] -= 1

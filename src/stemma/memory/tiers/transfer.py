@@ -213,7 +213,7 @@ class TierTransfer:
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
             return None
         task = self._loads.prefetch(parent, keys, self._policy.load_timeout_s, probe=self.must_probe)
-        return Prefetch(task.probe, task.abandon)
+        return Prefetch(task.probe, task.stop)
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
         found: list[Tier] = []
@@ -340,7 +340,7 @@ class TierTransfer:
             return False
         if host.num_free >= self._low_water:
             return False
-        return host.release_oldest(BATCH_BLOCKS, lambda blocks: self._save(store, blocks)) > 0
+        return host.drop_oldest(BATCH_BLOCKS, lambda blocks: self._save(store, blocks)) > 0
 
     def _save(self, store: BlockStore, blocks: Sequence[BlockPut]) -> None:
         store.put_many(blocks[::-1])

@@ -1,7 +1,7 @@
 """Blocks on their way down into a slow store, written by a thread of their own.
 
 The step loop pays one memcpy a block, into staging; from then on the device block may be reused. The queue is
-bounded by the staging arena. When that is full the newest blocks are dropped and counted: a cache may forget,
+bounded by the staging arena. When that is full the newest blocks are dropped and counted: a cache may drop,
 it may not stall. An error that nobody expects is reported to the supervisor; its blocks count as not written,
 and the thread goes on, so that nobody waits for it in vain.
 """
@@ -80,7 +80,7 @@ class WriteQueue:
         with self._changed:
             if self._is_closing:
                 self._num_put += len(staged)
-                self._give_back(list(staged))
+                self._free(list(staged))
                 return
             self._blocks.extend(staged)
             self._keys.update(one.block.key for one in staged)
@@ -88,7 +88,7 @@ class WriteQueue:
             self._changed.notify_all()
 
     def touch(self, keys: list[BlockKey]) -> None:
-        """Count blocks of a local store as used, in time; under pressure the oldest news is forgotten."""
+        """Count blocks of a local store as used, in time; under pressure the oldest are dropped."""
         with self._changed:
             self._touches.append(keys)
             self._changed.notify_all()
@@ -117,7 +117,7 @@ class WriteQueue:
         self.drain(timeout_s)
         with self._changed:
             self._is_closing = True
-            self._give_back([self._blocks.popleft() for _ in range(len(self._blocks))])
+            self._free([self._blocks.popleft() for _ in range(len(self._blocks))])
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
@@ -128,7 +128,7 @@ class WriteQueue:
             with self._changed:
                 self._is_closing, self._is_busy, self._is_awake = True, False, False
                 self._touches.clear()
-                self._give_back([self._blocks.popleft() for _ in range(len(self._blocks))])
+                self._free([self._blocks.popleft() for _ in range(len(self._blocks))])
 
     def _write_until_closed(self) -> None:
         while True:
@@ -164,7 +164,7 @@ class WriteQueue:
             self._supervisor.on_thread_failure(self._name, error)
         finally:
             with self._changed:
-                self._give_back(batch)
+                self._free(batch)
 
     def _write(self, batch: list[StagedBlock]) -> None:
         puts = []
@@ -187,9 +187,9 @@ class WriteQueue:
         if self._on_failed is not None and batch:
             self._on_failed([one.block.key for one in batch])
 
-    def _give_back(self, batch: list[StagedBlock]) -> None:
+    def _free(self, batch: list[StagedBlock]) -> None:
         self._num_done += len(batch)
         self._changed.notify_all()
         for one in batch:
             self._keys.discard(one.block.key)
-            self._staging.give(one.slot)
+            self._staging.free(one.slot)

@@ -86,7 +86,7 @@ class ARCPolicy(StampedPolicy):
             return self._recent.lowest()
         return self._frequent.lowest()
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the block; remember it if it was evicted."""
         self.withdraw(block_id)
         capacity = self._num_recent + self._num_frequent

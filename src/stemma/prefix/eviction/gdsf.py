@@ -45,11 +45,11 @@ class GDSFPolicy(RankedPolicy):
         self._counts[block_ids] += 1
         self._values[block_ids] = self._inflation + self._counts[block_ids] * self._costs[block_ids]
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the candidate; if it was evicted, everything that enters from now on is worth more."""
         if evicted:
             self._inflation = max(self._inflation, self._values.item(block_id))
-        super().forget(block_id, now, evicted=evicted)
+        super().drop(block_id, now, evicted=evicted)
 
     def _rank(self, block_id: int) -> int:
         return self._value_bits.item(block_id) << STAMP_BITS | self._stamps.item(block_id)

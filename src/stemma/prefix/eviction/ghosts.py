@@ -19,12 +19,12 @@ class GhostQueue:
         return fingerprint in self._queue
 
     def remember(self, fingerprint: int, max_ghosts: int) -> None:
-        """Add a fingerprint as the newest; forget the oldest beyond `max_ghosts`."""
+        """Add a fingerprint as the newest; drop the oldest beyond `max_ghosts`."""
         self._queue[fingerprint] = None
         self._queue.move_to_end(fingerprint)
         while len(self._queue) > max(max_ghosts, 0):
             self._queue.popitem(last=False)
 
     def recall(self, fingerprint: int) -> None:
-        """Forget a fingerprint that is known: the block is back."""
+        """Drop a fingerprint that is known: the block is back."""
         del self._queue[fingerprint]

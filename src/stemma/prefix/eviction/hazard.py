@@ -53,7 +53,7 @@ _MIN_SPAN_S = 60.0
 _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
 _MAX_DROPPED = 1 << 14
-"""Forgotten lifetimes kept one by one (130 bytes each); beyond, they are counted before the next fit."""
+"""Dropped lifetimes kept one by one (130 bytes each); beyond, they are counted before the next fit."""
 _GHOST_BYTES = 150
 _UNCOUNTED_BYTES = 8 * 2**20
 _NO_RECORDS: Int32 = np.empty(0, dtype=np.int32)
@@ -209,7 +209,7 @@ class HazardPolicy(StampedPolicy):
                 self._show_ends(queue)
         raise AssertionError("a candidate is in no queue")
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the block; if it was evicted, remember what is known of it."""
         if self._unclassified is not None:
             self._classify_prompt()

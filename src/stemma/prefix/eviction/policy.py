@@ -86,10 +86,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victim(self, now: float) -> int | None:
-        """Return the candidate to evict first, or None; it stays a candidate until `forget`."""
+        """Return the candidate to evict first, or None; it stays a candidate until `drop`."""
 
     @abstractmethod
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """The block left the index: evicted for room, or (False) superseded or flushed.
 
         It is no candidate any more (it need not have been one); its id may be inserted again.

@@ -1,7 +1,7 @@
-"""RecordTable: what the hazard policy knows of each block, from its first use until it is forgotten.
+"""RecordTable: what the hazard policy knows of each block, from its first use until its record is dropped.
 
 Records outlive evictions: a block that returns under the same fingerprint finds its record again. The oldest
-evicted ones are forgotten beyond a bound.
+records of evicted blocks are dropped beyond a bound.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class RecordTable:
         return records, np.asarray(known, dtype=np.int32)
 
     def leave(self, record: int, *, remember: bool) -> None:
-        """End a residence; a remembered block is forgotten once too many others left after it."""
+        """End a residence; a remembered block is dropped once too many others left after it."""
         self.num_resident -= 1
         identity = self.prints.item(record)
         if not remember or identity == NO_PRINT or not self._max_ghosts:
@@ -133,7 +133,7 @@ class RecordTable:
         return len(self._dropped)
 
     def take_dropped(self) -> OpenLifetimes:
-        """Return the lifetimes forgotten since the last call."""
+        """Return the lifetimes dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return OpenLifetimes(
             np.asarray([item[0] for item in dropped], dtype=np.int32),

@@ -64,9 +64,9 @@ class RetentionPolicy(RankedPolicy):
             return first
         return self.lowest()
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the candidate."""
-        super().forget(block_id, now, evicted=evicted)
+        super().drop(block_id, now, evicted=evicted)
         self._mortal.withdraw(block_id)
 
     def _rank(self, block_id: int) -> int:

@@ -106,7 +106,7 @@ class ReuseModel:
         self._typical_reuse = 1.0
         """Moving average of the weight of all blocks that are reused at once."""
         self._censored: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
-        """The same of lifetimes that were forgotten before they ended."""
+        """The same of lifetimes that were dropped before they ended."""
         self.num_reuses = 0
         """Prompts that reused something."""
         self.is_fitted = False
@@ -124,7 +124,7 @@ class ReuseModel:
             self._count_ended()
 
     def censor(self, lifetimes: OpenLifetimes, now: float) -> None:
-        """Note that these lifetimes were forgotten about now; nothing is known of their end."""
+        """Note that these lifetimes were dropped about now; nothing is known of their end."""
         self._fade(now)
         self._add(self._censored, lifetimes, now)
 

@@ -92,7 +92,7 @@ class S3FIFOPolicy(StampedPolicy):
             self._uses[block_id] -= 1
             self._restamp(block_id)
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the block; remember it if it left the small queue for room."""
         self.withdraw(block_id)
         if self._in_main[block_id]:

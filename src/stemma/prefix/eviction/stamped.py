@@ -75,7 +75,7 @@ class RankedPolicy(CandidateHeap, StampedPolicy):
                 return block_id
         return self.lowest()
 
-    def forget(self, block_id: int, now: float, *, evicted: bool) -> None:
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
         """Drop the candidate (without a call of `withdraw`, mostly)."""
         heap = self._heap
         if heap and heap[0] & ID_MASK == block_id:

@@ -346,10 +346,10 @@ def test_a_loan_keeps_its_slots_until_it_is_given_back(backend: FaultyBackend, c
     assert store.lend_many(keys(blocks[2:])).results == [ReadResult.LATE] * 3  # no slot within the deadline
     assert read(store, keys(blocks[2:])) == [ReadResult.LATE] * 3
     assert [bytes(place) for place in first.places] == [block.data for block in blocks[:2]]
-    first.give_back()
+    first.free()
     second = store.lend_many(keys(blocks[2:]))
     assert [bytes(place) for place in second.places] == [block.data for block in blocks[2:4]]
-    second.give_back()
+    second.free()
 
 
 def test_slots_of_a_late_loan_are_free_only_when_the_backend_is_done(
@@ -361,7 +361,7 @@ def test_slots_of_a_late_loan_are_free_only_when_the_backend_is_done(
     backend.gate.clear()
     late = store.lend_many(keys(blocks))
     assert (late.results, late.places) == ([ReadResult.LATE] * 3, ())
-    late.give_back()  # gives nothing: the backend has them
+    late.free()  # gives nothing: the backend has them
     assert store.staging.slots.num_taken == 3
     assert store.status().circuit is Circuit.OPEN
     assert set(store.lend_many(keys(blocks)).results) == {ReadResult.ERROR}
@@ -380,7 +380,7 @@ def test_a_loan_ends_before_a_key_known_to_be_absent(backend: FaultyBackend, clo
     assert not store.exists_many([blocks[at].key])[0]
     loan = store.lend_many(keys(blocks))
     assert loan.results == ([ReadResult.HIT] * at or [ReadResult.MISS])
-    loan.give_back()
+    loan.free()
     assert store.staging.slots.num_taken == 0
 
 
@@ -393,7 +393,7 @@ def test_loans_grow_while_the_backend_is_fast_and_shrink_before_they_are_late(
 
     def lent() -> int:
         loan = store.lend_many(wanted)
-        loan.give_back()
+        loan.free()
         return loan.results.count(ReadResult.HIT)
 
     assert [lent() for _ in range(4)] == [16, 32, 64, 64]
@@ -414,7 +414,7 @@ def test_a_spoiled_block_is_lent_to_nobody(backend: FaultyBackend, clock: Clock)
     loan = store.lend_many(keys(blocks))
     assert loan.results == [ReadResult.CORRUPT]
     assert store.counters.reasons["checksum"] == 1
-    loan.give_back()
+    loan.free()
 
 
 def test_a_call_that_finds_its_store_just_closed_is_a_storage_error(

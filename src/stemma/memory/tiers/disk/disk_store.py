@@ -114,7 +114,7 @@ class DiskStore(SlottedStore):
             self._restore()
         except OSError as error:
             self._slabs.close()
-            self._space.release()
+            self._space.free()
             raise StorageError(f"can't open the disk cache {self.path}: {error.strerror}") from error
 
     @property
@@ -377,10 +377,10 @@ class DiskStore(SlottedStore):
         ttl_s = records["ttl_s"].astype(np.float64)
         self._ttl_s[found.slots] = np.where(np.isnan(ttl_s), self._default_ttl_s, ttl_s)
 
-    def _let_go(self) -> None:
+    def _free_all(self) -> None:
         self._write_last_uses()
         self._slabs.close()
-        self._space.release()
+        self._space.free()
 
     def _write_last_uses(self) -> None:
         """Bring the times of last use on disk up to date where they are a second or more behind."""

@@ -10,7 +10,7 @@
         slab-00000 …      slots: a record, the block, padding
 
 A changed model therefore never sees old bytes: it looks in another sub-directory. `DIR` has one size limit;
-when a slab is added, sub-directories that no server holds make room first, the longest unused one foremost.
+when a slab is added, caches of models that no server is using are deleted first, least recently used first.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OpenSpace:
     lock_fd: int | None
     """None only where a read-only file system has no lock file."""
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Let other servers have it; a second call does nothing."""
         if self.lock_fd is not None:
             os.close(self.lock_fd)
@@ -287,7 +287,7 @@ def make_room(root: Path, own: Path, own_bytes: int, limit_bytes: int) -> int:
     """Delete unused sub-directories other than `own` until all fit in the limit with `own_bytes` of ours.
 
     Sub-directories that other servers hold count against those servers' limits, not this one. Returns the
-    bytes given back.
+    bytes freed.
     """
     others = [space for space in list_spaces(root) if space.path != own and not space.in_use]
     excess = own_bytes + sum(space.allocated_bytes for space in others) - limit_bytes

@@ -15,7 +15,7 @@ ABSENT_BYTES = _CAPACITY * _KEY_BYTES
 
 
 class AbsentKeys:
-    """Bounded memory of keys not worth asking for; each forgotten after its own time. Thread-safe.
+    """Bounded memory of keys not worth asking for; each dropped after its own time. Thread-safe.
 
     Lifetimes are short, because other servers fill the pool meanwhile.
     """
@@ -40,7 +40,7 @@ class AbsentKeys:
                 self._until.popitem(last=False)
 
     def discard(self, key: BlockKey) -> None:
-        """Forget `key`: it was just put."""
+        """Drop `key`: it was just put."""
         with self._lock:
             self._until.pop(key, None)
 

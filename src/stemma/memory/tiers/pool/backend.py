@@ -50,7 +50,7 @@ class PoolBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and memory; a second call does nothing."""
+        """Free connections and memory; a second call does nothing."""
 
     def register(self, memory: memoryview) -> None:
         """Announce memory that values will be read into or written from, for its whole life."""

@@ -35,7 +35,7 @@ class Call(Generic[T]):
         """Return whether the call was over within `timeout_s` (None: however long it takes)."""
         return self._over.wait(timeout_s)
 
-    def give_up(self) -> None:
+    def drop(self) -> None:
         """Take the call back if it hasn't begun; one that runs goes on."""
         if self._begin():
             self._end()

@@ -67,13 +67,13 @@ class Guard:
     def finish(self, call: Call[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
         """Wait for a call about `num_blocks` blocks; tell the breaker how it went, and count why it failed.
 
-        With `settle`, don't return before the backend has let go of the call's buffers, however late.
+        With `settle`, don't return before the backend is done with the call's buffers, however late.
         """
         if not call.wait(self.deadline_s):
             self.breaker.timed_out()
             self.count_reason("late", num_blocks)
             self._note(f"no answer within {self.deadline_s:g} s")
-            call.give_up()
+            call.drop()
             if settle:
                 call.wait()
             return Answer(None, late=True)

@@ -2,7 +2,7 @@
 
 A block is read into a staging slot and, once its header proves it, lent or copied out. So a read that comes
 late writes into a slot that nobody else has: a slot is free again only when the backend's call is over, and
-what was lent is given back. Where the destination of a copy lies in registered memory it is read in place;
+what was lent is freed. Where the destination of a copy lies in registered memory it is read in place;
 such a call is waited for to its very end.
 
 One batch at a time: Mooncake's client spins while it waits, so a second batch under way takes from the
@@ -105,7 +105,7 @@ class Reader:
         if not slots:
             self._guard.count_reason("no_slot", len(keys))
             return Loan([ReadResult.LATE] * len(keys), ())
-        give = partial(self._staging.slots.give, slots)
+        free = partial(self._staging.slots.free, slots)
         batch = [
             _Wanted(at, key, self._names.own(key), slot.payload)
             for at, (key, slot) in enumerate(zip(keys, slots, strict=False))
@@ -116,14 +116,14 @@ class Reader:
         answer = self._guard.finish(call, len(batch))
         self._adapt(len(batch), (time.monotonic() - start) / self._guard.deadline_s)
         if answer.value is None:
-            call.when_over(give)  # a late one may write into the slots yet
+            call.when_over(free)  # a late one may write into the slots yet
             return Loan([ReadResult.LATE if answer.late else ReadResult.ERROR] * len(keys), ())
         try:
             results = self._take(batch, [(slot.header, slot.payload) for slot in slots], answer.value)
         except BaseException:
-            give()
+            free()
             raise
-        return Loan(results, [slot.payload for slot in slots], give)
+        return Loan(results, [slot.payload for slot in slots], free)
 
     def _adapt(self, num_blocks: int, share: float) -> None:
         """Choose the size of the next loan after one that took this share of the deadline."""
@@ -139,16 +139,16 @@ class Reader:
             return [ReadResult.ERROR] * len(waiting)
         batch = waiting[:BATCH_BLOCKS]
         direct = all(self._registered.covers(wanted.into) for wanted in batch)
-        give: Callable[[], None]
+        free: Callable[[], None]
         parts: list[Parts]
         if direct:
             headers = self._staging.headers.take(len(batch), self._guard.deadline_s)
-            give = partial(self._staging.headers.give, headers)
+            free = partial(self._staging.headers.free, headers)
             values = [(header, wanted.into) for header, wanted in zip(headers, batch, strict=False)]
             parts = list(values)
         else:
             slots = self._staging.slots.take(len(batch), self._guard.deadline_s)
-            give = partial(self._staging.slots.give, slots)
+            free = partial(self._staging.slots.free, slots)
             values = [(slot.header, slot.payload) for slot in slots]
             parts = [(slot.whole,) for slot in slots]
         if not values:  # all room is held by calls that don't come back
@@ -164,7 +164,7 @@ class Reader:
                 return [ReadResult.ERROR] * len(batch)
             return self._take(batch, values, answer.value)
         finally:
-            call.when_over(give)
+            call.when_over(free)
 
     def _take(
         self,

@@ -45,7 +45,7 @@ def _slots(capacity_bytes: int, block_bytes: int) -> tuple[int, int]:
 
 
 class Room(Generic[T]):
-    """A fixed number of things to take and give back; thread-safe. What is taken belongs to the taker."""
+    """A fixed number of things to take and free; thread-safe. What is taken belongs to the taker."""
 
     def __init__(self, free: list[T]) -> None:
         self.size = len(free)
@@ -69,7 +69,7 @@ class Room(Generic[T]):
             del self._free[-at_most:]
             return taken
 
-    def give(self, things: list[T]) -> None:
+    def free(self, things: list[T]) -> None:
         """Give things back."""
         with self._changed:
             self._free.extend(things)

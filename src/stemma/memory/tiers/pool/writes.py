@@ -59,11 +59,11 @@ class Writer:
         results: list[PutResult] = []
         while len(results) < len(blocks):
             rest = blocks[len(results) :]
-            batch, give = self._sealed(rest[:BATCH_BLOCKS])
+            batch, free = self._sealed(rest[:BATCH_BLOCKS])
             if not batch:
                 self._guard.count_reason("no_slot", len(rest))
                 return results + [PutResult.DROPPED] * len(rest)
-            stored, late = self._store(batch, give)
+            stored, late = self._store(batch, free)
             results += stored
             if late:
                 return results + [PutResult.ERROR] * (len(blocks) - len(results))
@@ -78,16 +78,16 @@ class Writer:
             for block, name, header in zip(blocks, names, headers, strict=False):
                 seal(name, block.data, header)
                 batch.append(_Write(block.key, name, (header, block.data)))
-            return batch, partial(self._staging.headers.give, headers)
+            return batch, partial(self._staging.headers.free, headers)
         slots = self._staging.slots.take(len(blocks), self._guard.deadline_s)
         for block, name, slot in zip(blocks, names, slots, strict=False):
             np.copyto(np.frombuffer(slot.payload, np.uint8), np.frombuffer(block.data, np.uint8))
             seal(name, slot.payload, slot.header)
             batch.append(_Write(block.key, name, (slot.whole,)))
-        return batch, partial(self._staging.slots.give, slots)
+        return batch, partial(self._staging.slots.free, slots)
 
-    def _store(self, batch: list[_Write], give: Callable[[], None]) -> tuple[list[PutResult], bool]:
-        """Put one batch and give its room back; return the results, and whether it was late.
+    def _store(self, batch: list[_Write], free: Callable[[], None]) -> tuple[list[PutResult], bool]:
+        """Put one batch and free its room back; return the results, and whether it was late.
 
         Blocks for which there was no space are tried again: Mooncake evicts in the background.
         """
@@ -105,7 +105,7 @@ class Writer:
             )
             answer = self._guard.finish(call, len(some))
             if answer.value is None:
-                call.when_over(give)
+                call.when_over(free)
                 return results, answer.late
             for at, result in zip(waiting, answer.value, strict=True):
                 results[at] = result
@@ -115,5 +115,5 @@ class Writer:
             if not waiting:
                 break
         self._guard.count_reason("no_space", results.count(PutResult.NO_SPACE))
-        give()
+        free()
         return results, False
