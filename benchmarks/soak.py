@@ -24,7 +24,8 @@ import numpy as np
 import psutil
 
 from stemma.engine.api import GenerationRequest
-from stemma.engine.llm import LLM
+from stemma.engine.build import build_engine
+from stemma.engine.llm import engine_settings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.tiers import transfer
 from stemma.memory.tiers.disk.disk_store import DiskStore
@@ -84,20 +85,22 @@ class Soak:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.rng = random.Random(seed)
-        self.llm = LLM(
-            write_tiny_model(folder / "model", hidden_size=96, num_layers=2),
-            kv_cache_memory="1MB",
-            block_size=16,
-            num_threads=1,
-            host_cache="4MB",
-            disk_cache=folder / "cache",
-            disk_cache_size="16MB",
-            disk_cache_ttl_s=60.0,
-            pool="directory",
-            pool_config=self._pool_config(),
-            load_when="always",
+        self.parts = build_engine(
+            engine_settings(
+                write_tiny_model(folder / "model", hidden_size=96, num_layers=2),
+                kv_cache_memory="1MB",
+                block_size=16,
+                num_threads=1,
+                host_cache="4MB",
+                disk_cache=folder / "cache",
+                disk_cache_size="16MB",
+                disk_cache_ttl_s=60.0,
+                pool="directory",
+                pool_config=self._pool_config(),
+                load_when="always",
+            )
         )
-        self.cache = self.llm.engine.cache
+        self.cache = self.parts.engine.cache
         self.files = FlakyFiles()
         self.disk = next(store for store in self.cache.stores if isinstance(store, DiskStore))
         self.disk._files = self.files
@@ -115,7 +118,7 @@ class Soak:
 
     def round(self) -> None:
         """Serve a few sessions at once, abort some, and meddle."""
-        engine = self.llm.engine
+        engine = self.parts.engine
         names: list[str] = []
         for number in self.rng.sample(range(NUM_SESSIONS), 6):
             if len(self.histories[number]) > 400:
@@ -139,14 +142,14 @@ class Soak:
 
     def flush(self) -> None:
         """Drop everything from device, host and disk."""
-        self.llm.engine.flush_cache()
+        self.parts.engine.flush_cache()
         self.cache.flush_lower()
 
     def leftovers(self) -> list[str]:
         """Flush when nothing runs; return what stayed although nobody holds it."""
         self.files.is_broken = False
         self.flush()
-        stats = self.llm.engine.stats()
+        stats = self.parts.engine.stats()
         assert stats.transfer is not None
         left = {tier.value: one.num_blocks or 0 for tier, one in stats.transfer.tiers.items()}
         left["device"] = stats.num_cached_blocks
@@ -156,10 +159,10 @@ class Soak:
     def sample(self) -> Sample:
         """Check the invariants and measure, when no write is under way."""
         assert self.cache.drain(DRAIN_TIMEOUT_S)
-        self.llm.engine.check()
+        self.parts.engine.check()
         self.cache.check()
         process = psutil.Process()
-        stats = self.llm.engine.stats()
+        stats = self.parts.engine.stats()
         assert stats.transfer is not None
         blocks = {"device": stats.num_cached_blocks}
         blocks |= {tier.value: one.num_blocks or 0 for tier, one in stats.transfer.tiers.items()}
@@ -184,13 +187,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), given.seed)
         samples = _run(soak, 60.0 * given.minutes)
-        stats = soak.llm.engine.stats()
+        stats = soak.parts.engine.stats()
         faults = dict(soak.disk.counters.reasons)
         leftovers = soak.leftovers()
-        soak.llm.engine.check()
+        soak.parts.engine.check()
         soak.cache.check()
         print(f"{soak.num_requests} requests; cached tokens {stats.cached_tokens_by_tier}; faults {faults}")
-        soak.llm.close()
+        soak.parts.engine.close()
     sys.exit(_verdict(samples, leftovers))
 
 

@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
 from stemma.engine.api import GenerationRequest
-from stemma.engine.llm import LLM
+from stemma.engine.build import EngineParts, build_engine
+from stemma.engine.llm import engine_settings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
@@ -193,40 +194,42 @@ def demote(options: Options) -> Iterator[Row]:
     root = Path(tempfile.mkdtemp(dir=options.directory))
     num_steps = 60 if options.quick else 200
     goal_bytes = 250_000_000 if options.quick else 1_000_000_000
-    llm = LLM(
-        half_billion_checkpoint(),
-        kv_cache_memory="600MB",
-        disk_cache=root,
-        disk_cache_size="3GB",
-        num_threads=1,
+    parts = build_engine(
+        engine_settings(
+            half_billion_checkpoint(),
+            kv_cache_memory="600MB",
+            disk_cache=root,
+            disk_cache_size="3GB",
+            num_threads=1,
+        )
     )
-    lower = llm.engine.cache._lower
+    lower = parts.engine.cache._lower
     assert isinstance(lower, TierTransfer)
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=4 * num_steps + 64, temperature=0.0, ignore_eos=True)
     for number in range(4):
         tokens = rng.integers(3, VOCAB_SIZE - 64, 256).astype(np.int32)
-        llm.engine.add(GenerationRequest(f"r{number}", tokens, params))
+        parts.engine.add(GenerationRequest(f"r{number}", tokens, params))
     for _ in range(16):
-        llm.engine.step()
+        parts.engine.step()
     per_step = max(1, goal_bytes // LAYOUT.block_bytes // num_steps)
     idle, busy = [], []
     written = 0
     # In turns, because contexts grow and so do steps.
     for _ in range(_NUM_TURNS):
-        idle += [timed_s(llm.engine.step) for _ in range(num_steps // _NUM_TURNS)]
+        idle += [timed_s(parts.engine.step) for _ in range(num_steps // _NUM_TURNS)]
         for _ in range(num_steps // _NUM_TURNS):
             blocks = device_blocks(keys_of(per_step, seed=written))
 
             def step(blocks: list[DeviceBlock] = blocks) -> None:
                 lower.on_commit(blocks)
-                llm.engine.step()
+                parts.engine.step()
 
             busy.append(timed_s(step))
             written += per_step
         lower.drain(600.0)
     stats = lower.stats()
-    llm.close()
+    parts.engine.close()
     shutil.rmtree(root)
     dropped = stats.num_dropped_writes
     name = f"step p99, {written} blocks demoted ({dropped} dropped) / idle"
@@ -245,24 +248,24 @@ def sessions(options: Options) -> Iterator[Row]:
     ttft: dict[bool, list[float]] = {}
     for has_host in (True, False):
         host = {"host_cache": 2 * LAYOUT.bytes_per_token * tokens_total} if has_host else {}
-        llm = LLM(half_billion_checkpoint(), kv_cache_memory=device_bytes, **host)
+        parts = build_engine(engine_settings(half_billion_checkpoint(), kv_cache_memory=device_bytes, **host))
         rng = np.random.default_rng(0)
         histories = [
             rng.integers(3, VOCAB_SIZE - 64, num_tokens).astype(np.int32) for _ in range(num_sessions)
         ]
         for history in histories:
-            _serve(llm, history, 1)
+            _serve(parts, history, 1)
         ttft[has_host] = []
         start = time.perf_counter()
         for _ in range(num_turns):
             for number, history in enumerate(histories):
                 question = rng.integers(3, VOCAB_SIZE - 64, 64).astype(np.int32)
                 prompt = np.concatenate([history, question])
-                first_s, answer = _serve(llm, prompt, 16)
+                first_s, answer = _serve(parts, prompt, 16)
                 ttft[has_host].append(first_s)
                 histories[number] = np.concatenate([prompt, answer])
         times[has_host] = time.perf_counter() - start
-        llm.close()
+        parts.engine.close()
     turns = num_sessions * num_turns
     yield Row(
         f"turns a second, {num_tokens}-token sessions, 4 x device",
@@ -281,15 +284,15 @@ def sessions(options: Options) -> Iterator[Row]:
 
 
 def _serve(
-    llm: LLM, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], num_tokens: int
+    parts: EngineParts, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], num_tokens: int
 ) -> tuple[float, np.ndarray[tuple[int], np.dtype[np.int32]]]:
     """Serve one request alone; return the seconds to its first token, and its tokens."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     start, first_s = time.perf_counter(), 0.0
-    llm.engine.add(GenerationRequest(f"r{time.perf_counter_ns()}", prompt, params))
+    parts.engine.add(GenerationRequest(f"r{time.perf_counter_ns()}", prompt, params))
     taken: list[int] = []
-    while llm.engine.has_work:
-        for news in llm.engine.step():
+    while parts.engine.has_work:
+        for news in parts.engine.step():
             first_s = first_s or time.perf_counter() - start
             taken.extend(news.token_ids)
     return first_s, np.array(taken, dtype=np.int32)
