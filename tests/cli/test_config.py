@@ -34,6 +34,16 @@ def test_check_shows_what_a_file_sets_and_what_has_no_effect(tmp_path: Path) -> 
     assert "  block_size = 32\n" in result.output
     assert "  port = 2025\n" in result.output
     assert "accepted without effect: tp" in result.output
+    assert "not on this machine: the checkpoint /w" in result.output
+
+
+def test_check_names_certificates_that_are_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**MINDIE, "ServerConfig": {}}))
+    result = CliRunner().invoke(make_app(), ["config", "check", str(file)])
+
+    assert result.exit_code == 0, result.output
+    assert f"not on this machine: TLS: can't read {tmp_path}/security/certs/server.pem" in result.output
 
 
 def test_check_of_a_wrong_file_fails(tmp_path: Path) -> None:

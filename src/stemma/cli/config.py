@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,9 @@ from rich.markup import escape
 
 from stemma.config.loading import ENV_PREFIX, SettingField, flag_of, load_settings, setting_fields
 from stemma.config.mindie.explain import KeyRow, key_rows
+from stemma.config.settings import Settings
 from stemma.errors import ConfigError
+from stemma.model.demo import is_demo
 
 app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explain a setting or a key.")
 
@@ -35,9 +38,24 @@ def check(
             value = None if value is None else getattr(value, part)
         if value is not None and value != defaults[name]:
             console.print(f"  {name} = {escape(_shown(value))}")
-    for line in notes:
+    for line in [*notes, *_missing(settings)]:
         console.print(f"[yellow]{escape(line)}[/]")
     console.print(f"[green]{escape(str(file))} is right[/]")
+
+
+def _missing(settings: Settings) -> Iterator[str]:
+    """Yield what `stemma serve` would stop at on this machine though the file is right."""
+    path = settings.engine.model.path
+    if not path.is_dir() and not is_demo(path):
+        yield f"not on this machine: the checkpoint {path}"
+    from stemma.server.tls import load_context
+
+    for tls in (settings.tls, settings.management_tls, settings.metrics_tls):
+        if tls.cert is not None:
+            try:
+                load_context(tls)
+            except ConfigError as error:
+                yield f"not on this machine: {error}"
 
 
 @app.command()

@@ -64,7 +64,8 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
         def on_ready(url: str) -> None:
             console.print(_summary(engine.parts, settings))
-            if access.api_key is None and not is_loopback(settings.server.host):
+            is_open = access.api_key is None and not settings.tls.ca
+            if is_open and not is_loopback(settings.server.host):
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
             for port in listeners.ports[1:]:
                 console.print(f"{' and '.join(sorted(port.planes))}: {port.url}")
