@@ -4,6 +4,7 @@ StemmaError
  +-- InvalidRequest            the caller's fault: HTTP 400 (422 in the TGI shape)
  |    +-- PromptTooLong        longer than the model or the KV cache can ever hold
  |    +-- UnknownModel         HTTP 404
+ |    +-- NotFound             HTTP 404
  |    +-- BodyTooLarge         HTTP 413
  |    +-- Unauthorized         HTTP 401
  |    +-- Forbidden            HTTP 403
@@ -47,6 +48,10 @@ class PromptTooLong(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     """The request names a model that this server doesn't serve."""
+
+
+class NotFound(InvalidRequest):
+    """The request names something stored that isn't there."""
 
 
 class BodyTooLarge(InvalidRequest):

@@ -53,7 +53,7 @@ class Access:
     def check(self, request: Request) -> None:
         """Raise unless `request` carries the API key or, if there is none, no web page sent it."""
         if self.api_key is not None:
-            _check_bearer(request, self.api_key, "API key")
+            _check_key(request, self.api_key)
             return
         if self._is_local:
             _check_host(request)
@@ -73,6 +73,10 @@ class Access:
         _check_media_type(request, (media_type,))
         if self.api_key is not None:
             _check_bearer(request, self.api_key, "API key")
+
+    def owner(self, request: Request) -> str:
+        """Return whose the things are that `request` asks the server to keep, e.g. responses."""
+        return ""
 
     def _check_origin(self, request: Request) -> None:
         origin = request.headers.get("origin")
@@ -94,6 +98,15 @@ def has_key(request: Request, key: str | None) -> bool:
     except Unauthorized:
         return False
     return key is not None
+
+
+def _check_key(request: Request, key: str) -> None:
+    """Take the key as a bearer token or, as Anthropic's clients send it, in a header of its own."""
+    given = request.headers.get("x-api-key")
+    if given is None or "authorization" in request.headers:
+        _check_bearer(request, key, "API key")
+    elif not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+        raise Unauthorized("wrong API key in 'x-api-key'")
 
 
 def _check_bearer(request: Request, key: str, what: str) -> None:

@@ -28,11 +28,15 @@ from stemma.server import (
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
 from stemma.server.headers import HeaderGuard
+from stemma.server.messages import api as messages
 from stemma.server.metrics import ServerMetrics
+from stemma.server.responses import api as responses
 
 ROUTERS = (
     openai_chat.router,
     openai_completions.router,
+    responses.router,
+    messages.router,
     tgi.router,
     management.open_router,
     management.router,

@@ -17,6 +17,7 @@ from stemma.server.access import Access
 from stemma.server.answers.families import answer_format
 from stemma.server.conversation import Conversation
 from stemma.server.metrics import ServerMetrics
+from stemma.server.responses.store import ResponseStore
 from stemma.server.template_process import TemplateProcess
 from stemma.server.workers import WorkerThreads
 
@@ -53,6 +54,11 @@ class ServerContext:
             )
         self.answer_format = answer_format(
             settings.server.tool_parser, settings.server.reasoning_parser, engine.tokenizer.chat_template
+        )
+        self.responses = ResponseStore(
+            settings.server.max_responses,
+            settings.server.max_response_bytes,
+            settings.server.response_ttl_s,
         )
         self._token_texts: dict[int, str] = {}
         self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer")

@@ -22,8 +22,10 @@ from stemma.errors import (
     Forbidden,
     GenerationFailed,
     InvalidRequest,
+    NotFound,
     Overloaded,
     PromptTooLong,
+    RateLimited,
     ShuttingDown,
     StemmaError,
     TookTooLong,
@@ -55,6 +57,7 @@ def _retry_headers(error: StemmaError) -> dict[str, str]:
 _OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
     (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (NotFound, 404, "invalid_request_error", "not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Unauthorized, 401, "invalid_request_error", "invalid_api_key"),
     (Forbidden, 403, "invalid_request_error", "forbidden"),
@@ -85,8 +88,40 @@ def openai_error(error: StemmaError) -> Response:
     return json_response(body, status, _retry_headers(error))
 
 
+_ANTHROPIC: tuple[tuple[type[StemmaError], int, str], ...] = (
+    (UnknownModel, 404, "not_found_error"),
+    (NotFound, 404, "not_found_error"),
+    (BodyTooLarge, 413, "request_too_large"),
+    (Unauthorized, 401, "authentication_error"),
+    (Forbidden, 403, "permission_error"),
+    (WrongMediaType, 415, "invalid_request_error"),
+    (TookTooLong, 408, "timeout_error"),
+    (InvalidRequest, 400, "invalid_request_error"),
+    (RateLimited, 429, "rate_limit_error"),
+    (Overloaded, 529, "overloaded_error"),
+    (ShuttingDown, 503, "overloaded_error"),
+    (EngineFailed, 503, "api_error"),
+    (StemmaError, 500, "api_error"),
+)
+
+
+def anthropic_error_body(error: StemmaError) -> tuple[int, dict[str, Any]]:
+    """Return (HTTP status, body) as Anthropic's API shapes it."""
+    for kind, status, error_type in _ANTHROPIC:
+        if isinstance(error, kind):
+            return status, {"type": "error", "error": {"type": error_type, "message": str(error)}}
+    raise AssertionError("the table ends with StemmaError")
+
+
+def anthropic_error(error: StemmaError) -> Response:
+    """Return the response for `error` in Anthropic's shape."""
+    status, body = anthropic_error_body(error)
+    return json_response(body, status, _retry_headers(error))
+
+
 _TGI: tuple[tuple[type[StemmaError], int, str], ...] = (
     (UnknownModel, 404, "NotFoundError"),
+    (NotFound, 404, "NotFoundError"),
     (BodyTooLarge, 413, "Bad Request"),
     (Unauthorized, 401, "Unauthorized"),
     (Forbidden, 403, "Forbidden"),
@@ -129,6 +164,14 @@ class TGIRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler, guarded."""
         return _guarded(super().get_route_handler(), _check, tgi_error)
+
+
+class AnthropicRoute(APIRoute):
+    """A route that answers errors in Anthropic's shape, and asks for the API key."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the handler, guarded."""
+        return _guarded(super().get_route_handler(), _check, anthropic_error)
 
 
 class AdminRoute(APIRoute):

@@ -32,7 +32,7 @@ class HeaderGuard:
 def _wrong_header(scope: Scope) -> str | None:
     seen: set[bytes] = set()
     for name, value in scope["headers"]:
-        if name in (b"host", b"content-length", b"authorization", b"origin"):
+        if name in (b"host", b"content-length", b"authorization", b"origin", b"x-api-key"):
             if name in seen:
                 return str(name, "ascii")
             seen.add(name)

@@ -17,9 +17,10 @@ from stemma.server.generation import OutputStream
 DONE = b"data: [DONE]\n\n"
 
 
-def event(body: Any) -> bytes:
-    """Return one event that carries `body` as JSON."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+def event(body: Any, name: str | None = None) -> bytes:
+    """Return one event that carries `body` as JSON; `name` is its type, for APIs that give one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 class EventStream(Response):

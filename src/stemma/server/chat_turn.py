@@ -1,0 +1,65 @@
+"""One turn of a conversation, for the APIs that are other words for chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stemma.engine.api import GenerationRequest
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.answers.chat import AnswerReader
+from stemma.server.context import ServerContext
+from stemma.server.openai_chat import answer_reader
+from stemma.server.prompts import chat_prompt, check_tokens
+from stemma.server.retention import generation_request
+from stemma.server.sampling import chat_sampling
+from stemma.server.schemas.openai import ChatRequest
+from stemma.types import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """What goes to the engine, and what reads the answer."""
+
+    body: ChatRequest
+    generation: GenerationRequest
+    reader: AnswerReader
+
+
+async def chat_turn(
+    context: ServerContext, request_id: str, body: ChatRequest, earlier: TokenArray | None = None
+) -> ChatTurn:
+    """Return the turn that `body` asks for.
+
+    `earlier` are the ids of the conversation as it stood after the last answer: the prompt begins with them
+    where its text does.
+    """
+    params = chat_sampling(context, body)
+    tokens = await chat_prompt(context, body)
+    if earlier is not None:
+        tokenizer, known = context.engine.tokenizer, earlier
+        tokens = await context.in_thread(lambda: continued(tokenizer, known, tokens))
+        tokens = check_tokens(context, tokens, "messages")
+    reader = answer_reader(context, body, tokens)
+    if reader.needs_markers(context.engine.tokenizer.special_token_texts):
+        params = replace(params, skip_special_tokens=False)
+    return ChatTurn(body, generation_request(request_id, tokens, params, body), reader)
+
+
+def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> TokenArray:
+    """Return ids of the text of `tokens` that begin with `earlier`; `tokens` where that can't be.
+
+    A model doesn't always write the ids that a tokenizer makes of its text. The blocks of an answer are
+    cached under the ids that it wrote, so the next turn finds them only by these.
+    """
+    if len(earlier) <= len(tokens) and np.array_equal(tokens[: len(earlier)], earlier):
+        return tokens
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    head = tokenizer.decode(earlier.tolist(), skip_special_tokens=False)
+    if not text.startswith(head):
+        return tokens
+    rest = tokenizer.encode(text[len(head) :], add_special_tokens=False)
+    joined = np.concatenate((earlier, rest))
+    same = tokenizer.decode(joined.tolist(), skip_special_tokens=False) == text
+    return joined if same else tokens

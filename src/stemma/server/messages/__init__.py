@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: chat in other words, with marks of what to keep in the cache."""

@@ -1,0 +1,89 @@
+"""From the parts of an answer to Anthropic's content blocks, and to the events that tell of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import from_json
+
+from stemma.server.answers.events import CallArguments, CallStart, Content, Event, Reasoning
+
+StreamEvent = dict[str, Any]
+
+
+class ContentBlocks:
+    """Folds the events of one answer into blocks; the same code for streams and whole answers."""
+
+    def __init__(self, *, with_thinking: bool) -> None:
+        self._with_thinking = with_thinking
+        self._kind: type[Event] | None = None
+        """What the open block holds; None: no block is open."""
+        self._pieces: list[str] = []
+        self.blocks: list[dict[str, Any]] = []
+        self.has_calls = False
+
+    def feed(self, events: Iterable[Event]) -> list[StreamEvent]:
+        """Take the next parts; return what a stream tells of them."""
+        told: list[StreamEvent] = []
+        for event in events:
+            match event:
+                case Reasoning(text):
+                    if self._with_thinking:
+                        self._open(told, Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
+                        self._delta(told, text, {"type": "thinking_delta", "thinking": text})
+                case Content(text):
+                    self._open(told, Content, {"type": "text", "text": ""})
+                    self._delta(told, text, {"type": "text_delta", "text": text})
+                case CallStart(_, name):
+                    self.has_calls = True
+                    self._close(told)
+                    call_id = f"toolu_{secrets.token_hex(12)}"
+                    block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                    self._open(told, CallStart, block)
+                case CallArguments(_, text):
+                    self._delta(told, text, {"type": "input_json_delta", "partial_json": text})
+        return told
+
+    def end(self) -> list[StreamEvent]:
+        """The answer is over."""
+        told: list[StreamEvent] = []
+        self._close(told)
+        return told
+
+    def _open(self, told: list[StreamEvent], kind: type[Event], block: dict[str, Any]) -> None:
+        if self._kind is kind:
+            return
+        self._close(told)
+        self._kind, self._pieces = kind, []
+        self.blocks.append(block)
+        told.append({"type": "content_block_start", **self._place, "content_block": dict(block)})
+
+    def _delta(self, told: list[StreamEvent], text: str, delta: dict[str, Any]) -> None:
+        self._pieces.append(text)
+        told.append({"type": "content_block_delta", **self._place, "delta": delta})
+
+    def _close(self, told: list[StreamEvent]) -> None:
+        if self._kind is None:
+            return
+        block, text = self.blocks[-1], "".join(self._pieces)
+        if self._kind is CallStart:
+            block["input"] = _arguments(text)
+        else:
+            block["thinking" if self._kind is Reasoning else "text"] = text
+        told.append({"type": "content_block_stop", **self._place})
+        self._kind = None
+
+    @property
+    def _place(self) -> dict[str, int]:
+        return {"index": len(self.blocks) - 1}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; of one that was cut off, what was complete."""
+    try:
+        parsed = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {}

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: chat in other words, with conversations that the server remembers."""

@@ -1,0 +1,115 @@
+"""Request body of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import (
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    Name,
+    Penalty,
+    PositiveCount,
+    PositiveShare,
+    Priority,
+    RepetitionPenalty,
+    Salt,
+    Seed,
+    Share,
+    Temperature,
+    TemplateKwargs,
+    Tools,
+    TopK,
+    Ttl,
+)
+
+MAX_METADATA = 16
+"""Entries of `metadata`, as OpenAI has it."""
+MAX_METADATA_CHARS = 512
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_NAME_CHARS)], Annotated[str, Field(max_length=MAX_METADATA_CHARS)]
+    ],
+    Field(max_length=MAX_METADATA),
+]
+Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
+class TextOptions(RequestModel):
+    """What the answer's text looks like."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: dict[str, Any] | None = None
+    """``{"type": "text" | "json_object"}`` or a JSON schema: type, name, schema, strict."""
+
+
+class ReasoningOptions(RequestModel):
+    """How much the model thinks before it answers."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+
+    effort: Name | None = None
+    """``none`` turns thinking off; other words go to a chat template that knows them."""
+
+
+class ResponsesRequest(RequestModel):
+    """Body of ``POST /v1/responses``."""
+
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"text": TextOptions, "reasoning": ReasoningOptions}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "max_tool_calls": (),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "context_management": ([],),
+    }
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "stream_options",
+        }
+    )
+
+    input: str | Items
+    model: Name | None = None
+    instructions: str | None = None
+    """System message of this turn; those of earlier turns don't count."""
+    previous_response_id: Name | None = None
+    """Go on from this stored response."""
+    store: bool | None = None
+    """Keep the response and its conversation for later turns; default: yes."""
+    stream: bool | None = None
+    max_output_tokens: PositiveCount | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[Name], Field(max_length=64)] | None = None
+    metadata: Metadata | None = None
+    user: Name | None = None
+    # Beyond OpenAI: names as in the chat API.
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool = False
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    cache_ttl_s: Ttl | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
