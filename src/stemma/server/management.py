@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AdminRoute, OpenAIRoute, json_response
+from stemma.server.mindie_metrics import render_for_mindie
 from stemma.server.prompts import check_model
 from stemma.server.tier_metrics import tiers_as_json
 
@@ -61,7 +62,10 @@ async def get_model(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format."""
     context = context_of(request)
-    text = context.metrics.render(await context.engine.stats())
+    stats = await context.engine.stats()
+    text = context.metrics.render(stats)
+    if context.settings.requests.dialect == "mindie":
+        text += render_for_mindie(context.metrics, stats, context.engine.model_name)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

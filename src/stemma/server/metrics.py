@@ -95,6 +95,10 @@ class ServerMetrics:
         """Start the clock for a request that came in over `api` (``chat``, ``completions``, ``tgi``...)."""
         return RequestWatch(self, api)
 
+    def families(self) -> Iterable[Metric]:
+        """Return what the registry holds."""
+        return self._registry.collect()
+
     def render(self, stats: EngineStats) -> bytes:
         """Return everything in Prometheus' text format."""
         self._engine.latest = stats
