@@ -8,6 +8,7 @@
 #include "copy.h"
 #include "decoder_step.h"
 #include "layers.h"
+#include "limits.h"
 #include "mixture.h"
 #include "products.h"
 
@@ -150,6 +151,20 @@ int64_t stemma_mixture_room(const MixtureArgs* args) {
     return args->is_bf16 ? bytes_of_mixture<bf16>(*args) : bytes_of_mixture<float>(*args);
 }
 void stemma_mixture(const MixtureArgs* args) { args->is_bf16 ? mix<bf16>(*args) : mix<float>(*args); }
+// For benchmarks: floating-point operations done by all threads, on registers alone.
+int64_t stemma_multiply_registers(int64_t rounds, int32_t is_bf16, int32_t threads) {
+    int64_t total = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : total)
+    total += is_bf16 ? multiply_registers<bf16>(rounds) : multiply_registers<float>(rounds);
+    return total;
+}
+float stemma_read_memory(const char* data, int64_t num_bytes, int32_t threads) {
+    float total = 0;
+    const int64_t pieces = num_bytes >> 20;  // of a megabyte, so that all threads end together
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) reduction(+ : total)
+    for (int64_t i = 0; i < pieces; i++) total += read_memory(data + (i << 20), 1 << 20);
+    return total;
+}
 void stemma_take_rows(const Strips* weight, const int64_t* ids, int64_t count, void* out, int32_t is_bf16,
                       int32_t threads) {
     is_bf16 ? take_rows(*weight, ids, count, (bf16*)out, threads) : take_rows(*weight, ids, count, (float*)out, threads);

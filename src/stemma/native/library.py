@@ -206,6 +206,12 @@ class Kernels:
         for function in (self.decoder_step_room, self.mixture_room):
             function.argtypes = [ctypes.c_void_p]
             function.restype = ctypes.c_int64
+        self.multiply_registers = library.stemma_multiply_registers
+        self.multiply_registers.argtypes = [ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
+        self.multiply_registers.restype = ctypes.c_int64
+        self.read_memory = library.stemma_read_memory
+        self.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+        self.read_memory.restype = ctypes.c_float
         self.take_rows = library.stemma_take_rows
         self.take_rows.argtypes = [
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),

@@ -56,10 +56,10 @@ static void pack_strip(const PackArgs& a, int64_t strip) {
     const T* source = (const T*)a.weight;
     for (int64_t step = 0; step < steps; step += STEPS_OF_TILE) {
         int64_t count = std::min<int64_t>(STEPS_OF_TILE, steps - step);
-        for (int64_t row = begin; row < end; row++) {
-            const T* from = source + (row - a.first) * a.stride + step * INPUTS_OF_STEP<T>;
-            char* to = (char*)packed_row<T>(a.target, row) + step * STEP_BYTES;
-            for (int64_t i = 0; i < count; i++) std::memcpy(to + i * STEP_BYTES, from + i * INPUTS_OF_STEP<T>, 4);
+        for (int64_t i = step; i < step + count; i++) {  // whole lines of the target after each other
+            const T* from = source + (begin - a.first) * a.stride + i * INPUTS_OF_STEP<T>;
+            char* to = (char*)packed_row<T>(a.target, begin) + i * STEP_BYTES;
+            for (int64_t row = begin; row < end; row++, from += a.stride, to += 4) std::memcpy(to, from, 4);
         }
     }
 }
