@@ -18,6 +18,7 @@ from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.llm import engine_settings
 from stemma.engine.output.output import OutputProcessor
+from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.tiers.opening import open_tiers
@@ -86,6 +87,9 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
             vocab_size=model.vocab_size,
             drafter=drafter,
             queue=ThreadQueue() if overlaps else None,
+            grammars=GrammarCompiler(
+                tokenizer.transformers_tokenizer, model.vocab_size, sorted(model.eos_token_ids)
+            ),
             **options,
         )
         return Harness(engine, OutputProcessor(tokenizer))

@@ -49,6 +49,8 @@ from stemma.supervision import Supervisor
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
+GRAMMAR_TIMEOUT_S = 10.0
+"""Longest wait for a grammar to compile."""
 
 
 @dataclass(slots=True)
@@ -118,6 +120,8 @@ class AsyncEngine:
         Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
         output, and EngineFailed at any time.
         """
+        if request.params.grammar is not None:
+            await self._compile(request)
         subscription = self._subscribe(request)
         self._commands.put(lambda: self._add(request))
         is_finished = False
@@ -135,6 +139,13 @@ class AsyncEngine:
             del self._subscriptions[request.request_id]
             if not is_finished:
                 self._commands.put(lambda: self._abort(request.request_id))
+
+    async def _compile(self, request: GenerationRequest) -> None:
+        """Compile the request's grammar off the event loop and off the step loop, which then remembers it."""
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._engine.validate, request), GRAMMAR_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest("the grammar takes too long to compile", param="grammar") from None
 
     async def abort(self, request_id: str) -> None:
         """End a request with finish reason ABORT; unknown ids are ignored."""

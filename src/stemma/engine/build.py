@@ -16,6 +16,7 @@ from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.operator.pool_attachment import PoolAttachment
+from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
@@ -114,6 +115,7 @@ def build_engine(
         trace_log=open_trace_log(settings.cache, supervisor),
         queue=open_queue(settings, model.device),
         memory=memory,
+        grammars=GrammarCompiler(tokenizer.transformers_tokenizer, model.vocab_size, sorted(eos_token_ids)),
     )
     name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else PoolAttachment(lower, key_space, layout, settings.role)

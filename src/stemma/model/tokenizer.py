@@ -59,6 +59,11 @@ class Tokenizer:
         return len(self._hf)
 
     @property
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer underneath, for libraries that read it themselves."""
+        return self._hf
+
+    @property
     def chat_template(self) -> str | None:
         """The template's text; None without one. Of several by name, that for tools, else the default."""
         template = self._hf.chat_template

@@ -18,6 +18,7 @@ from stemma.engine.core.scheduler import Drafter, Scheduler
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.drafts.source import num_accepted
+from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 from stemma.engine.trace_log import TraceLog
@@ -49,10 +50,12 @@ class Engine:
         trace_log: TraceLog | None = None,
         queue: WorkQueue | None = None,
         memory: MemoryPlan | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`queue`: where steps run beside the host, so that they overlap; None: each in its turn.
 
-        `memory`: how the process keeps to a limit; None: it has none.
+        `memory`: how the process keeps to a limit; None: it has none. `grammars`: None refuses requests for
+        structured output.
         """
         self.cache = cache
         self.limits = limits
@@ -61,6 +64,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._clock = clock
         self._drafter = drafter
+        self._grammars = grammars
         self._tally = Tally(clock, trace_log)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
@@ -104,6 +108,16 @@ class Engine:
                 f"token ids must be in [0, {self._vocab_size}), got {lowest if lowest < 0 else highest}",
                 param="prompt",
             )
+        self._grammar_of(request)
+
+    def _grammar_of(self, request: GenerationRequest) -> Grammar | None:
+        """Return the request's grammar, remembered by the compiler. Raises InvalidRequest. Any thread."""
+        spec = request.params.grammar
+        if spec is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this engine has no structured output", param=spec.param)
+        return self._grammars.compile(spec)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequest, PromptTooLong or Overloaded."""
@@ -312,12 +326,14 @@ class Engine:
 
     def _new_sequence(self, state: RequestState) -> SequenceState:
         request, index = state.request, len(state.sequences)
+        grammar = self._grammar_of(request)
         sampling = SamplingState(
             request.params,
             request.prompt_token_ids,
             self._vocab_size,
             index=index,
             eos_token_ids=sorted(self.limits.eos_token_ids),
+            grammar=None if grammar is None else grammar.start(),
         )
         sequence = SequenceState(state, index, sampling)
         state.sequences.append(sequence)

@@ -143,7 +143,7 @@ def can_fly(plan: Sequence[Scheduled], *, has_drafter: bool) -> bool:
         if not item.num_logits:
             continue
         state = item.sequence.state
-        if has_drafter or item.sequence.sampling.has_penalties:
+        if has_drafter or item.sequence.sampling.needs_host:
             return False
         if len(state.sequences) < state.request.params.n:
             return False

@@ -246,6 +246,7 @@ class Scheduler:
             if (most := min(most_drafted, num_left - 1)) > 0:
                 namespace = sequence.state.request.namespace
                 draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
+                draft = draft[: sequence.sampling.num_valid(draft)]
             if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
                 draft = ()
         while not self._cache.extend(lease, sequence.num_tokens):

@@ -28,7 +28,7 @@ class Ending:
     def of(cls, params: SamplingParams, eos_token_ids: Collection[int], room: int) -> Ending:
         """Return the rule of a request whose context leaves `room` tokens for output."""
         return cls(
-            frozenset(() if params.ignore_eos else eos_token_ids),
+            frozenset(() if params.ignore_eos and params.grammar is None else eos_token_ids),
             frozenset(params.stop_token_ids),
             params.min_tokens,
             max(1, room if params.max_tokens is None else min(room, params.max_tokens)),

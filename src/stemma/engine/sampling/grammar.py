@@ -22,6 +22,9 @@ from stemma.errors import InvalidRequest
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 MAX_GRAMMAR_CHARS = 64 * 1024
 MAX_REMEMBERED_GRAMMARS = 128
+JSON_SPACE = r"\n? {0,16}"
+"""White space between the parts of JSON: enough to indent eight levels by two. Without a bound, small models
+write spaces for ever."""
 
 AllowedTokens = npt.NDArray[np.bool_]
 """[V]: whether each token may come next."""
@@ -170,9 +173,9 @@ def _source(spec: GrammarSpec) -> str:
 
     match spec.kind:
         case "json_object":
-            source = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            source = _from_schema('{"type": "object"}')
         case "json_schema":
-            source = LLMatcher.grammar_from_json_schema(spec.text)
+            source = _from_schema(spec.text)
         case "regex":
             source = LLMatcher.grammar_from_regex(spec.text)
         case "choice":
@@ -183,3 +186,9 @@ def _source(spec: GrammarSpec) -> str:
         case "grammar":
             source = grammar_from("grammar", spec.text)
     return str(source)
+
+
+def _from_schema(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_SPACE}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.errors import InvalidRequest
 
 MAX_N = 8192
@@ -64,6 +65,14 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most likely tokens to report besides the chosen one; None: no log-probabilities."""
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
+    """What the output must look like. It ends where the grammar does, whatever `ignore_eos` says."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit) pairs."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only ids that may be drawn; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not appear in the output."""
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field out of range."""
@@ -88,10 +97,21 @@ class SamplingParams:
                 f"between 0 and {MAX_LOGPROBS}",
             ),
             ("stop", all(self.stop), "non-empty strings"),
+            (
+                "allowed_token_ids",
+                not (self.allowed_token_ids and self.grammar),
+                "left out where the output is structured",
+            ),
+            ("bad_words", all(self.bad_words), "non-empty"),
         )
         for name, ok, expected in checks:
             if not ok:
                 raise InvalidRequest(f"{name} must be {expected}, got {getattr(self, name)!r}", param=name)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether something forbids tokens or changes logits, apart from penalties and `min_tokens`."""
+        return bool(self.grammar or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
     @property
     def greedy(self) -> bool:

@@ -1,8 +1,8 @@
 """From logits to tokens: penalties, filters, one draw a row.
 
-Order of operations, as in vLLM: mask of end tokens (min_tokens), penalties (repetition over prompt and
-output, then frequency and presence over output), temperature, min_p, top_k, top_p, draw. Log-probabilities
-are those of the raw logits.
+Order of operations: penalties (repetition over prompt and output, then frequency and presence over output),
+mask of end tokens (min_tokens), bias and constraints (grammar, allowed ids, bad words), temperature, min_p,
+top_k, top_p, draw. Log-probabilities are those of the raw logits.
 
 Two choices make a request's tokens independent of its neighbours in the batch and of drafts:
 
@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stemma.engine.sampling.constraints import Constraints
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
+from stemma.engine.sampling.grammar import GrammarState
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
 
@@ -40,8 +42,8 @@ class SamplingState:
     """What one sequence's next token depends on beside its logits: counts, position and random numbers.
 
     `index` tells the `n` sequences of a request apart: each has its own random numbers. `eos_token_ids` and
-    the request's stop token ids can't be drawn before `min_tokens`. An unseeded request takes its seed from
-    `seed_source`.
+    the request's stop token ids can't be drawn before `min_tokens`, unless a grammar has ended. An unseeded
+    request takes its seed from `seed_source`. `grammar` is where `params.grammar` begins.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class SamplingState:
         index: int = 0,
         eos_token_ids: Sequence[int] = (),
         seed_source: Callable[[], int] = _fresh_seed,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.params = params
+        self.constraints = Constraints(params, vocab_size, grammar) if params.constrained else None
         self.num_output_tokens = 0
         seed = seed_source() if params.seed is None else params.seed
         self._key = np.array([seed & _MASK_64, index], dtype=np.uint64)
@@ -80,6 +84,8 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Record a token of the output."""
         self.num_output_tokens += 1
+        if self.constraints is not None:
+            self.constraints.append(token_id)
         if not self.has_penalties:
             return
         slot = self._slots.get(token_id)
@@ -108,8 +114,19 @@ class SamplingState:
             counts[new_slots[token] if token in new_slots else self._slots[token]] += 1.0
         return ids, counts
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the next draw depends on what was drawn before, beyond the logits."""
+        return self.has_penalties or self.constraints is not None
+
+    def num_valid(self, draft: Sequence[int]) -> int:
+        """Return how many tokens of `draft`, in order, could be drawn at all."""
+        return len(draft) if self.constraints is None else self.constraints.num_valid(draft)
+
     def masked_ids(self, position: int) -> Sequence[int]:
         """Return the ids that may not be drawn as output token number `position` (from 0)."""
+        if self.constraints is not None and self.constraints.has_grammar:
+            return ()
         return self._end_ids if position < self.params.min_tokens else ()
 
     def uniform(self, position: int) -> float:
@@ -186,16 +203,20 @@ def rows_at_once(logits: torch.Tensor) -> int:
 
 
 def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
-    """Return the logits with end tokens masked and seen tokens penalised; the same tensor if none is."""
+    """Return the logits with end tokens masked, seen tokens penalised and constraints applied.
+
+    The same tensor if there is none of these.
+    """
     masked: list[tuple[int, Sequence[int]]] = []
     penalised: list[int] = []
+    constrained = [(i, row.state.constraints) for i, row in enumerate(rows) if row.state.constraints]
     for i, row in enumerate(rows):
         ids = row.state.masked_ids(row.position) if row.state.params.min_tokens else ()
         if ids:
             masked.append((i, ids))
         if row.state.has_penalties:
             penalised.append(i)
-    if not masked and not penalised:
+    if not masked and not penalised and not constrained:
         return logits
     result = logits.clone()
     if penalised:
@@ -204,6 +225,8 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[_Row]) -> tor
         where_row = [i for i, ids in masked for _ in ids]
         where_id = [token for _, ids in masked for token in ids]
         result[where_row, where_id] = -torch.inf
+    for i, constraints in constrained:
+        constraints.apply(result[i], rows[i].ahead)
     return result
 
 
