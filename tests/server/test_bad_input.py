@@ -47,7 +47,7 @@ USER = [{"role": "user", "content": "Hello"}]
         ({"prompt": "x", "stream": "yes"}, 400, "stream"),
         ({"prompt": "x", "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
         ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, 400, "min_tokens"),
-        ({"prompt": "x", "logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"5": 101.0}}, 400, "logit_bias"),
         ({"prompt": "x", "use_beam_search": True, "n": 11}, 400, "n"),
         ({"prompt": "x", "use_beam_search": True, "n": 3, "best_of": 2}, 400, "best_of"),
         ({"prompt": "x", "use_beam_search": True, "stop": "."}, 400, "stop"),
@@ -82,7 +82,7 @@ async def test_completions(client: httpx.AsyncClient, body: dict[str, Any], stat
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ],
 )

@@ -215,12 +215,8 @@ async def test_unknown_fields_are_logged_once(
         *(
             ("/v1/completions", field, value)
             for field, value in {
-                "logit_bias": {"5": 1.0},
                 "suffix": "end",
-                "guided_json": {},
-                "structured_outputs": {"json": {}},
-                "bad_words": ["x"],
-                "allowed_token_ids": [1],
+                "structured_outputs": {"structural_tag": "x"},
                 "prompt_logprobs": 0,
                 "truncate_prompt_tokens": 5,
                 "return_token_ids": True,
@@ -231,7 +227,6 @@ async def test_unknown_fields_are_logged_once(
             for field, value in {
                 "functions": [{"name": "f"}],
                 "function_call": "auto",
-                "parallel_tool_calls": False,
                 "modalities": ["text", "audio"],
                 "audio": {"voice": "x"},
                 "web_search_options": {},

@@ -51,8 +51,7 @@ async def create_chat_completion(request: Request) -> Response:
         wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
     tokens = await chat_prompt(context, body)
     reader = answer_reader(context, body, tokens)
-    if reader.needs_markers(context.engine.tokenizer.special_token_texts):
-        wide = replace(wide, skip_special_tokens=False)
+    wide = reader.constrain(wide, context.engine.tokenizer.special_token_texts)
     generation = generation_request(new_request_id("chatcmpl"), tokens, wide, body, beam)
     if body.stream:
         outputs = await start(context, request, [generation], "chat")

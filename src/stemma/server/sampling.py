@@ -14,16 +14,16 @@ from stemma.server.limits import largest_n
 from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from stemma.server.schemas.tgi import TGIParameters, VLLMGenerateRequest
+from stemma.server.structured import requested_grammar, tgi_grammar
 
 _DEFAULTABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields that a checkpoint's generation_config may set."""
+MAX_TOKEN_DIGITS = 9
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 def chat_sampling(context: ServerContext, body: ChatRequest) -> SamplingParams:
     """Return the sampling of a chat request; without a limit, as many tokens as the context allows."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice: only 'none' and 'auto' are supported", param="tool_choice")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -44,8 +44,9 @@ def completion_sampling(context: ServerContext, body: CompletionRequest) -> Samp
 def _openai_sampling(
     context: ServerContext, body: OpenAIRequest, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest("response_format: only 'text' is supported", param="response_format")
+    grammar = requested_grammar(body)
+    if grammar is not None and body.use_beam_search:
+        raise InvalidRequest("beam search can't follow a grammar", param=grammar.param)
     n = check_n(context, body.n)
     return SamplingParams(
         n=n,
@@ -58,8 +59,33 @@ def _openai_sampling(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         skip_special_tokens=body.skip_special_tokens,
+        grammar=grammar,
+        logit_bias=_logit_bias(body.logit_bias),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=_bad_words(context, body.bad_words),
         **({} if body.use_beam_search else _chosen(body, context.engine.default_sampling)),
     )
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) pairs; JSON has only strings for keys."""
+    pairs = []
+    for key, value in (bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_DIGITS):
+            raise InvalidRequest(f"logit_bias: {key[:32]!r} is no token id", param="logit_bias")
+        pairs.append((int(key), value))
+    return tuple(pairs)
+
+
+def _bad_words(context: ServerContext, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word as it begins a text and as it follows a space."""
+    found: list[tuple[int, ...]] = []
+    for word in words or ():
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(context.engine.tokenizer.encode(text, add_special_tokens=False).tolist())
+            if ids and ids not in found:
+                found.append(ids)
+    return tuple(found)
 
 
 def check_n(context: ServerContext, n: int | None) -> int:
@@ -150,6 +176,7 @@ def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingP
         seed=seed,
         stop=stops,
         max_tokens=parameters.max_new_tokens,
+        grammar=tgi_grammar(parameters.grammar),
         logprobs=0 if parameters.details else None,
         **chosen,
     )

@@ -87,6 +87,16 @@ def test_nothing_follows_a_draft_that_breaks_the_grammar(compiler, tokenizer):
     assert allowed.any()
 
 
+def test_nothing_follows_a_draft_that_ends_the_grammar(compiler, tokenizer):
+    state = compiler.compile(GrammarSpec("choice", '["yes"]')).start()
+    draft = [*tokenizer.encode("yes"), tokenizer.convert_tokens_to_ids(TURN_END)]
+    assert state.allowed(draft) is None
+    ends = state.allowed(draft[:-1])
+    assert ends is not None
+    assert np.flatnonzero(ends).tolist() == [tokenizer.convert_tokens_to_ids(TURN_END)]
+    assert state.num_valid(draft) >= len(draft) - 1
+
+
 def test_a_copy_goes_its_own_way(compiler, tokenizer):
     state = compiler.compile(GrammarSpec("choice", '["yes", "no"]')).start()
     other = state.copy()
@@ -123,3 +133,23 @@ def test_grammars_are_remembered(compiler):
 
 def test_a_grammar_in_gbnf_is_followed(compiler, tokenizer):
     assert write(compiler, tokenizer, GrammarSpec("grammar", 'root ::= "ab" | "cd"'), 1) in ("ab", "cd")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "text", "ok"),
+    [
+        ("none", "12", True),
+        ("none", "<think>hm</think>12", False),
+        ("optional", "12", True),
+        ("optional", "<think>\nhm <b> 3\n</think>\n\n12", True),
+        ("opened", "hm, 3\n</think>\n12", True),
+        ("opened", "12", False),
+    ],
+)
+def test_reasoning_comes_before_the_grammar(compiler, tokenizer, reasoning, text, ok):
+    state = compiler.compile(GrammarSpec("regex", "[0-9]{2}", reasoning)).start()
+    ids = tokenizer.encode(text)
+    is_valid = state.num_valid(ids) == len(ids)
+    for token_id in ids:
+        state.append(token_id)
+    assert (is_valid and state.is_over) is ok

@@ -20,6 +20,8 @@ import numpy.typing as npt
 from stemma.errors import InvalidRequest
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+Reasoning = Literal["none", "optional", "opened"]
+"""``optional``: the answer may begin with ``<think>``; ``opened``: the prompt ends with it."""
 MAX_GRAMMAR_CHARS = 64 * 1024
 MAX_REMEMBERED_GRAMMARS = 128
 JSON_SPACE = r"\n? {0,16}"
@@ -40,6 +42,8 @@ class GrammarSpec:
 
     kind: GrammarKind
     text: str = ""
+    reasoning: Reasoning = "none"
+    """Whether free text up to ``</think>`` comes first."""
     param: str = "response_format"
     """The request's field, for error messages."""
 
@@ -62,17 +66,17 @@ class GrammarState:
     def allowed(self, ahead: Sequence[int] = ()) -> AllowedTokens | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
 
-        None: `ahead` itself breaks the grammar, so nothing after it will be used.
+        None: `ahead` breaks the grammar or ends it, so nothing after it will be used.
         """
-        if ahead and self.num_valid(ahead) < len(ahead):
+        num_consumed = self._matcher.try_consume_tokens(list(ahead)) if ahead else 0
+        if num_consumed < len(ahead):
+            if num_consumed:
+                self._matcher.rollback(num_consumed)
             return None
-        if ahead:
-            consumed = self._matcher.try_consume_tokens(list(ahead))
-            assert consumed == len(ahead)
         mask = np.zeros((self._vocab_size + 31) // 32, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if ahead:
-            self._matcher.rollback(len(ahead))
+        if num_consumed:
+            self._matcher.rollback(num_consumed)
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size]
         return bits.view(np.bool_)
 
@@ -119,12 +123,12 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: Any = None
-        self._grammars: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, str, str], Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Return the grammar of `spec`. Raises InvalidRequest, naming the field, if it is none."""
-        key = (spec.kind, spec.text)
+        key = (spec.kind, spec.text, spec.reasoning)
         with self._lock:
             grammar = self._grammars.get(key)
             if grammar is not None:
@@ -142,7 +146,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         try:
-            source = _source(spec)
+            source = _after_reasoning(_source(spec), spec.reasoning)
         except ValueError as error:
             raise InvalidRequest(f"{spec.param}: {error}", param=spec.param) from error
         matcher = LLMatcher(tokenizer, source, log_level=0)
@@ -192,3 +196,13 @@ def _from_schema(schema: str) -> str:
     from llguidance import LLMatcher
 
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_SPACE}))
+
+
+def _after_reasoning(source: str, reasoning: Reasoning) -> str:
+    """Return the grammar with free text before it, as llguidance's list of grammars that name each other."""
+    if reasoning == "none":
+        return source
+    begin = "think GAP" if reasoning == "opened" else '("<think>" think GAP)?'
+    lark = f'start: {begin} @answer\nthink[suffix="</think>"]: /(?s:.*)/\nGAP: /\\s{{0,4}}/\n'
+    answer = [{**grammar, "name": "answer"} for grammar in json.loads(source)["grammars"]]
+    return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *answer]})

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import orjson
 
 from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.answers.events import (
     Answer,
@@ -129,10 +130,21 @@ class AnswerReader:
             inner = _FirstCall(inner)
         return ReasoningParser(inner, opened=self.opened) if self.format.reasoning else inner
 
-    def needs_markers(self, special_tokens: Collection[str]) -> bool:
-        """Return whether special tokens must stay in the text: one of them marks a call."""
+    def constrain(self, params: SamplingParams, special_tokens: Collection[str]) -> SamplingParams:
+        """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text.
+
+        Raises InvalidRequest if the request asks for a form of its own beside a forced call.
+        """
+        forced = self.tools.grammar
+        if forced is not None and params.grammar is not None:
+            message = f"{params.grammar.param} and a forced tool_choice can't be combined"
+            raise InvalidRequest(message, param=params.grammar.param)
+        grammar = forced or params.grammar
+        if grammar is not None and self.format.reasoning:
+            grammar = replace(grammar, reasoning="opened" if self.opened else "optional")
         tools = self.format.tools if self.tools.mode == "auto" else None
-        return tools is not None and any(marker in special_tokens for marker in tools.markers)
+        keeps = tools is not None and any(marker in special_tokens for marker in tools.markers)
+        return replace(params, grammar=grammar, skip_special_tokens=params.skip_special_tokens and not keeps)
 
 
 class _FirstCall:

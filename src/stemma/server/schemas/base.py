@@ -23,4 +23,5 @@ class RequestModel(BaseModel):
     @classmethod
     def known_names(cls) -> frozenset[str]:
         """Return the names of all fields that aren't news to us."""
-        return frozenset(cls.model_fields) | frozenset(cls.refused) | cls.harmless
+        fields = (field.alias or name for name, field in cls.model_fields.items())
+        return frozenset(fields) | frozenset(cls.refused) | cls.harmless

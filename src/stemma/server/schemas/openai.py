@@ -10,7 +10,9 @@ from pydantic import ConfigDict, Field
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
+    MAX_STOPS,
     MAX_TEMPLATE_CHARS,
+    Bias,
     Choices,
     Count,
     LengthPenalty,
@@ -27,6 +29,7 @@ from stemma.server.schemas.bounds import (
     Seed,
     Share,
     Stops,
+    StopString,
     Temperature,
     TemplateKwargs,
     TokenIds,
@@ -36,18 +39,10 @@ from stemma.server.schemas.bounds import (
 )
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     # vLLM's, old names included
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_choice": (),
-    "guided_regex": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
@@ -58,9 +53,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "early_stopping": (False,),
     # SGLang's
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "lora_path": (),
 }
 
@@ -75,16 +67,47 @@ class StreamOptions(RequestModel):
     harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 
-class ResponseFormat(RequestModel):
-    """Only free text is supported."""
+class JsonSchema(RequestModel):
+    """``json_schema`` of a response format."""
 
-    type: Name
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    harmless: ClassVar[frozenset[str]] = frozenset({"name", "description", "strict"})
+
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(RequestModel):
+    """What the answer must look like."""
+
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"json_schema": JsonSchema}
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's ``structured_outputs``: exactly one of the fields."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": (), "whitespace_pattern": ()}
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"disable_fallback", "disable_any_whitespace", "disable_additional_properties"}
+    )
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class OpenAIRequest(RequestModel):
     """Fields that chat and plain completions share. None: the checkpoint's default, then OpenAI's."""
 
-    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"stream_options": StreamOptions}
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {
+        "stream_options": StreamOptions,
+        "response_format": ResponseFormat,
+        "structured_outputs": StructuredOutputs,
+    }
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",
@@ -134,6 +157,19 @@ class OpenAIRequest(RequestModel):
     length_penalty: LengthPenalty = 1.0
     """Of the beam search; above 0 favours long answers."""
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | None = None
+    """SGLang's name for a JSON schema as text."""
+    regex: str | None = None
+    ebnf: str | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_STOPS)] | None = None
+    """Token id -> what is added to its logit."""
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
 
 class CompletionRequest(OpenAIRequest):

@@ -32,7 +32,6 @@ class TGIParameters(RequestModel):
     """``parameters`` of TGI's shape."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "grammar": (),
         "stop_sequences": ([],),
         "top_n_tokens": (0,),
         "n": (1,),
@@ -57,6 +56,8 @@ class TGIParameters(RequestModel):
     adapter_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./-]{1,256}$")] | None = None
     max_new_tokens: PositiveCount = 20
     best_of: Choices | None = None
+    grammar: dict[str, Any] | None = None
+    """What the answer must look like: ``{"type": "json", "value": schema}`` or ``"regex"``."""
     """Generate so many and return the one with the highest mean log-probability."""
     details: bool = False
     decoder_input_details: bool = False
