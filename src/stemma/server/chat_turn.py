@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,8 +42,7 @@ async def chat_turn(
         tokens = await context.in_thread(lambda: continued(tokenizer, known, tokens))
         tokens = check_tokens(context, tokens, "messages")
     reader = answer_reader(context, body, tokens)
-    if reader.needs_markers(context.engine.tokenizer.special_token_texts):
-        params = replace(params, skip_special_tokens=False)
+    params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
     return ChatTurn(body, generation_request(request_id, tokens, params, body), reader)
 
 
