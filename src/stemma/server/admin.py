@@ -26,6 +26,7 @@ from stemma.prefix.keys import Namespace
 from stemma.server.body import body_chunks, read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import AdminFileRoute, AdminRoute, json_response
+from stemma.server.openapi import parameter, takes, takes_file
 from stemma.server.prompts import chat_prompt, completion_prompts
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
@@ -79,7 +80,7 @@ async def tiers(request: Request) -> Response:
     return json_response({"tiers": {}} if stats.transfer is None else tiers_as_json(stats.transfer))
 
 
-@router.post("/lookup")
+@router.post("/lookup", openapi_extra=takes(PrefixRequest))
 async def lookup(request: Request) -> Response:
     """How many tokens of a prompt lie in which tier; computes and moves nothing."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
@@ -88,7 +89,7 @@ async def lookup(request: Request) -> Response:
     return json_response(_lookup_json(found))
 
 
-@router.post("/prewarm")
+@router.post("/prewarm", openapi_extra=takes(PrewarmRequest))
 async def prewarm(request: Request) -> Response:
     """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
     context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
@@ -115,7 +116,7 @@ async def prewarm(request: Request) -> Response:
     return json_response(answer)
 
 
-@router.post("/pin")
+@router.post("/pin", openapi_extra=takes(PinRequest))
 async def pin(request: Request) -> Response:
     """Forbid eviction of what is cached of a prompt."""
     context, body = context_of(request), validate(PinRequest, await read_object(request))
@@ -124,7 +125,7 @@ async def pin(request: Request) -> Response:
     return json_response(_pin_json(made))
 
 
-@router.post("/unpin")
+@router.post("/unpin", openapi_extra=takes(UnpinRequest))
 async def unpin(request: Request) -> Response:
     """Permit eviction again."""
     body = validate(UnpinRequest, await read_object(request))
@@ -153,7 +154,7 @@ async def flush(request: Request) -> Response:
     )
 
 
-@router.post("/export")
+@router.post("/export", openapi_extra=takes(PrefixRequest))
 async def export(request: Request) -> Response:
     """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
@@ -172,7 +173,10 @@ async def export(request: Request) -> Response:
     return StreamingResponse(_content(file), headers=headers, media_type="application/octet-stream")
 
 
-@file_router.post("/import")
+@file_router.post(
+    "/import",
+    openapi_extra=takes_file() | parameter("cache_salt", {"type": "string", "maxLength": MAX_SALT_CHARS}),
+)
 async def import_(request: Request) -> Response:
     """Take the blocks of an exported file; ``?cache_salt=`` names the namespace it was exported from."""
     context = context_of(request)

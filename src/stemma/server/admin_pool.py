@@ -17,6 +17,7 @@ from stemma.memory.tiers.pool.pool_store import PoolStatus
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AdminRoute, json_response
+from stemma.server.openapi import takes
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
 
@@ -42,7 +43,7 @@ async def show_pool(request: Request) -> Response:
     return json_response(_shown(_pool_of(request).status()))
 
 
-@router.post("/admin/pool")
+@router.post("/admin/pool", openapi_extra=takes(AttachRequest))
 async def attach_pool(request: Request) -> Response:
     """Attach a pool that the server was started with: ``{"name": "redis", "write": "write_back"}``."""
     context = context_of(request)

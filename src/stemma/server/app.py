@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -11,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma import __version__
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server import (
@@ -30,6 +32,7 @@ from stemma.server.errors import json_response
 from stemma.server.headers import HeaderGuard
 from stemma.server.messages import api as messages
 from stemma.server.metrics import ServerMetrics
+from stemma.server.openapi import describe
 from stemma.server.responses import api as responses
 
 ROUTERS = (
@@ -67,13 +70,15 @@ def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics 
 
     app = FastAPI(
         title="Stemma",
-        openapi_url=None,
+        version=__version__,
+        openapi_url="/openapi.json",
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
         redirect_slashes=False,
     )
     app.state.context = context
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)
     if settings.server.allowed_origins:

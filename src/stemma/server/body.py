@@ -114,7 +114,7 @@ def _log_unknown(model: type[RequestModel], body: dict[str, Any]) -> None:
         short = name[:_MAX_FIELD_CHARS]
         if short not in _logged_fields and len(_logged_fields) < _MAX_LOGGED_FIELDS:
             _logged_fields.add(short)
-            logger.warning("field %r of a request is unknown and ignored (logged once)", short)
+            logger.warning("field %a of a request is unknown and ignored (logged once)", short)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

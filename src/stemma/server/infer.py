@@ -15,6 +15,7 @@ from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.finish import finish_reason
+from stemma.server.openapi import takes
 from stemma.server.prompts import check_tokens, text_prompt
 from stemma.server.sampling import tgi_sampling
 from stemma.server.schemas.mindie import InferParameters, InferRequest
@@ -26,13 +27,13 @@ from stemma.types import TokenArray, as_tokens
 router = APIRouter(route_class=TGIRoute)
 
 
-@router.post("/infer")
+@router.post("/infer", openapi_extra=takes(InferRequest))
 async def infer(request: Request) -> Response:
     """Continue ``inputs`` or the token ids ``input_id``."""
     return await _infer(request, validate(InferRequest, await read_object(request)))
 
 
-@router.post("/infer_token")
+@router.post("/infer_token", openapi_extra=takes(InferRequest))
 async def infer_token(request: Request) -> Response:
     """Continue the token ids ``input_id``."""
     body = validate(InferRequest, await read_object(request))

@@ -14,6 +14,7 @@ from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AdminRoute, OpenAIRoute, json_response
 from stemma.server.mindie_metrics import render_for_mindie
+from stemma.server.openapi import parameter
 from stemma.server.prompts import check_model
 from stemma.server.tier_metrics import tiers_as_json
 
@@ -82,7 +83,10 @@ async def engine_stats(request: Request) -> Response:
     return json_response(snapshot)
 
 
-@admin_router.get("/cache/tree")
+@admin_router.get(
+    "/cache/tree",
+    openapi_extra=parameter("max_tokens", {"type": "integer", "minimum": 1, "maximum": 1000}),
+)
 async def draw_tree(request: Request) -> Response:
     """The prefix index as an indented drawing; ``?max_tokens=24`` limits the text of each edge."""
     given = request.query_params.get("max_tokens", "24")

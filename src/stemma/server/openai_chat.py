@@ -24,6 +24,7 @@ from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.logprobs import chat_logprobs
+from stemma.server.openapi import takes
 from stemma.server.prompts import chat_prompt, check_model
 from stemma.server.retention import generation_request
 from stemma.server.sampling import chat_sampling, widen_to_best_of
@@ -38,7 +39,7 @@ _REASONING_MARK_TOKENS = 16
 """Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation."""
     context = context_of(request)

@@ -19,6 +19,7 @@ from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.logprobs import CompletionLogprobs
+from stemma.server.openapi import takes
 from stemma.server.prompts import check_model, completion_prompts
 from stemma.server.retention import generation_request
 from stemma.server.sampling import completion_sampling, widen_to_best_of
@@ -30,7 +31,7 @@ from stemma.types import FinishReason, TokenArray
 router = APIRouter(route_class=OpenAIRoute)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Continue one or many prompts; choices come prompt by prompt, n each."""
     context = context_of(request)

@@ -21,9 +21,10 @@ from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.finish import finish_reason
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
+from stemma.server.openapi import takes
 from stemma.server.prompts import check_length, check_model, check_tokens, text_prompt
 from stemma.server.sampling import tgi_sampling, widen_to_best_of
-from stemma.server.schemas.tgi import TGIParameters, TGIRequest
+from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 from stemma.server.sse import EventStream, event
 from stemma.server.tgi_tokens import stream_tokens, token_entry
 from stemma.server.usage import cache_detail
@@ -39,7 +40,7 @@ NEITHER_SHAPE = {
 }
 
 
-@router.post("/generate")
+@router.post("/generate", openapi_extra=takes(TGIRequest, VLLMGenerateRequest))
 async def generate(request: Request) -> Response:
     """Continue ``inputs`` (TGI's shape) or ``prompt`` (vLLM's)."""
     body = await read_object(request)
@@ -50,13 +51,13 @@ async def generate(request: Request) -> Response:
     return await _generate_whole(request, validate(TGIRequest, body), in_list=False)
 
 
-@router.post("/generate_stream")
+@router.post("/generate_stream", openapi_extra=takes(TGIRequest))
 async def generate_stream(request: Request) -> Response:
     """Continue ``inputs``, token by token."""
     return await _generate_stream(request, validate(TGIRequest, await read_object(request)))
 
 
-@router.post("/")
+@router.post("/", openapi_extra=takes(TGIRequest))
 async def generate_at_root(request: Request) -> Response:
     """Continue ``inputs``; ``stream`` in the body chooses how. A whole answer comes in a list of one."""
     body = validate(TGIRequest, await read_object(request))

@@ -13,6 +13,7 @@ from stemma.errors import InvalidRequest
 from stemma.server.body import read_object, validate
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import OpenAIRoute, TGIRoute, json_response
+from stemma.server.openapi import takes
 from stemma.server.prompts import chat_prompt, check_length, check_model
 from stemma.server.schemas.mindie import DetokenizeRequest, TokenizeRequest, TokenizerRequest
 from stemma.server.schemas.openai import ChatRequest
@@ -27,7 +28,7 @@ async def server_version(request: Request) -> Response:
     return json_response({"version": version("stemma")})
 
 
-@mindie_router.post("/v1/tokenizer")
+@mindie_router.post("/v1/tokenizer", openapi_extra=takes(TokenizerRequest))
 async def mindie_tokenizer(request: Request) -> Response:
     """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
     context = context_of(request)
@@ -37,7 +38,7 @@ async def mindie_tokenizer(request: Request) -> Response:
     return json_response({"token_number": len(ids), "tokens": tokens})
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of ``prompt`` or ``messages`` (vLLM), or of ``inputs`` (TGI: with texts)."""
     context = context_of(request)
@@ -65,7 +66,7 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
     context = context_of(request)

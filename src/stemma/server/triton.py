@@ -21,6 +21,7 @@ from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.finish import finish_reason
 from stemma.server.infer import cached_header, one_sequence, token_prompt
+from stemma.server.openapi import takes
 from stemma.server.prompts import text_prompt
 from stemma.server.schemas.mindie import (
     InferParameters,
@@ -105,7 +106,7 @@ def _gib(num_bytes: int | None, absent: int) -> int:
     return absent if num_bytes is None else num_bytes // 2**30
 
 
-@router.post("/models/{model}/infer")
+@router.post("/models/{model}/infer", openapi_extra=takes(TritonInferRequest))
 async def infer(request: Request) -> Response:
     """Continue token ids; the answer is token ids."""
     context = _checked(request)
@@ -134,7 +135,7 @@ async def infer(request: Request) -> Response:
     return json_response(answer, headers=cached_header(result.cache))
 
 
-@router.post("/models/{model}/generate")
+@router.post("/models/{model}/generate", openapi_extra=takes(TritonGenerateRequest))
 async def generate(request: Request) -> Response:
     """Continue ``text_input``."""
     context = _checked(request)
@@ -153,7 +154,7 @@ async def generate(request: Request) -> Response:
     return json_response(answer, headers=cached_header(result.cache))
 
 
-@router.post("/models/{model}/generate_stream")
+@router.post("/models/{model}/generate_stream", openapi_extra=takes(TritonGenerateRequest))
 async def generate_stream(request: Request) -> Response:
     """Continue ``text_input``, piece by piece."""
     context = _checked(request)
@@ -164,7 +165,7 @@ async def generate_stream(request: Request) -> Response:
     return EventStream(source, run.outputs, cached_header(run.cache))
 
 
-@router.post("/models/{model}/stopInfer")
+@router.post("/models/{model}/stopInfer", openapi_extra=takes(TritonStopRequest))
 async def stop_infer(request: Request) -> Response:
     """End the running requests that the same client sent under ``id``; their answers end there."""
     context = _checked(request)

@@ -20,6 +20,7 @@ from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.messages.blocks import chat_fields
 from stemma.server.messages.marks import MARKED_PRIORITY, Marks, marks_of, num_shared
 from stemma.server.messages.output import ContentBlocks
+from stemma.server.openapi import takes
 from stemma.server.prompts import chat_prompt, check_model
 from stemma.server.responses.output import new_id
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
@@ -30,7 +31,7 @@ from stemma.types import FinishReason
 router = APIRouter(route_class=AnthropicRoute)
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", openapi_extra=takes(MessagesRequest))
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
@@ -51,7 +52,7 @@ async def create_message(request: Request) -> Response:
     return json_response(reply.whole(result))
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a conversation becomes."""
     context = context_of(request)

@@ -21,6 +21,7 @@ from stemma.server.chat_turn import ChatTurn, chat_turn
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.openapi import takes
 from stemma.server.prompts import check_model
 from stemma.server.responses.items import ChatMessage, chat_fields, chat_messages
 from stemma.server.responses.output import OutputItems, StreamEvent, new_id
@@ -37,7 +38,7 @@ STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Of the blocks of stored conversations: somebody is likely to go on with them."""
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
     context = context_of(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import (
@@ -172,12 +172,27 @@ class OpenAIRequest(RequestModel):
     bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
 
 
+Prompt = Annotated[
+    str | list[Any],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+            ]
+        }
+    ),
+]
+
+
 class CompletionRequest(OpenAIRequest):
     """Body of ``POST /v1/completions``."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSUPPORTED, "suffix": ("",)}
 
-    prompt: str | list[Any]
+    prompt: Prompt
     """Text, texts, token ids, or lists of token ids; checked item by item in `prompts.py`."""
     logprobs: NumLogprobs | None = None
     echo: bool = False
