@@ -1,9 +1,9 @@
-"""Answers of a real model from the cache beside those without: `python -m benchmarks.invariance [--prompts N]`.
+"""Answers of a real model with and without a cache: `python -m benchmarks.invariance [--prompts N]`.
 
 Prompts are cut from text files (the project's documentation by default), several of them with the same
 beginning. Each is answered alone, cold, with no cache; then all of them together from the device, in small
-chunks, from host memory and disk after blocks have moved down, and with drafts. What is counted are answers of
-which a token or a log-probability differs in any bit. On CPU with native kernels that is none.
+chunks, from host memory and disk after blocks have moved down, and with drafts. What is counted are answers
+of which a token or a log-probability differs in any bit. On CPU with native kernels that is none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SMALL: dict[str, Any] = {"kv_cache_memory": "80MB", "load_when": "always"}
 
 def prompts_of(llm: LLM, texts: Sequence[Path], num_prompts: int) -> list[list[int]]:
     """Cut prompts out of texts: each begins somewhere in one of them and ends somewhere else."""
-    tokens = [llm.tokenizer.encode(path.read_text(encoding="utf-8")).tolist() for path in texts]
+    tokens: list[list[int]] = [
+        llm.tokenizer.encode(path.read_text(encoding="utf-8")).tolist() for path in texts
+    ]
     tokens = [one for one in tokens if len(one) > PREFIX_TOKENS + OWN_TOKENS]
     rng = random.Random(0)
 

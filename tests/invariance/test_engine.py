@@ -13,6 +13,7 @@ import pytest
 
 from stemma.engine.llm import LLM, Generation
 from stemma.engine.sampling.params import SamplingParams
+from stemma.native.levels import available_levels
 from stemma.native.library import load_kernels
 from tests.checkpoints import build
 
@@ -147,3 +148,24 @@ def test_beams(checkpoint: Callable[[str], Path]) -> None:
     with engine(path, "bfloat16") as llm:
         for _ in range(2):
             assert [answer_of(one) for one in llm.beam_search(prompts, 3, 6)] == expected
+
+
+def test_levels_share_stored_blocks_only_if_allowed(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What another level computed has other bits: by default it is no hit."""
+    path = checkpoint("qwen2")
+    prompt = list(asks_of(1)[0].prompt)
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    for shares in (False, True):
+        cached = []
+        for isa in ("portable", available_levels()[-1].name):
+            settings = {
+                "disk_cache": str(tmp_path / str(shares)),
+                "disk_cache_size": "64MB",
+                "load_when": "always",
+            }
+            with engine(path, "bfloat16", isa=isa, share_across_levels=shares, **settings) as llm:
+                cached.append(llm.generate(prompt, params)[0].cache.num_cached_tokens)
+        assert cached[0] == 0
+        assert (cached[1] > 0) == shares

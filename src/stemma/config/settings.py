@@ -91,6 +91,9 @@ class CacheSettings(SettingsModel):
     memory_limit: ByteSize | None = Field(default=None, gt=0)
     """On CPU, instead of both: what the whole process may take. KV gets what libraries, weights and steps
     leave; a step of the largest size is run at the start to see what it needs."""
+    share_across_levels: bool = False
+    """Let a disk or pool serve KV computed at another instruction-set level or version of the kernels: more
+    hits among unlike machines, for answers that may differ in their last bits."""
     index: Literal["radix", "hash"] = "radix"
     """How prefixes are found: a radix tree, or a table of chained hashes."""
     eviction: str = "hazard"

@@ -79,7 +79,10 @@ def build_engine(
     else:
         num_blocks = num_device_blocks(settings.cache, layout, model.device)
     kv = DeviceKV(layout, num_blocks, model.device)
-    key_space = KeySpace(model.fingerprint, layout.describe(), layout.block_size)
+    kv_layout = layout.describe()
+    if not settings.cache.share_across_levels:
+        kv_layout += f":{model.numeric_path}"
+    key_space = KeySpace(model.fingerprint, kv_layout, layout.block_size)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
     lower = None

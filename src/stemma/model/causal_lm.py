@@ -45,6 +45,8 @@ class ModelInfo:
     fingerprint: str
     """Names the weights (`model/fingerprint.py`)."""
     weight_bytes: int
+    numeric_path: str = "torch"
+    """Names the order of sums: machines on which it is equal compute the same bits."""
 
 
 class Decoder(Protocol):
@@ -121,6 +123,11 @@ class CausalLM:
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 that changes whenever the weights do."""
         return self.info.fingerprint
+
+    @property
+    def numeric_path(self) -> str:
+        """Names the order of sums: machines on which it is equal compute the same bits."""
+        return self.info.numeric_path
 
     @property
     def weight_bytes(self) -> int:

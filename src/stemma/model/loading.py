@@ -30,6 +30,7 @@ from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
 from stemma.model.pretrained import Progress, load_config, load_weights, runs_remote_code
 from stemma.model.selfcheck import check_served, check_weights, needs_check, take_reference
+from stemma.native.levels import NUMERIC_VERSION
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart, trim_heap
 
@@ -70,6 +71,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
         default_sampling=default_sampling(generation),
         fingerprint=fingerprint,
         weight_bytes=sum(p.numel() * p.element_size() for p in hf_model.parameters()),
+        numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
     model = _make_servable(hf_model, info, device, kernels, settings, report)
     report("ready", 1.0)

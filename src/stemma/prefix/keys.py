@@ -37,7 +37,8 @@ class KeySpace:
 
     model_fingerprint: str
     kv_layout: str
-    """`KVLayout.describe()`: dtype, layers, heads, dimensions, order of axes."""
+    """`KVLayout.describe()`: dtype, layers, heads, dimensions, order of axes; and the numeric path that
+    computed the KV, unless machines of all kinds are to share it."""
     block_size: int
 
     def root(self, namespace: Namespace) -> BlockKey:
