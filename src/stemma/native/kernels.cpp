@@ -32,11 +32,6 @@ static void add_rms_norm(const NormArgs& a) {
 }
 
 template <class T>
-static void rotate_and_write(const RotateArgs& a) {
-    for_rows(a.tokens, a.tokens * a.width(), a.threads, [&](int64_t i) { rotate_and_write_token<T>(a, i); });
-}
-
-template <class T>
 static void silu_and_multiply(const GateArgs& a) {
     for_rows(a.rows, a.rows * a.dim * 2, a.threads, [&](int64_t i) {
         silu_and_multiply_row((const T*)a.gate_up + i * 2 * a.dim, (T*)a.output + i * a.dim, a.dim);
@@ -120,16 +115,12 @@ Plan* stemma_plan_new(const Batch* batch, int32_t num_kv_heads, int32_t group_si
 }
 
 void stemma_plan_free(Plan* plan) { delete plan; }
-int64_t stemma_plan_cost(const Plan* plan) { return plan->total_cost; }
 
 void stemma_attend(Plan* plan, const AttendArgs* args) {
     args->is_bf16 ? attend<bf16>(*plan, *args) : attend<float>(*plan, *args);
 }
 void stemma_add_rms_norm(const NormArgs* args) {
     args->is_bf16 ? add_rms_norm<bf16>(*args) : add_rms_norm<float>(*args);
-}
-void stemma_rotate_and_write(const RotateArgs* args) {
-    args->is_bf16 ? rotate_and_write<bf16>(*args) : rotate_and_write<float>(*args);
 }
 void stemma_silu_and_multiply(const GateArgs* args) {
     args->is_bf16 ? silu_and_multiply<bf16>(*args) : silu_and_multiply<float>(*args);

@@ -183,9 +183,6 @@ class Kernels:
         self.plan_free = library.stemma_plan_free
         self.plan_free.argtypes = [ctypes.c_void_p]
         self.plan_free.restype = None
-        self.plan_cost = library.stemma_plan_cost
-        self.plan_cost.argtypes = [ctypes.c_void_p]
-        self.plan_cost.restype = ctypes.c_int64
         self.attend = library.stemma_attend
         self.attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.attend.restype = None
@@ -219,10 +216,9 @@ class Kernels:
         ]
         self.take_rows.restype = None
         self.add_rms_norm = library.stemma_add_rms_norm
-        self.rotate_and_write = library.stemma_rotate_and_write
         self.silu_and_multiply = library.stemma_silu_and_multiply
         for function in (
-            *(self.add_rms_norm, self.rotate_and_write, self.silu_and_multiply),
+            *(self.add_rms_norm, self.silu_and_multiply),
             *(self.pack, self.multiply, self.mixture),
         ):
             function.argtypes = [ctypes.c_void_p]
