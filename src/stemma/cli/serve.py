@@ -64,7 +64,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
         def on_ready(url: str) -> None:
             console.print(_summary(engine.parts, settings))
-            is_open = access.api_key is None and not settings.tls.ca
+            is_open = not access.asks_for_key and not settings.tls.ca
             if is_open and not is_loopback(settings.server.host):
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
             for port in listeners.ports[1:]:

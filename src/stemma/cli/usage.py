@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemma.errors import ConfigError
-from stemma.insight.ledger import By, UsageRow, sqlite_url, total, usage
+from stemma.insight.ledger import By, UsageRow, ledger_url, total, usage
 from stemma.insight.prices import PriceTable
 from stemma.types import Tier
 
@@ -59,12 +59,9 @@ def moment(text: str) -> float:
 
 
 def _url(ledger: str) -> str:
-    if "://" in ledger:
-        return ledger
-    path = Path(ledger)
-    if not path.is_file():
-        raise ConfigError(f"there is no usage ledger at {path}; `stemma serve --ledger FILE` writes one")
-    return sqlite_url(path)
+    if "://" not in ledger and not Path(ledger).is_file():
+        raise ConfigError(f"there is no usage ledger at {ledger}; `stemma serve --ledger FILE` writes one")
+    return ledger_url(ledger)
 
 
 def _line(row: UsageRow, group: By, prices: PriceTable | None) -> dict[str, Any]:

@@ -196,6 +196,9 @@ class ServerSettings(SettingsModel):
     take the variable or `api_key_file`."""
     api_key_file: Path | None = None
     """File that holds the API key, instead of `api_key`."""
+    api_keys_file: Path | None = None
+    """File of hashed API keys, each of a tenant with limits of its own (`stemma keys`), instead of `api_key`.
+    Read again when it changes."""
     admin_key: Key | None = Field(default=None, repr=False)
     """Bearer token of `/admin`. Without one, only this machine may ask there (docs/serving.md)."""
     admin_key_file: Path | None = None
@@ -206,6 +209,8 @@ class ServerSettings(SettingsModel):
     """File with a secret of at least 32 bytes: exported prefixes are signed with it, and imports proved."""
     pool_configs: NamedPaths = {}
     """Pools that `POST /admin/pool` may attach, by backend: ``redis=redis.json,mooncake=mooncake.json``."""
+    ledger: str | None = Field(default=None, repr=False)
+    """Usage ledger, read by `stemma usage`: a SQLite file, or the URL of a database."""
     allowed_origins: Words = ()
     """Web origins whose pages may call this server (CORS), separated by commas; `*`: all."""
     report_granularity: Literal["token", "block"] = "token"

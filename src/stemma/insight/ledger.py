@@ -89,6 +89,11 @@ class UsageRow:
         return sum(self.hit_tokens.values())
 
 
+def ledger_url(given: str) -> str:
+    """Return the URL of a ledger given as a file or as a URL."""
+    return given if "://" in given else sqlite_url(Path(given))
+
+
 def sqlite_url(path: Path) -> str:
     """Return the URL of a SQLite file."""
     return f"sqlite:///{path}"
@@ -102,6 +107,7 @@ class Ledger:
         self._engine = _open(url)
         self._queue: queue.Queue[tuple[UsageRecord, Future[bool]] | None] = queue.Queue(MAX_WAITING)
         self._closing = threading.Event()
+        self.num_accepted = 0
         self.num_written = 0
         self.num_refused = 0
         self._thread = start_thread("stemma-ledger", self._write_all, supervisor)
@@ -112,10 +118,16 @@ class Ledger:
         future.set_running_or_notify_cancel()
         try:
             self._queue.put_nowait((record, future))
+            self.num_accepted += 1
         except queue.Full:
             self.num_refused += 1
             future.set_result(False)
         return future
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that are taken and not written yet."""
+        return max(0, self.num_accepted - self.num_written)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is waiting and stop; rows that can't be written by then are logged as lost."""
@@ -156,6 +168,7 @@ class Ledger:
                 if self._closing.wait(RETRY_S):
                     _log.error("%d rows of the usage ledger are lost", len(rows))
                     self.num_refused += len(rows)
+                    self.num_accepted -= len(rows)
                     for _, future in batch:
                         future.set_result(False)
                     return

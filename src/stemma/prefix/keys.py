@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +26,8 @@ class Namespace:
 
     salt: str = ""
     adapter: str = ""
+    owner: str = field(default="", compare=False)
+    """Whose blocks these are, for quotas and bills. No part of keys: salt and adapter alone isolate."""
 
 
 DEFAULT_NAMESPACE = Namespace()
@@ -43,7 +45,7 @@ class KeySpace:
 
     def root(self, namespace: Namespace) -> BlockKey:
         """Return the key that starts the chain of `namespace`."""
-        fields = (
+        parts = (
             b"stemma",
             str(FORMAT_VERSION).encode(),
             self.model_fingerprint.encode(),
@@ -53,9 +55,9 @@ class KeySpace:
             namespace.salt.encode(),
         )
         digest = hashlib.sha256()
-        for field in fields:
-            digest.update(struct.pack("<Q", len(field)))
-            digest.update(field)
+        for part in parts:
+            digest.update(struct.pack("<Q", len(part)))
+            digest.update(part)
         return BlockKey(digest.digest())
 
 

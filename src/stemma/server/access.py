@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -17,7 +18,10 @@ from starlette.requests import Request
 
 from stemma.config.settings import ServerSettings
 from stemma.config.words import read_key
-from stemma.errors import Forbidden, Unauthorized, WrongMediaType
+from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
+from stemma.server.tenants.keyfile import KeyFile, Tenant
+
+logger = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]{1,5}))?")
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
@@ -25,6 +29,8 @@ _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
+_COUNTERS = ("/metrics", "/metrics-json")
+"""Sums over all tenants: who counts them learns what others do."""
 
 
 def host_name(header: str) -> str | None:
@@ -47,11 +53,21 @@ class Access:
     def __init__(self, settings: ServerSettings) -> None:
         self.api_key = read_key(settings.api_key, settings.api_key_file, "api_key")
         self.admin_key = read_key(settings.admin_key, settings.admin_key_file, "admin_key")
+        self.keys = None if settings.api_keys_file is None else KeyFile(settings.api_keys_file)
+        """Keys of tenants; None: everybody is one."""
+        if self.keys is not None and self.api_key is not None:
+            raise ConfigError("give api_keys_file or api_key, not both")
         self._is_local = is_loopback(settings.host)
         self._allowed_origins = frozenset(settings.allowed_origins)
 
     def check(self, request: Request) -> None:
-        """Raise unless `request` carries the API key or, if there is none, no web page sent it."""
+        """Raise unless `request` carries an API key or, if there is none, no web page sent it."""
+        if self.keys is not None:
+            if request.url.path in _COUNTERS:
+                self.check_admin(request)
+            else:
+                request.state.tenant = _tenant(request, self.keys)
+            return
         if self.api_key is not None:
             _check_key(request, self.api_key)
             return
@@ -65,6 +81,8 @@ class Access:
         if self.admin_key is not None:
             _check_bearer(request, self.admin_key, "admin key")
             return
+        if self.keys is not None:
+            raise Forbidden("with a file of API keys, administration needs an admin key: see --admin-key")
         peer = request.client.host if request.client is not None else ""
         if not is_loopback(peer) or any(name in request.headers for name in _FORWARDED):
             raise Forbidden("administration from other machines needs an admin key: see --admin-key")
@@ -74,9 +92,24 @@ class Access:
         if self.api_key is not None:
             _check_bearer(request, self.api_key, "API key")
 
+    def reload_keys(self) -> None:
+        """Read the file of keys again, if there is one; if it can't be used, log why and keep what it had."""
+        if self.keys is None:
+            return
+        try:
+            self.keys.reload()
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether only who has a key may ask."""
+        return self.api_key is not None or self.keys is not None
+
     def owner(self, request: Request) -> str:
-        """Return whose the things are that `request` asks the server to keep, e.g. responses."""
-        return ""
+        """Return whose the things are that `request`, which passed `check`, asks the server to keep."""
+        tenant = tenant_of(request)
+        return "" if tenant is None else tenant.name
 
     def _check_origin(self, request: Request) -> None:
         origin = request.headers.get("origin")
@@ -100,13 +133,32 @@ def has_key(request: Request, key: str | None) -> bool:
     return key is not None
 
 
+def tenant_of(request: Request) -> Tenant | None:
+    """Return who sent `request`, which passed `Access.check`; None where there are no tenants."""
+    found: Tenant | None = getattr(request.state, "tenant", None)
+    return found
+
+
+def _tenant(request: Request, keys: KeyFile) -> Tenant:
+    keys.refresh()
+    tenant = keys.tenant_of(_given_key(request))
+    if tenant is None:
+        raise Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
+    return tenant
+
+
+def _given_key(request: Request) -> str:
+    """Return the key that came as a bearer token or, as Anthropic's clients send it, in a header of its own."""
+    if "authorization" not in request.headers:
+        return request.headers.get("x-api-key", "").strip()
+    scheme, _, given = request.headers["authorization"].partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
 def _check_key(request: Request, key: str) -> None:
-    """Take the key as a bearer token or, as Anthropic's clients send it, in a header of its own."""
-    given = request.headers.get("x-api-key")
-    if given is None or "authorization" in request.headers:
-        _check_bearer(request, key, "API key")
-    elif not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
-        raise Unauthorized("wrong API key in 'x-api-key'")
+    # Headers are bytes; Starlette shows them as Latin-1.
+    if not hmac.compare_digest(_given_key(request).encode("latin-1"), key.encode()):
+        raise Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
 
 
 def _check_bearer(request: Request, key: str, what: str) -> None:

@@ -1,7 +1,7 @@
 """The operator's plane of the cache: look, prewarm, pin, flush, export and import.
 
-A prompt is given as ``prompt`` (text or token ids) or as ``messages``, and ``cache_salt`` names its
-namespace, as in the completion APIs. So what an operator pins is what a client will hit.
+A prompt is given as ``prompt`` (text or token ids) or as ``messages``; ``cache_salt``, as in the completion
+APIs, and ``tenant`` name its namespace. So what an operator pins is what a client will hit.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from stemma.server.prompts import chat_prompt, completion_prompts
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
 from stemma.server.schemas.openai import ChatRequest
+from stemma.server.tenants.namespace import tenant_namespace
 from stemma.server.tier_metrics import tiers_as_json
 from stemma.types import DEFAULT_PRIORITY, Tier, TokenArray
 
@@ -46,6 +47,8 @@ class PrefixRequest(RequestModel):
     """Text or token ids."""
     messages: Messages | None = None
     cache_salt: Salt | None = None
+    tenant: Name | None = None
+    """Whose; needed where a file of API keys names tenants."""
 
     @model_validator(mode="after")
     def _one_of(self) -> PrefixRequest:
@@ -85,7 +88,7 @@ async def lookup(request: Request) -> Response:
     """How many tokens of a prompt lie in which tier; computes and moves nothing."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
     tokens = await _tokens(context, body)
-    found = await context.engine.cache_control.lookup(_namespace(body), tokens)
+    found = await context.engine.cache_control.lookup(_where(context, body), tokens)
     return json_response(_lookup_json(found))
 
 
@@ -93,7 +96,7 @@ async def lookup(request: Request) -> Response:
 async def prewarm(request: Request) -> Response:
     """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
     context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
-    tokens, namespace = await _tokens(context, body), _namespace(body)
+    tokens, namespace = await _tokens(context, body), _where(context, body)
     wanted = GenerationRequest(
         request_id=new_request_id("prewarm"),
         prompt_token_ids=tokens,
@@ -121,7 +124,7 @@ async def pin(request: Request) -> Response:
     """Forbid eviction of what is cached of a prompt."""
     context, body = context_of(request), validate(PinRequest, await read_object(request))
     tokens = await _tokens(context, body)
-    made = await context.engine.cache_control.pin(_namespace(body), tokens, body.ttl_s)
+    made = await context.engine.cache_control.pin(_where(context, body), tokens, body.ttl_s)
     return json_response(_pin_json(made))
 
 
@@ -162,7 +165,7 @@ async def export(request: Request) -> Response:
     file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response
     try:
         control = context.engine.cache_control
-        count = await control.export(_namespace(body), tokens, file, key=context.bundle_key)
+        count = await control.export(_where(context, body), tokens, file, key=context.bundle_key)
         if not count:
             raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
     except BaseException:
@@ -178,7 +181,7 @@ async def export(request: Request) -> Response:
     openapi_extra=takes_file() | parameter("cache_salt", {"type": "string", "maxLength": MAX_SALT_CHARS}),
 )
 async def import_(request: Request) -> Response:
-    """Take the blocks of an exported file; ``?cache_salt=`` names the namespace it was exported from."""
+    """Take the blocks of an exported file; ``?cache_salt=&tenant=`` name the namespace it is from."""
     context = context_of(request)
     salt = request.query_params.get("cache_salt", "")
     if len(salt) > MAX_SALT_CHARS:
@@ -186,7 +189,7 @@ async def import_(request: Request) -> Response:
     trust = BundleTrust(context.bundle_key, takes_unsigned=context.settings.server.trust_imports)
     if trust.key is None and not trust.takes_unsigned:
         raise Forbidden("this server takes no blocks from outside: see --bundle-key-file and --trust-imports")
-    namespace = Namespace(salt=salt)
+    namespace = _namespace(context, request.query_params.get("tenant"), salt)
     with tempfile.TemporaryFile() as file:
         async for chunk in body_chunks(request):
             await asyncio.to_thread(file.write, chunk)
@@ -213,8 +216,20 @@ async def _content(file: BinaryIO) -> AsyncIterator[bytes]:
             yield chunk
 
 
-def _namespace(body: PrefixRequest) -> Namespace:
-    return Namespace(salt=body.cache_salt or "")
+def _namespace(context: ServerContext, tenant: str | None, salt: str | None) -> Namespace:
+    """Return where the requests of `tenant` with that salt find their blocks."""
+    asked, keys = Namespace(salt=salt or ""), context.access.keys
+    if keys is None:
+        if tenant is not None:
+            raise InvalidRequest("this server has no tenants: see --api-keys-file", param="tenant")
+        return asked
+    if tenant is None or tenant not in {known.name for known in keys.tenants}:
+        raise InvalidRequest("tenant: name a tenant of the file of API keys", param="tenant")
+    return tenant_namespace(keys.secret, tenant, asked)
+
+
+def _where(context: ServerContext, body: PrefixRequest) -> Namespace:
+    return _namespace(context, body.tenant, body.cache_salt)
 
 
 async def _tokens(context: ServerContext, body: PrefixRequest) -> TokenArray:

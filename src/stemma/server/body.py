@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest
+from stemma.server.access import tenant_of
 from stemma.server.context import context_of
 from stemma.server.json_input import parse_json
 from stemma.server.schemas.base import RequestModel
@@ -35,7 +36,11 @@ async def read_bytes(request: Request) -> bytes:
 
 async def body_chunks(request: Request) -> AsyncIterator[bytes]:
     """Yield the body as it comes; raise BodyTooLarge beyond `max_body_bytes`."""
-    async for chunk in limited_chunks(request, context_of(request).settings.server.max_body_bytes):
+    limit = context_of(request).settings.server.max_body_bytes
+    tenant = tenant_of(request)
+    if tenant is not None and tenant.entry.max_body_bytes is not None:
+        limit = min(limit, tenant.entry.max_body_bytes)
+    async for chunk in limited_chunks(request, limit):
         yield chunk
 
 

@@ -19,6 +19,8 @@ from stemma.server.conversation import Conversation
 from stemma.server.metrics import ServerMetrics
 from stemma.server.responses.store import ResponseStore
 from stemma.server.template_process import TemplateProcess
+from stemma.server.tenants.rates import RateLimits
+from stemma.server.usage_ledger import UsageLedger
 from stemma.server.workers import WorkerThreads
 
 T = TypeVar("T")
@@ -44,6 +46,8 @@ class ServerContext:
         self.stop: Callable[[float | None], None] | None = None
         """Drains and stops the server, in so many seconds at most; None where whoever made it stops it."""
         self.access = Access(settings.server)
+        self.rates = RateLimits()
+        self.ledger = UsageLedger.of(settings.server.ledger, engine.model_name, metrics)
         self.bundle_key = read_secret(settings.server.bundle_key_file)
         self._renderer: TemplateProcess | None = None
         if settings.server.trust_request_chat_template:
@@ -94,6 +98,7 @@ class ServerContext:
     def close(self) -> None:
         """Give the threads back."""
         self._tokenizers.close()
+        self.ledger.close()
         self._parser.close()
         if self._renderer is not None:
             self._renderer.close()

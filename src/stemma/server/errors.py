@@ -47,7 +47,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def _retry_headers(error: StemmaError) -> dict[str, str]:
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | RateLimited):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, ShuttingDown | EngineFailed):
         return {"retry-after": str(RETRY_AFTER_DRAIN_S)}
@@ -65,6 +65,7 @@ _OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
     (TookTooLong, 408, "invalid_request_error", "timeout"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (Overloaded, 429, "rate_limit_error", "queue_full"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (ShuttingDown, 503, "server_error", "shutting_down"),
     (EngineFailed, 503, "server_error", "engine_failed"),
     (StemmaError, 500, "server_error", None),
@@ -129,6 +130,7 @@ _TGI: tuple[tuple[type[StemmaError], int, str], ...] = (
     (TookTooLong, 408, "Request Timeout"),
     (InvalidRequest, 422, "Input Validation Error"),
     (Overloaded, 503, "Service Unavailable"),
+    (RateLimited, 429, "Too Many Requests"),
     (ShuttingDown, 503, "Service Unavailable"),
     (EngineFailed, 503, "Service Unavailable"),
     (GenerationFailed, 424, "Generation Error"),

@@ -13,10 +13,21 @@ from stemma.config.settings import Settings
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import run_beam_search
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown, StemmaError, TookTooLong
+from stemma.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    ShuttingDown,
+    StemmaError,
+    TookTooLong,
+    Unauthorized,
+)
+from stemma.server.access import tenant_of
 from stemma.server.context import ServerContext
 from stemma.server.disconnect import unless_disconnected
 from stemma.server.limits import cap_output
+from stemma.server.tenants.namespace import tenant_namespace
 from stemma.types import FinishReason, Tier
 
 
@@ -25,12 +36,14 @@ async def run_one(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield the engine's outputs for one request. Closing this early aborts it in the engine.
 
+    A whole answer is in the usage ledger before its last output is yielded.
     Raises what the engine raises, and GenerationFailed if the engine reports an error.
     """
     if context.draining:
         raise ShuttingDown("the server is shutting down")
     request = cap_output(context.settings.requests, request)
     watch = context.metrics.watch(api)
+    entry = context.ledger.entry(request, api)
     outcome = "aborted"
     engine = context.engine
     stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
@@ -39,9 +52,11 @@ async def run_one(
             async for exact in outputs:
                 output = reported(context.settings, exact)
                 watch.seen(output)
+                entry.seen(exact)
                 output.raise_error()
                 if output.finished:
                     outcome = "ok"
+                    await entry.committed()
                 yield output
     except (InvalidRequest, Overloaded, ShuttingDown):
         outcome = "refused"
@@ -51,6 +66,7 @@ async def run_one(
         raise
     finally:
         watch.done(outcome)
+        entry.ended(outcome)
         await _close(stream)
         if outcome == "aborted":
             await context.engine.abort(request.request_id)
@@ -134,6 +150,37 @@ async def run_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _run_as_tenant(
+    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """`run_all` in the namespace of the tenant who asks, and within the tenant's limits.
+
+    Every API passes here, so none can forget either. Raises RateLimited before the first output.
+    """
+    keys, tenant = context.access.keys, tenant_of(request)
+    num_generated: dict[int, int] = {}
+    if keys is not None:
+        if tenant is None:
+            raise Unauthorized("this path takes no request without an API key")
+        try:
+            context.rates.admit(tenant, sum(len(one.prompt_token_ids) for one in requests), len(requests))
+        except (InvalidRequest, RateLimited):
+            context.metrics.requests.labels(api, "refused").inc()
+            raise
+        requests = [
+            replace(one, namespace=tenant_namespace(keys.secret, tenant.name, one.namespace))
+            for one in requests
+        ]
+    try:
+        async with aclosing(run_all(context, requests, api)) as stream:
+            async for index, output in stream:
+                num_generated[index] = output.num_generated_tokens
+                yield index, output
+    finally:
+        if tenant is not None:
+            context.rates.ended(tenant, sum(num_generated.values()), len(requests))
+
+
 class OutputStream:
     """`run_all` whose first output has arrived, so that refusals could still choose the HTTP status.
 
@@ -165,7 +212,7 @@ async def start(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> OutputStream:
     """Run `requests` and return once the first output is there; raise if the client leaves before that."""
-    stream = run_all(context, requests, api)
+    stream = _run_as_tenant(context, request, requests, api)
 
     async def first() -> tuple[int, RequestOutput]:
         async for item in stream:
@@ -179,7 +226,7 @@ async def run_to_end(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> list[Collected]:
     """Run `requests` and return everything at once; abort them if the client leaves."""
-    work = _collect(run_all(context, requests, api), len(requests))
+    work = _collect(_run_as_tenant(context, request, requests, api), len(requests))
     return await unless_disconnected(request, work)
 
 

@@ -91,6 +91,10 @@ class ServerMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"stemma_{name}", text, buckets=buckets, registry=self._registry)
 
+    def register(self, collector: Collector) -> None:
+        """Show what `collector` knows as well."""
+        self._registry.register(collector)
+
     def watch(self, api: str) -> RequestWatch:
         """Start the clock for a request that came in over `api` (``chat``, ``completions``, ``tgi``...)."""
         return RequestWatch(self, api)

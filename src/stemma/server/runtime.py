@@ -1,7 +1,7 @@
 """Listening, serving and stopping: SIGTERM or Ctrl-C drains, a second one cuts off.
 
 While it drains, the server still answers: running requests finish, new ones get 503, and `/health` says
-503 so that a load balancer looks elsewhere. SIGHUP reads the certificates again.
+503 so that a load balancer looks elsewhere. SIGHUP reads certificates and API keys again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.client import EngineClient
 from stemma.errors import ConfigError
+from stemma.server.access import Access
 from stemma.server.app import create_app
 from stemma.server.connections import ACCEPT_BURST, LoopErrors, make_protocol, quiet_logs
 from stemma.server.context import ServerContext
@@ -141,7 +142,7 @@ def serve(
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(LoopErrors())
-        _reload_on_hangup(listeners)
+        _reload_on_hangup(listeners, app.state.context.access)
         tasks = [asyncio.create_task(other.serve(sockets=[listener])) for other, listener in others]
         on_ready(main.url)
         try:
@@ -159,8 +160,13 @@ def serve(
     return server.exit_code
 
 
-def _reload_on_hangup(listeners: Listeners) -> None:
-    """Read certificates again on SIGHUP, if there are any; without, the signal keeps its meaning."""
+def _reload_on_hangup(listeners: Listeners, access: Access) -> None:
+    """Read certificates and keys again on SIGHUP, if there are any; without, the signal keeps its meaning."""
     has_tls = any(port.tls is not None for port in listeners.ports)
-    if has_tls and threading.current_thread() is threading.main_thread():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listeners.reload_certificates)
+
+    def reload() -> None:
+        listeners.reload_certificates()
+        access.reload_keys()
+
+    if (has_tls or access.keys is not None) and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
-from stemma.errors import ConfigError, RateLimited
+from stemma.errors import ConfigError, InvalidRequest, RateLimited
+from stemma.prefix.keys import Namespace
 from stemma.server.tenants.keyfile import KeyFile, Tenant, TenantEntry, add_key, hash_of
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.server.tenants.rates import RateLimits
@@ -107,11 +108,13 @@ def test_the_command_makes_and_lists_keys(tmp_path: Path):
     b=st.tuples(st.text(max_size=20), st.text(max_size=20)),
 )
 def test_only_the_same_tenant_with_the_same_salt_shares_a_namespace(a, b):
-    assert (tenant_namespace(SECRET, *a) == tenant_namespace(SECRET, *b)) == (a == b)
+    spaces = [tenant_namespace(SECRET, tenant, Namespace(salt)) for tenant, salt in (a, b)]
+    assert (spaces[0] == spaces[1]) == (a == b)
 
 
 def test_another_servers_secret_gives_other_namespaces():
-    assert tenant_namespace(SECRET, "ada", "") != tenant_namespace(b"t" * 32, "ada", "")
+    asked = Namespace()
+    assert tenant_namespace(SECRET, "ada", asked) != tenant_namespace(b"t" * 32, "ada", asked)
 
 
 def tenant(**limits: int) -> Tenant:
@@ -195,3 +198,31 @@ def test_a_file_without_permission_is_a_clear_error(tmp_path: Path):
     path.chmod(0)
     with pytest.raises(ConfigError):
         KeyFile(path)
+
+
+def test_several_prompts_count_one_by_one_and_more_than_may_ever_run_are_refused():
+    limits = RateLimits(Clock())
+    ada = tenant(max_concurrent=3)
+    limits.admit(ada, 1, num_prompts=2)
+    with pytest.raises(RateLimited):
+        limits.admit(ada, 1, num_prompts=2)
+    with pytest.raises(InvalidRequest):
+        limits.admit(ada, 1, num_prompts=4)
+    limits.ended(ada, 0, num_prompts=2)
+    assert limits.num_running(ada) == 0
+
+
+def test_a_changed_file_is_read_again_once_a_second_and_a_broken_one_is_not_used(tmp_path: Path):
+    path, clock = tmp_path / "keys.toml", Clock()
+    first = add_key(path, "ada")
+    keys = KeyFile(path, clock)
+    second = add_key(path, "bob")
+    keys.refresh()
+    assert keys.tenant_of(second) is None
+    clock.now = 1.0
+    keys.refresh()
+    assert keys.tenant_of(second) is not None
+    path.write_text("[[[")
+    clock.now = 2.0
+    keys.refresh()
+    assert keys.tenant_of(first) is not None

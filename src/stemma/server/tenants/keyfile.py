@@ -16,12 +16,14 @@ a lookup takes tells nothing of the keys in the file.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import secrets
 import tempfile
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,11 @@ from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError
 from stemma.types import Tier
 
+_log = logging.getLogger(__name__)
+
 KEY_PREFIX = "sk-stemma-"
+LOOK_EVERY_S = 1.0
+"""How often `refresh` looks whether the file has changed."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -47,6 +53,8 @@ class TenantEntry(BaseModel):
     tokens_per_minute: int | None = Field(default=None, ge=1)
     """Prompt and output tokens together."""
     max_concurrent: int | None = Field(default=None, ge=1)
+    max_body_bytes: ByteSize | None = None
+    """Largest request body, where that is less than the server's own limit."""
     cache_bytes: Mapping[Tier, ByteSize] = {}
     """What the tenant's blocks may take in each tier."""
 
@@ -77,13 +85,31 @@ class _File(BaseModel):
 class KeyFile:
     """The keys of one file; `reload` reads it again. Reads are safe from any thread."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
+        self._clock = clock
+        self._stamp = _stamp(path)
+        self._next_look = clock() + LOOK_EVERY_S
         self._secret, self._by_hash = _read(path)
 
     def reload(self) -> None:
         """Read the file again. Raises ConfigError and keeps what it has if the file can't be used."""
         self._secret, self._by_hash = _read(self._path)
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; looks once a second at most. Logs why it can't be used."""
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self.reload()
+        except ConfigError as error:
+            _log.error("the API keys stay as they were: %s", error)
 
     def tenant_of(self, key: str) -> Tenant | None:
         """Return whose `key` is, or None."""
@@ -99,6 +125,15 @@ class KeyFile:
     def secret(self) -> bytes:
         """The server's secret, which namespaces are derived from."""
         return self._secret
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs between two versions of a file; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def hash_of(key: str) -> str:

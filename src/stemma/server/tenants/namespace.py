@@ -9,13 +9,13 @@ import struct
 from stemma.prefix.keys import Namespace
 
 
-def tenant_namespace(secret: bytes, tenant: str, salt: str, adapter: str = "") -> Namespace:
-    """Return where the blocks of `tenant` lie. `salt`, the client's own, narrows that and never leaves it.
+def tenant_namespace(secret: bytes, tenant: str, asked: Namespace) -> Namespace:
+    """Return where the blocks of `tenant` lie. What a client `asked` for narrows that and never leaves it.
 
     Fields are length-prefixed: no two pairs of tenant and salt give the same bytes.
     """
     mac = hmac.new(secret, digestmod=hashlib.sha256)
-    for field in (tenant.encode(), salt.encode()):
+    for field in (tenant.encode(), asked.salt.encode()):
         mac.update(struct.pack("<Q", len(field)))
         mac.update(field)
-    return Namespace(salt=f"tenant:{mac.hexdigest()}", adapter=adapter)
+    return Namespace(salt=f"tenant:{mac.hexdigest()}", adapter=asked.adapter, owner=tenant)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stemma.errors import RateLimited
+from stemma.errors import InvalidRequest, RateLimited
 from stemma.server.tenants.keyfile import Tenant, TenantEntry
 
 MINUTE_S = 60.0
@@ -56,28 +56,36 @@ class RateLimits:
         self._clock = clock
         self._usage: dict[str, tuple[TenantEntry, _Usage]] = {}
 
-    def admit(self, tenant: Tenant, num_prompt_tokens: int) -> None:
-        """Count a request that begins. Raises RateLimited, and counts nothing, if the tenant must wait."""
+    def admit(self, tenant: Tenant, num_prompt_tokens: int, num_prompts: int = 1) -> None:
+        """Count a request that begins, or one of several prompts, each of which counts as a request.
+
+        Raises RateLimited if the tenant must wait, and InvalidRequest if waiting would not help. Then nothing
+        is counted.
+        """
         entry, now = tenant.entry, self._clock()
         usage = self._of(tenant, now)
-        if entry.max_concurrent is not None and usage.num_running >= entry.max_concurrent:
-            raise RateLimited(f"{entry.max_concurrent} requests of yours are running already", BUSY_RETRY_S)
+        for most in (entry.max_concurrent, entry.requests_per_minute):
+            if most is not None and num_prompts > most:
+                raise InvalidRequest(f"{num_prompts} prompts at once; your limit is {most}", param="prompt")
+        if entry.max_concurrent is not None and usage.num_running + num_prompts > entry.max_concurrent:
+            running = f"{usage.num_running} requests of yours are running"
+            raise RateLimited(f"{running}; your limit is {entry.max_concurrent}", BUSY_RETRY_S)
         for bucket, amount, what in (
-            (usage.requests, 1, f"{entry.requests_per_minute} requests"),
+            (usage.requests, num_prompts, f"{entry.requests_per_minute} requests"),
             (usage.tokens, num_prompt_tokens, f"{entry.tokens_per_minute} tokens"),
         ):
             if bucket is not None and (wait_s := bucket.wait_s(amount, now)) > 0:
                 raise RateLimited(f"your limit is {what} a minute", wait_s)
         if usage.requests is not None:
-            usage.requests.take(1)
+            usage.requests.take(num_prompts)
         if usage.tokens is not None:
             usage.tokens.take(num_prompt_tokens)
-        usage.num_running += 1
+        usage.num_running += num_prompts
 
-    def ended(self, tenant: Tenant, num_output_tokens: int) -> None:
+    def ended(self, tenant: Tenant, num_output_tokens: int, num_prompts: int = 1) -> None:
         """Count an admitted request out, and what it generated."""
         usage = self._of(tenant, self._clock())
-        usage.num_running = max(0, usage.num_running - 1)
+        usage.num_running = max(0, usage.num_running - num_prompts)
         if usage.tokens is not None:
             usage.tokens.take(num_output_tokens)
 

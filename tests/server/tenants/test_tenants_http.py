@@ -1,0 +1,222 @@
+"""Tenants over HTTP: every plane isolates, limits and records, whatever the client says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.server.scripted_engine import ScriptedEngine
+
+from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.errors import ConfigError
+from stemma.insight.ledger import sqlite_url, usage
+from stemma.server.app import create_app
+from stemma.server.tenants.keyfile import add_key
+from stemma.types import Tier
+
+CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 3}
+COMPLETION = {"model": "scripted", "prompt": "a b c", "max_tokens": 3}
+TGI = {"inputs": "a b c", "parameters": {"max_new_tokens": 3}}
+TRITON_TEXT = {"text_input": "a b c", "parameters": {"max_new_tokens": 3}}
+TRITON_TENSOR = {"name": "input0", "shape": [1, 3], "datatype": "UINT32", "data": [1, 2, 3]}
+PLANES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "stream": True}),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", {**COMPLETION, "stream": True}),
+    ("/v1/completions", {**COMPLETION, "temperature": 0, "cache_salt": "mine"}),
+    ("/generate", TGI),
+    ("/generate", {"prompt": "a b c", "max_tokens": 3}),
+    ("/generate_stream", TGI),
+    ("/", TGI),
+    ("/infer", TGI),
+    ("/infer_token", {"input_id": [1, 2, 3], "parameters": {"max_new_tokens": 3}}),
+    ("/v2/models/scripted/generate", TRITON_TEXT),
+    ("/v2/models/scripted/generate_stream", TRITON_TEXT),
+    (
+        "/v2/models/scripted/infer",
+        {"inputs": [TRITON_TENSOR], "outputs": [{"name": "output0"}], "parameters": {"max_new_tokens": 3}},
+    ),
+)
+Make = Callable[..., httpx.AsyncClient]
+
+
+class Keys:
+    """A key file with two tenants; ada has two keys."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ada, self.ada_too, self.bob = add_key(path, "ada"), add_key(path, "ada"), add_key(path, "bob")
+
+    def limit(self, **limits: object) -> None:
+        """Limit bob, who comes last in the file."""
+        lines = "".join(f"{name} = {value}\n" for name, value in limits.items())
+        self.path.write_text(self.path.read_text() + lines)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path / "keys.toml")
+
+
+@pytest.fixture
+def make(engine: ScriptedEngine, keys: Keys) -> Make:
+    def make_client(**server: object) -> httpx.AsyncClient:
+        settings = Settings(
+            engine=EngineSettings(model=ModelSettings(path=Path("scripted"))),
+            server=ServerSettings.model_validate({"api_keys_file": keys.path, **server}),
+        )
+        transport = httpx.ASGITransport(app=create_app(engine, settings), raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+    return make_client
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(("path", "body"), PLANES)
+async def test_tenants_share_nothing_and_keys_of_one_tenant_share(
+    make: Make, keys: Keys, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    client = make()
+    for key in (keys.ada, keys.bob, keys.ada_too):
+        response = await client.post(path, json=body, headers=bearer(key))
+        assert response.status_code == 200, response.text
+    ada, bob, ada_too = (request.namespace for request in engine.requests)
+    assert ada == ada_too != bob
+    assert (ada.owner, bob.owner) == ("ada", "bob")
+    for guess in (ada.salt, "ada", "tenant:ada"):
+        body = {**body, "cache_salt": guess}
+        assert (await client.post(path, json=body, headers=bearer(keys.bob))).status_code == 200
+        assert engine.requests[-1].namespace != ada
+
+
+@pytest.mark.parametrize(("path", "body"), PLANES)
+async def test_a_tenant_over_its_limit_is_told_when_to_come_back(
+    make: Make, keys: Keys, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    keys.limit(requests_per_minute=1)
+    client = make()
+    assert (await client.post(path, json=body, headers=bearer(keys.bob))).status_code == 200
+    refused = await client.post(path, json=body, headers=bearer(keys.bob))
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert "limit is 1 requests a minute" in refused.text
+    assert "error" in refused.json()
+    assert (await client.post(path, json=body, headers=bearer(keys.ada))).status_code == 200
+    assert len(engine.requests) == 2
+
+
+async def test_requests_at_once_are_counted_out_however_they_end(
+    make: Make, keys: Keys, engine: ScriptedEngine
+) -> None:
+    keys.limit(max_concurrent=1)
+    client, headers = make(), bearer(keys.bob)
+    engine.script.delay_s = 0.2
+    running = asyncio.create_task(client.post("/v1/completions", json=COMPLETION, headers=headers))
+    while not engine.requests:
+        await asyncio.sleep(0.01)
+    assert (await client.post("/generate", json=TGI, headers=headers)).status_code == 429
+    assert (await running).status_code == 200
+    engine.script.delay_s = 0.0
+    engine.script.fail_after = 1
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 500
+    engine.script.fail_after = None
+    engine.script.overloaded = True
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 429
+    engine.script.overloaded = False
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
+    many = {**COMPLETION, "prompt": ["a", "b"]}
+    assert (await client.post("/v1/completions", json=many, headers=headers)).status_code == 400
+
+
+async def test_tokens_a_minute_count_prompts_and_answers(make: Make, keys: Keys) -> None:
+    keys.limit(tokens_per_minute=20)
+    client, headers = make(), bearer(keys.bob)
+    body = {**COMPLETION, "prompt": [1] * 10, "max_tokens": 9}
+    assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    refused = await client.post("/v1/completions", json=body, headers=headers)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) in range(20, 31)  # 1 of 20 left, 10 needed: 27 s
+
+
+async def test_bodies_are_bounded_by_tenant(make: Make, keys: Keys) -> None:
+    keys.limit(max_body_bytes=200)
+    client = make()
+    body = {**COMPLETION, "prompt": "x" * 300}
+    assert (await client.post("/v1/completions", json=body, headers=bearer(keys.bob))).status_code == 413
+    assert (await client.post("/v1/completions", json=body, headers=bearer(keys.ada))).status_code == 200
+
+
+async def test_who_may_ask_what(make: Make, keys: Keys) -> None:
+    client = make(admin_key="root")
+    for headers in ({}, bearer("sk-stemma-wrong"), bearer(""), {"authorization": f"Basic {keys.ada}"}):
+        assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 401
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/v1/models", headers={"x-api-key": keys.ada})).status_code == 200
+    for path in ("/admin/stats", "/admin/cache/tree", "/metrics", "/metrics-json"):
+        assert (await client.get(path, headers=bearer(keys.ada))).status_code == 401
+        assert (await client.get(path, headers=bearer("root"))).status_code == 200
+        assert (await make().get(path, headers=bearer(keys.ada))).status_code == 403
+
+
+async def test_an_operator_names_the_tenant_whose_prompt_is_meant(
+    make: Make, keys: Keys, engine: ScriptedEngine
+) -> None:
+    client = make(admin_key="root")
+    await client.post("/v1/completions", json=COMPLETION, headers=bearer(keys.ada))
+    body = {"prompt": "a b c", "tenant": "ada"}
+    assert (await client.post("/admin/cache/prewarm", json=body, headers=bearer("root"))).status_code == 200
+    used, prewarmed = (request.namespace for request in engine.requests)
+    assert used == prewarmed
+    for wrong in ({"prompt": "x"}, {"prompt": "x", "tenant": "eve"}):
+        answer = await client.post("/admin/cache/prewarm", json=wrong, headers=bearer("root"))
+        assert answer.status_code == 400
+
+
+async def test_one_way_to_give_keys(make: Make) -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        make(api_key="x")
+
+
+@pytest.mark.parametrize(("path", "body"), PLANES)
+async def test_every_plane_records_who_used_what(
+    make: Make, keys: Keys, tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    file = tmp_path / "usage.db"
+    client = make(ledger=str(file), admin_key="root")
+    for key in (keys.ada, keys.ada, keys.bob):
+        assert (await client.post(path, json=body, headers=bearer(key))).status_code == 200
+        # Nothing is waited for: the row was committed before the answer ended.
+    ada, bob = usage(sqlite_url(file), "tenant")
+    assert (ada.group, ada.num_requests, bob.group, bob.num_requests) == ("ada", 2, "bob", 1)
+    assert (ada.model, ada.output_tokens, bob.output_tokens) == ("scripted", 6, 3)
+    assert ada.hit_tokens[Tier.DEVICE] + ada.miss_tokens == 2 * bob.miss_tokens
+    assert ada.hit_tokens[Tier.DEVICE] == bob.miss_tokens - 1
+    shown = (await client.get("/metrics", headers=bearer("root"))).text
+    assert "stemma_ledger_rows_written_total 3.0" in shown
+    assert "stemma_ledger_rows_waiting 0.0" in shown
+
+
+async def test_requests_that_end_badly_are_recorded_and_refused_ones_are_not(
+    make: Make, keys: Keys, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "usage.db"
+    client, headers = make(ledger=str(file), admin_key="root"), bearer(keys.ada)
+    engine.script.fail_after = 2
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 500
+    engine.script.overloaded = True
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 429
+    for _ in range(200):
+        rows = usage(sqlite_url(file), "tenant")
+        if rows:
+            break
+        await asyncio.sleep(0.02)
+    [row] = rows
+    assert (row.num_requests, row.output_tokens) == (1, 2)
