@@ -29,6 +29,10 @@ PLANES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", COMPLETION),
     ("/v1/completions", {**COMPLETION, "stream": True}),
     ("/v1/completions", {**COMPLETION, "temperature": 0, "cache_salt": "mine"}),
+    ("/v1/responses", {"model": "scripted", "input": "a b c", "max_output_tokens": 3}),
+    ("/v1/responses", {"model": "scripted", "input": "a b c", "max_output_tokens": 3, "stream": True}),
+    ("/v1/messages", CHAT),
+    ("/v1/messages", {**CHAT, "stream": True}),
     ("/generate", TGI),
     ("/generate", {"prompt": "a b c", "max_tokens": 3}),
     ("/generate_stream", TGI),
@@ -111,6 +115,17 @@ async def test_a_tenant_over_its_limit_is_told_when_to_come_back(
     assert "error" in refused.json()
     assert (await client.post(path, json=body, headers=bearer(keys.ada))).status_code == 200
     assert len(engine.requests) == 2
+
+
+async def test_a_stored_response_is_its_tenants(make: Make, keys: Keys) -> None:
+    client = make()
+    body = {"model": "scripted", "input": "a b c", "max_output_tokens": 3}
+    made = (await client.post("/v1/responses", json=body, headers=bearer(keys.ada))).json()["id"]
+    assert (await client.get(f"/v1/responses/{made}", headers=bearer(keys.ada_too))).status_code == 200
+    assert (await client.get(f"/v1/responses/{made}", headers=bearer(keys.bob))).status_code == 404
+    body["previous_response_id"] = made
+    assert (await client.post("/v1/responses", json=body, headers=bearer(keys.bob))).status_code == 400
+    assert (await client.post("/v1/responses", json=body, headers=bearer(keys.ada))).status_code == 200
 
 
 async def test_requests_at_once_are_counted_out_however_they_end(
