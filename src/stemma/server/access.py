@@ -148,7 +148,7 @@ def _tenant(request: Request, keys: KeyFile) -> Tenant:
 
 
 def _given_key(request: Request) -> str:
-    """Return the key that came as a bearer token or, as Anthropic's clients send it, in a header of its own."""
+    """Return the key that came as a bearer token or, as Anthropic's clients send it, in its own header."""
     if "authorization" not in request.headers:
         return request.headers.get("x-api-key", "").strip()
     scheme, _, given = request.headers["authorization"].partition(" ")
