@@ -1,0 +1,106 @@
+"""Fields that clients of other servers send: they work as those servers document them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from stemma.config.settings import Settings
+from stemma.server.app import create_app
+from tests.server.scripted_engine import ScriptedEngine
+
+USER = [{"role": "user", "content": "Hello"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def app_client(engine: ScriptedEngine, settings: Settings, **server: Any) -> httpx.AsyncClient:
+    changed = settings.server.model_copy(update=server)
+    app = create_app(engine, settings.model_copy(update={"server": changed}))
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}, {"model": "tgi"}, {"model": "dummy"}])
+async def test_the_model_may_be_left_out(client: httpx.AsyncClient, model: dict[str, Any]) -> None:
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": USER})):
+        response = await client.post(path, json={**model, **body})
+        assert (response.status_code, response.json()["model"]) == (200, "scripted")
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "refusal": "I won't."},
+        {"role": "assistant", "content": None, "refusal": "I won't."},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+    ],
+)
+async def test_assistant_turns_without_content(client: httpx.AsyncClient, turn: dict[str, Any]) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": [*USER, turn, *USER]})
+    assert response.status_code == 200, response.text
+
+
+async def test_a_refusal_is_what_the_assistant_said(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    turn = {"role": "assistant", "refusal": "I won't."}
+    await client.post("/v1/chat/completions", json={"messages": [*USER, turn]})
+    assert "I won't." in engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist())
+
+
+async def test_echo_without_new_tokens(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    body = {"prompt": ["ab", "cd"], "echo": True, "max_tokens": 0, "n": 2}
+    answer = (await client.post("/v1/completions", json=body)).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 0)
+    assert engine.requests == []
+    assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 0})).status_code == 400
+
+
+async def test_best_of_in_chat_and_tgi(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    body = {"messages": USER, "n": 1, "best_of": 3, "temperature": 1.0, "max_tokens": 5}
+    answer = (await client.post("/v1/chat/completions", json=body)).json()
+    assert (len(answer["choices"]), engine.requests[-1].params.n) == (1, 3)
+    assert answer["choices"][0]["logprobs"] is None
+    parameters = {"best_of": 3, "do_sample": True, "details": True, "max_new_tokens": 5}
+    tgi = (await client.post("/generate", json={"inputs": "x", "parameters": parameters})).json()
+    assert engine.requests[-1].params.n == 3
+    assert tgi["details"]["generated_tokens"] == len(tgi["details"]["tokens"]) == 5
+    for path, wrong in (
+        ("/v1/chat/completions", {**body, "stream": True}),
+        ("/v1/chat/completions", {**body, "temperature": 0}),
+        ("/generate_stream", {"inputs": "x", "parameters": parameters}),
+    ):
+        assert (await client.post(path, json=wrong)).status_code in (400, 422)
+
+
+async def test_counts_are_rounded_to_blocks(engine: ScriptedEngine, settings: Settings) -> None:
+    """So a client that guesses another's prompt learns nothing from one more right token."""
+    size = settings.engine.cache.block_size
+    text = "x" * (2 * size + 7)
+    async with app_client(engine, settings, report_granularity="block") as client:
+        await client.post("/v1/completions", json={"prompt": text + "A"})
+        for shared, reported in ((2 * size + 5, 2 * size), (size, size), (size - 1, 0)):
+            answer = (await client.post("/v1/completions", json={"prompt": text[:shared] + "B"})).json()
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == reported
+            assert sum(usage["stemma"]["cached_tokens_by_tier"].values()) == reported
+            assert usage["stemma"]["miss_detail"] is None
+        generated = await client.post("/generate", json={"inputs": text[: size + 3] + "C"})
+        assert int(generated.headers["x-stemma-cached-tokens"]) == size
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_has_a_time_limit(engine: ScriptedEngine, settings: Settings, stream: bool) -> None:
+    engine.script.delay_s = 0.05
+    async with app_client(engine, settings, request_timeout_s=0.2) as client:
+        body = {"prompt": "x", "max_tokens": 500, "stream": stream}
+        response = await client.post("/v1/completions", json=body)
+    assert response.status_code == (200 if stream else 408)
+    assert "the request took more than 0.2 s" in response.text
+    assert engine.active == set()
