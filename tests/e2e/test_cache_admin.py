@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.errors import StorageError
+from stemma.memory.tiers.bundle import write_bundle
+from stemma.prefix.keys import DEFAULT_NAMESPACE
 from tests.e2e.conftest import BLOCK_SIZE, Served, start_server
 
 PREFIX = "Tell me all about caches, please. " * 6
@@ -139,6 +142,23 @@ def run_cli(*arguments: object) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def test_an_imported_prefix_with_ids_beyond_the_vocabulary_is_refused(
+    start: Callable[..., Served], tmp_path: Path
+) -> None:
+    """Its tree could not be drawn: the tokenizer has no text for such an id."""
+    served = start(trust_imports=True)
+    parts = served.engine.parts
+    block = memoryview(bytes(parts.device.block_bytes))
+    tokens = np.full(BLOCK_SIZE, 10_000_000, dtype=np.int32)
+    forged = tmp_path / "forged.kv"
+    with forged.open("wb") as file:
+        root = parts.key_space.root(DEFAULT_NAMESPACE)
+        write_bundle(file, parts.key_space, root, tokens, iter([block]), block_bytes=len(block))
+    with pytest.raises(StorageError, match="token id 10000000"):
+        run_cli("cache", "import", forged, "--url", served.url)
+    assert httpx.get(f"{served.url}/admin/cache/tree").status_code == 200
 
 
 def test_export_from_one_server_and_import_to_another(

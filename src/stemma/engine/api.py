@@ -114,3 +114,5 @@ class EngineStats:
     """Draft tokens verified."""
     num_accepted_draft_tokens: int = 0
     """Of these, those that held: each saved a step of its sequence."""
+    num_policy_failures: int = 0
+    """Times that an eviction policy of the device tier raised and LRU ranked instead."""

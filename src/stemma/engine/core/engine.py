@@ -61,7 +61,7 @@ class Engine:
         self.limits = limits
         self.runner = runner
         self._settings = settings
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._clock = clock
         self._drafter = drafter
         self._grammars = grammars
@@ -103,9 +103,9 @@ class Engine:
                 param="prompt",
             )
         lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
-        if lowest < 0 or highest >= self._vocab_size:
+        if lowest < 0 or highest >= self.vocab_size:
             raise InvalidRequest(
-                f"token ids must be in [0, {self._vocab_size}), got {lowest if lowest < 0 else highest}",
+                f"token ids must be in [0, {self.vocab_size}), got {lowest if lowest < 0 else highest}",
                 param="prompt",
             )
         self._grammar_of(request)
@@ -275,6 +275,7 @@ class Engine:
             num_free_blocks=cache.num_free_blocks,
             num_cached_blocks=cache.num_cached_blocks,
             num_evicted_blocks=cache.num_evicted_blocks,
+            num_policy_failures=cache.num_policy_failures,
             transfer=self.cache.transfer_stats(),
             misses_by_reason=dict(self._tally.misses_by_reason),
             num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
@@ -330,7 +331,7 @@ class Engine:
         sampling = SamplingState(
             request.params,
             request.prompt_token_ids,
-            self._vocab_size,
+            self.vocab_size,
             index=index,
             eos_token_ids=sorted(self.limits.eos_token_ids),
             grammar=None if grammar is None else grammar.start(),

@@ -221,7 +221,12 @@ class CacheControl:
         room.
         """
         header = await asyncio.to_thread(read_header, file, trust)
-        header.check(self._space, self._space.root(namespace), self._device.block_bytes)
+        header.check(
+            self._space,
+            self._space.root(namespace),
+            self._device.block_bytes,
+            vocab_size=self._engine.vocab_size,
+        )
         size = self._space.block_size
         tokens = header.tokens[: header.num_blocks * size]
         if not len(tokens):
