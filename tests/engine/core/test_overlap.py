@@ -14,9 +14,8 @@ from tests.engine.harness import greedy, prompt
 from stemma.config.settings import EngineSettings, ModelSettings, SchedulerSettings, SpeculationSettings
 from stemma.engine.build import open_queue
 from stemma.engine.core.overlap import StreamQueue, ThreadQueue
-from stemma.engine.sampling.device_sampling import draw_tokens, plan_draws
 from stemma.engine.sampling.params import SamplingParams
-from stemma.engine.sampling.sampler import Sampler, SamplingState
+from stemma.engine.sampling.sampler import Sampler, SamplingState, draw_tokens, plan_rows_ahead
 from stemma.types import FinishReason
 
 VOCAB = 512
@@ -202,7 +201,7 @@ def rows() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
 @pytest.mark.parametrize("vocab_size", [500, 4096])
-def test_draws_are_those_of_the_sampler(vocab_size, spread):
+def test_draws_that_read_no_value_are_the_same(vocab_size, spread):
     """Equal logits (spread 0) test the ties; little spread a nucleus of hundreds of tokens."""
     params = rows() * 4
     generator = torch.Generator().manual_seed(vocab_size)
@@ -211,15 +210,18 @@ def test_draws_are_those_of_the_sampler(vocab_size, spread):
     states = [
         SamplingState(p, [1, 2, 3], vocab_size, index=i, eos_token_ids=[5]) for i, p in enumerate(params)
     ]
-    plan = plan_draws(states, [0] * len(states))
+    plan = plan_rows_ahead(states, [0] * len(states))
     expected = Sampler().sample(logits, states)
-    got = draw_tokens(logits, plan).read()
+    got = draw_tokens(logits, plan, may_wait=False).read()
     assert got.token_ids == expected.token_ids
     assert got.logprobs == expected.logprobs
-    ahead = plan_draws(states, [1] * len(states))
+    ahead = plan_rows_ahead(states, [1] * len(states))
     for state in states:
         state.append(1)
-    assert draw_tokens(logits, ahead).read().token_ids == Sampler().sample(logits, states).token_ids
+    assert (
+        draw_tokens(logits, ahead, may_wait=False).read().token_ids
+        == Sampler().sample(logits, states).token_ids
+    )
 
 
 def test_where_steps_overlap(tmp_path):

@@ -308,6 +308,15 @@ def test_an_empty_batch_gives_nothing() -> None:
     assert Sampler().sample(torch.empty(0, V), []) == Sampled([], [])
 
 
+def test_ties_beyond_the_candidates_of_one_row_leave_the_others_their_logits() -> None:
+    """A row whose candidates don't suffice joins those that are drawn from the whole vocabulary."""
+    logits = torch.zeros(3, 3000)
+    logits[1, 7] = logits[2, 9] = 100.0
+    params = [SamplingParams(seed=1, top_k=top_k) for top_k in (5, 0, 0)]
+    drawn = Sampler().sample(logits, [SamplingState(p, [], 3000) for p in params]).token_ids
+    assert drawn[1:] == [7, 9]
+
+
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def test_the_device_does_not_matter(device: str) -> None:
     """float64 sums walk in order of id, so that logits moved elsewhere give the tokens they give here."""

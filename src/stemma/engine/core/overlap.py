@@ -22,21 +22,20 @@ import torch
 
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.runner import PreparedStep
-from stemma.engine.sampling.device_sampling import DeviceDraw, draw_tokens, plan_draws
-from stemma.engine.sampling.sampler import Sampled
+from stemma.engine.sampling.sampler import Draw, Sampled, draw_tokens, plan_rows_ahead
 from stemma.memory.cache.prefix_cache import PrefixCache
 
-Work: TypeAlias = Callable[[], DeviceDraw | None]
+Work: TypeAlias = Callable[[], Draw | None]
 """Runs a step; None if it draws nothing."""
 
 
 class Pending(Protocol):
     """Work that was queued."""
 
-    def result(self) -> DeviceDraw | None:
+    def result(self) -> Draw | None:
         """Wait until it is over; return what it returned, or raise what it raised."""
 
-    def ahead(self) -> DeviceDraw | None:
+    def ahead(self) -> Draw | None:
         """Return the same to work that is queued behind it, whose turn comes after it anyway."""
 
 
@@ -56,7 +55,7 @@ class WorkQueue(Protocol):
 class _OnThread:
     """See `Pending`."""
 
-    def __init__(self, future: Future[DeviceDraw | None]) -> None:
+    def __init__(self, future: Future[Draw | None]) -> None:
         self.result = future.result
         self.ahead = future.result
 
@@ -66,7 +65,7 @@ class ThreadQueue:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="stemma-model")
-        self._last: Future[DeviceDraw | None] | None = None
+        self._last: Future[Draw | None] | None = None
 
     def submit(self, work: Work) -> Pending:
         """See `WorkQueue`."""
@@ -86,16 +85,16 @@ class ThreadQueue:
 class _InStream:
     """See `Pending`."""
 
-    def __init__(self, draw: DeviceDraw | None, stream: torch.cuda.Stream) -> None:
+    def __init__(self, draw: Draw | None, stream: torch.cuda.Stream) -> None:
         self._draw = draw
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
-    def result(self) -> DeviceDraw | None:
+    def result(self) -> Draw | None:
         self._event.synchronize()
         return self._draw
 
-    def ahead(self) -> DeviceDraw | None:
+    def ahead(self) -> Draw | None:
         return self._draw
 
 
@@ -173,16 +172,16 @@ class StepsAhead:
         now_s = self._clock()
         try:
             step = runner.prepare(plan)
-            draws = plan_draws(
+            rows = plan_rows_ahead(
                 [item.sequence.sampling for item in drawing],
                 [0 if item.source_row is None else 1 for item in drawing],
             )
 
             @torch.inference_mode()
-            def work() -> DeviceDraw | None:
+            def work() -> Draw | None:
                 before = behind.pending.ahead() if behind is not None else None
                 logits = runner.run(step, before.token_ids if before is not None else None)
-                return draw_tokens(logits, draws) if drawing else None
+                return draw_tokens(logits, rows) if drawing else None
 
             pending = self._queue.submit(work)
         except Exception:

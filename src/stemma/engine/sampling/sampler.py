@@ -10,6 +10,11 @@ Two choices make a request's tokens independent of its neighbours in the batch a
   counter-based generator), so it doesn't matter how often or in which order rows are drawn;
 * each of min_p, top_k and top_p is a threshold (ties at the threshold are kept), and the draw walks the
   surviving tokens in order of their id (inverse CDF); see `filters.py`.
+
+What a draw depends on beside its logits is fixed first (`plan_rows`, `plan_rows_ahead`); `draw_tokens` is
+tensor work alone. On CUDA it reads no value, so it only queues kernels and copies, and a step can be launched
+before the host knows what the last one drew. On CPU, where a look at a value costs nothing, it looks where
+that saves work. The tokens are the same.
 """
 
 from __future__ import annotations
@@ -148,15 +153,78 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of logits: the sequence it belongs to and the draft tokens between its output and this row."""
+class Row:
+    """What a row of logits is drawn with. Fixed when planned: the sequence may go on before the draw."""
 
     state: SamplingState
+    """Where `SamplingState.needs_host`, its counts are those at the draw."""
+    position: int
+    """Number of the token drawn in the output (from 0)."""
+    uniform: float
+    """Its random number; 0 where the most likely token is taken."""
     ahead: tuple[int, ...] = ()
+    """The draft tokens between the output and this row."""
 
-    @property
-    def position(self) -> int:
-        return self.state.num_output_tokens + len(self.ahead)
+
+def plan_rows(states: Sequence[SamplingState], drafts: Sequence[Sequence[int]] | None = None) -> list[Row]:
+    """Plan the draws after the states' outputs: a row a state without `drafts`.
+
+    With them, sequence s owns ``len(drafts[s]) + 1`` consecutive rows, row j of them coming after
+    ``drafts[s][:j]``; its penalties, min_tokens and random number are those of that position.
+    """
+    if drafts is None:
+        return plan_rows_ahead(states, [0] * len(states))
+    return [
+        _row(state, state.num_output_tokens + j, tuple(draft[:j]))
+        for state, draft in zip(states, drafts, strict=True)
+        for j in range(len(draft) + 1)
+    ]
+
+
+def plan_rows_ahead(states: Sequence[SamplingState], num_unknown: Sequence[int]) -> list[Row]:
+    """Plan a draw a state, where `num_unknown` tokens come between the state's output and the draw.
+
+    Not for states that need the tokens drawn before (penalties), unless none is unknown.
+    """
+    return [_row(s, s.num_output_tokens + n, ()) for s, n in zip(states, num_unknown, strict=True)]
+
+
+def _row(state: SamplingState, position: int, ahead: tuple[int, ...]) -> Row:
+    return Row(state, position, 0.0 if state.params.greedy else state.uniform(position), ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities under the raw distribution, on the host once the device is done."""
+
+    wanted: list[tuple[int, int]]
+    """W rows and how many top tokens each wants."""
+    own: torch.Tensor
+    """[W], of the tokens drawn."""
+    values: torch.Tensor
+    ids: torch.Tensor
+    """[W, K], the top tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """R tokens on the logits' device, and what the host will read once the device is done."""
+
+    token_ids: torch.Tensor
+    """[R] int64."""
+    _host_ids: torch.Tensor
+    _logprobs: list[_Logprobs]
+
+    def read(self) -> Sampled:
+        """Return the tokens; the caller has waited for the device."""
+        token_ids = [int(token) for token in self._host_ids.tolist()]
+        logprobs: list[TokenLogprob | None] = [None] * len(token_ids)
+        for part in self._logprobs:
+            rows = zip(part.wanted, part.own.tolist(), part.values.tolist(), part.ids.tolist(), strict=True)
+            for (row, num), own, values, ids in rows:
+                top = tuple(zip(ids[:num], values[:num], strict=True))
+                logprobs[row] = TokenLogprob(token_ids[row], own, top)
+        return Sampled(token_ids, logprobs)
 
 
 class Sampler:
@@ -168,31 +236,35 @@ class Sampler:
         states: Sequence[SamplingState],
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> Sampled:
-        """Draw one token for each row of `logits` [L, V] float32, which is left as it is.
+        """Draw one token for each row of `logits` [L, V] float32, which is left as it is; wait for it.
 
-        Without `drafts` row i belongs to ``states[i]``. With `drafts`, sequence s owns
-        ``len(drafts[s]) + 1`` consecutive rows, row j of them coming after ``drafts[s][:j]``; its penalties,
-        min_tokens and random number are those of that position.
+        The rows are those of `plan_rows`.
         """
-        if drafts is None:
-            rows = [_Row(state) for state in states]
-        else:
-            rows = [
-                _Row(state, tuple(draft[:j]))
-                for state, draft in zip(states, drafts, strict=True)
-                for j in range(len(draft) + 1)
-            ]
-        assert len(rows) == logits.shape[0]
+        rows = plan_rows(states, drafts)
         if not rows:
             return Sampled([], [])
-        result = Sampled([], [])
-        at_once = rows_at_once(logits)
-        for start in range(0, len(rows), at_once):
-            own, some = logits[start : start + at_once], rows[start : start + at_once]
-            token_ids = _choose(_with_masks_and_penalties(own, some), some)
-            result.token_ids.extend(token_ids)
-            result.logprobs.extend(_logprobs(own, some, token_ids))
-        return result
+        drawn = draw_tokens(logits, rows)
+        if logits.device.type == "cuda":
+            torch.cuda.current_stream(logits.device).synchronize()
+        return drawn.read()
+
+
+def draw_tokens(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool | None = None) -> Draw:
+    """Draw one token for each row of `logits` [R, V] float32, R > 0, which is left as it is.
+
+    `may_wait`: whether values may be read on the way; None: on CPU alone.
+    """
+    assert len(rows) == logits.shape[0]
+    if may_wait is None:
+        may_wait = logits.device.type == "cpu"
+    parts, logprobs = [], []
+    at_once = rows_at_once(logits)
+    for start in range(0, len(rows), at_once):
+        own, some = logits[start : start + at_once], rows[start : start + at_once]
+        parts.append(_choose(_with_masks_and_penalties(own, some), some, may_wait=may_wait))
+        logprobs += _logprobs(own, some, parts[-1], start)
+    token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return Draw(token_ids, token_ids.to("cpu", non_blocking=True), logprobs)
 
 
 def rows_at_once(logits: torch.Tensor) -> int:
@@ -202,7 +274,7 @@ def rows_at_once(logits: torch.Tensor) -> int:
     return max(1, _CPU_ELEMENTS // logits.shape[1])
 
 
-def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[_Row]) -> torch.Tensor:
+def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Return the logits with end tokens masked, seen tokens penalised and constraints applied.
 
     The same tensor if there is none of these.
@@ -224,13 +296,13 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[_Row]) -> tor
     if masked:
         where_row = [i for i, ids in masked for _ in ids]
         where_id = [token for _, ids in masked for token in ids]
-        result[where_row, where_id] = -torch.inf
+        result[upload(where_row, logits.device), upload(where_id, logits.device)] = -torch.inf
     for i, constraints in constrained:
         constraints.apply(result[i], rows[i].ahead)
     return result
 
 
-def _penalise(logits: torch.Tensor, rows: Sequence[_Row], indices: Sequence[int]) -> None:
+def _penalise(logits: torch.Tensor, rows: Sequence[Row], indices: Sequence[int]) -> None:
     """Apply the three penalties in place, touching only the tokens that were seen."""
     vocab_size = logits.shape[1]
     places, counts, weights = [], [], []
@@ -252,88 +324,82 @@ def _penalise(logits: torch.Tensor, rows: Sequence[_Row], indices: Sequence[int]
     flat[where] = value
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[_Row]) -> list[int]:
-    """Return each row's token: the most likely one if greedy, else a draw."""
-    drawn = [i for i, row in enumerate(rows) if not row.state.params.greedy]
-    if not drawn:
-        return [int(token) for token in argmax(logits).tolist()]
-    tokens = [0] * len(rows)
-    if len(drawn) < len(rows):
-        greedy = [i for i, row in enumerate(rows) if row.state.params.greedy]
-        for i, token in zip(greedy, argmax(logits[greedy]).tolist(), strict=True):
-            tokens[i] = int(token)
+def _choose(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool) -> torch.Tensor:
+    """Return each row's token [R] int64: the most likely one if greedy, else a draw."""
+    greedy = [i for i, row in enumerate(rows) if row.state.params.greedy]
+    if len(greedy) == len(rows):
+        return argmax(logits)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     # A row with a small top_k needs no pass over the vocabulary beyond finding its candidates.
-    narrow = [i for i in drawn if 0 < rows[i].state.params.top_k <= min(MAX_CANDIDATES, logits.shape[1] - 1)]
-    few = set(narrow)
-    wide = [i for i in drawn if i not in few]
+    most = min(MAX_CANDIDATES, logits.shape[1] - 1)
+    narrow = [
+        i for i, row in enumerate(rows) if not row.state.params.greedy and 0 < row.state.params.top_k <= most
+    ]
+    wide = sorted(set(range(len(rows))) - {*greedy, *narrow})
+    if greedy:
+        token_ids.index_copy_(0, upload(greedy, logits.device), argmax(_select(logits, greedy)))
     if narrow:
-        wide += _draw_narrow(logits, rows, narrow, tokens)
+        chosen, is_enough = _draw_narrow(_select(logits, narrow), [rows[i] for i in narrow])
+        if may_wait:
+            wide = sorted(wide + [i for i, done in zip(narrow, is_enough.tolist(), strict=True) if not done])
+        else:
+            whole = _draw_wide(_select(logits, narrow), [rows[i] for i in narrow], may_wait=False)
+            chosen = torch.where(is_enough, chosen, whole)
+        token_ids.index_copy_(0, upload(narrow, logits.device), chosen)
     if wide:
-        _draw_wide(logits, rows, wide, tokens)
-    return tokens
+        chosen = _draw_wide(_select(logits, wide), [rows[i] for i in wide], may_wait=may_wait)
+        token_ids.index_copy_(0, upload(wide, logits.device), chosen)
+    return token_ids
 
 
-def _draw_narrow(
-    logits: torch.Tensor, rows: Sequence[_Row], group: Sequence[int], tokens: list[int]
-) -> list[int]:
-    """Draw for rows with a top_k of at most MAX_CANDIDATES; return those that need the wide way after all."""
-    params = [rows[i].state.params for i in group]
-    own = logits if len(group) == len(rows) else logits[list(group)]
-    values, ids = candidates(own, max(p.top_k for p in params) + 1)
-    weights = torch.exp(divide(values, params) - divide(values[:, :1], params))
-    keep(weights, params, is_sorted=True)
-    ids, order = torch.sort(ids, dim=-1)
+def _select(logits: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
+    """Return the rows of `group`, ascending; the same tensor if these are all."""
+    return logits if len(group) == len(logits) else logits.index_select(0, upload(group, logits.device))
+
+
+def _draw_narrow(logits: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw for rows with a top_k of at most MAX_CANDIDATES: tokens [R], and whether candidates sufficed."""
+    params = [row.state.params for row in rows]
+    values, ids = candidates(logits, max(p.top_k for p in params) + 1)
+    weights = torch.exp(_divide(values, params) - _divide(values[:, :1], params))
+    # Among candidates no filter has to look further: it waits for nothing.
+    keep(weights, params, is_sorted=True, may_wait=False)
     # If even the last candidate is kept, equal logits may go on beyond what was fetched.
-    is_cut = (weights[:, -1] == 0.0).tolist()
-    columns = draw(weights.gather(1, order), _uniforms(rows, group, logits.device))
-    chosen = ids.gather(1, columns[:, None]).flatten().tolist()
-    for i, token, is_done in zip(group, chosen, is_cut, strict=True):
-        if is_done:
-            tokens[i] = int(token)
-    return [i for i, is_done in zip(group, is_cut, strict=True) if not is_done]
+    is_enough = weights[:, -1] == 0.0
+    ids, order = torch.sort(ids, dim=-1)
+    columns = draw(weights.gather(1, order), _uniforms(rows, logits.device))
+    return ids.gather(1, columns[:, None]).flatten(), is_enough
 
 
-def _draw_wide(logits: torch.Tensor, rows: Sequence[_Row], group: Sequence[int], tokens: list[int]) -> None:
-    """Draw for the rows of `group` from the whole vocabulary."""
-    params = [rows[i].state.params for i in group]
-    own = logits if len(group) == len(rows) else logits[list(group)]
-    weights = weights_of(divide(own, params))
-    keep(weights, params)
-    chosen = draw(weights, _uniforms(rows, group, logits.device)).tolist()
-    for i, token in zip(group, chosen, strict=True):
-        tokens[i] = int(token)
+def _draw_wide(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool) -> torch.Tensor:
+    """Draw a token for each row [R] from the whole vocabulary."""
+    params = [row.state.params for row in rows]
+    weights = weights_of(_divide(logits, params))
+    keep(weights, params, may_wait=may_wait)
+    return draw(weights, _uniforms(rows, logits.device))
 
 
-def divide(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _divide(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return the logits [R, C] divided by each row's temperature."""
     if all(p.temperature == 1.0 for p in params):
         return logits
     return logits / upload([p.temperature for p in params], logits.device)[:, None]
 
 
-def _uniforms(rows: Sequence[_Row], group: Sequence[int], device: torch.device) -> torch.Tensor:
-    numbers = [rows[i].state.uniform(rows[i].position) for i in group]
-    return upload(numbers, device, torch.float64)
+def _uniforms(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
+    return upload([row.uniform for row in rows], device, torch.float64)
 
 
 def _logprobs(
-    logits: torch.Tensor, rows: Sequence[_Row], token_ids: Sequence[int]
-) -> list[TokenLogprob | None]:
-    """Return log-probabilities under the raw distribution for the rows that want them."""
-    result: list[TokenLogprob | None] = [None] * len(rows)
-    wanted = [(i, row.state.params.logprobs) for i, row in enumerate(rows)]
-    chosen = [(i, num) for i, num in wanted if num is not None]
-    if not chosen:
-        return result
-    indices = [i for i, _ in chosen]
-    logprobs = torch.log_softmax(logits[indices], dim=-1)
-    picked = torch.tensor([token_ids[i] for i in indices], device=logits.device)
-    own = logprobs.gather(1, picked[:, None]).flatten().tolist()
-    num_top = min(max(num for _, num in chosen), logits.shape[1])
-    top_values, top_ids = torch.topk(logprobs, num_top, dim=-1)
-    for (i, num), logprob, values, ids in zip(
-        chosen, own, top_values.tolist(), top_ids.tolist(), strict=True
-    ):
-        top = tuple(zip(ids[:num], values[:num], strict=True))
-        result[i] = TokenLogprob(token_id=token_ids[i], logprob=logprob, top=top)
-    return result
+    logits: torch.Tensor, rows: Sequence[Row], token_ids: torch.Tensor, first: int
+) -> list[_Logprobs]:
+    """Return log-probabilities for the rows that want them, or none; row 0 is row `first` of the draw."""
+    wanted = [(i, num) for i, row in enumerate(rows) if (num := row.state.params.logprobs) is not None]
+    if not wanted:
+        return []
+    where = [i for i, _ in wanted]
+    logprobs = torch.log_softmax(_select(logits, where), dim=-1)
+    own = logprobs.gather(1, _select(token_ids, where)[:, None]).flatten()
+    values, ids = torch.topk(logprobs, min(max(num for _, num in wanted), logits.shape[1]), dim=-1)
+    on_host = [one.to("cpu", non_blocking=True) for one in (own, values, ids)]
+    return [_Logprobs([(first + i, num) for i, num in wanted], *on_host)]
