@@ -1,9 +1,10 @@
 """What attention, linear layers and a whole step cost: `python -m benchmarks.attention [--steps] [--json F]`.
 
-Shapes of Qwen2.5-0.5B (14 query / 2 KV heads of 64) in bf16, one thread, CPU time of that thread, best of
-several. Each line is a ratio within one run: native kernels to torch path
-for attention, packed to `F.linear` for weights; with `--steps`, steps of the 0.5B checkpoint with the native
-kernels to those without (transformers' modules, attention by torch, packed weights in both).
+Shapes of Qwen2.5-0.5B (14 query / 2 KV heads of 64) in bf16. First one thread, CPU time of that thread, best
+of several: native kernels beside the torch path for attention, packed weights beside `F.linear`. Then all
+threads: decode attention beside the machine's read bandwidth, a cold prompt's attention beside its products.
+With `--steps`, steps of the 0.5B checkpoint with the native kernels beside those without (transformers'
+modules, attention by torch, packed weights in both).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import thread_time
+from time import perf_counter, thread_time
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,49 @@ def bench_attention(case: Case) -> Result:
         )
 
 
+def best_s(run: Callable[[], object], rounds: int = 7) -> float:
+    """Return the least wall time of several runs, after one to warm up."""
+    run()
+    times = []
+    for _ in range(rounds):
+        start = perf_counter()
+        run()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+def bench_limits(num_threads: int) -> list[tuple[str, float, str]]:
+    """Hold attention against the machine, with all threads: what, ratio, the two figures behind it."""
+    torch.set_num_threads(num_threads)
+    kernels = load_kernels()
+    assert kernels is not None
+    memory = torch.ones(1 << 27, dtype=torch.int64)
+    bandwidth = memory.nbytes / best_s(memory.sum)
+
+    def attention_s(case: Case) -> float:
+        batch, num_blocks = make_batch(case)
+        kv = DeviceKV(KVLayout(1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, "bfloat16"), num_blocks)
+        kv.data.normal_()
+        query = torch.randn(len(batch.positions), HEADS, HEAD_DIM).bfloat16()
+        new = torch.randn(2, len(batch.positions), KV_HEADS, HEAD_DIM).bfloat16()
+        call = AttentionCall(0, HEAD_DIM**-0.5, None, None, None)
+        with NativeAttentionStep(batch, kv, kernels) as native:
+            return best_s(lambda: native.attend(call, query, new[0], new[1]))
+
+    lines = []
+    for case in (CASES[3], Case("decode, batch 8, context 4096", [4096] * 8, [1] * 8), CASES[7]):
+        rate = sum(case.context_lens) * 2 * KV_HEADS * HEAD_DIM * 2 / attention_s(case)
+        figures = f"{rate / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s"
+        lines.append((f"{case.name}: of read bandwidth", rate / bandwidth, figures))
+    packed = [PackedProduct(kernels, [torch.randn(shape).mul_(0.02).bfloat16()]) for shape in LINEARS]
+    inputs = [torch.randn(2048, shape[1]).bfloat16() for shape in LINEARS]
+    products = best_s(lambda: [product(x) for product, x in zip(packed, inputs, strict=True)], 3)
+    attention = attention_s(CASES[-1])
+    figures = f"{attention * 1e3:.1f} of {products * 1e3:.1f} ms a layer"
+    lines.append((f"{CASES[-1].name}: of its products' time", attention / products, figures))
+    return lines
+
+
 def bench_linears(num_tokens: int) -> Result:
     """Time the linear layers of the whole model."""
     kernels = load_kernels()
@@ -185,6 +229,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", action="store_true", help="also whole steps of the 0.5B checkpoint")
     options = parser.parse_args()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
         results = [bench_attention(case) for case in CASES]
@@ -195,6 +240,9 @@ def main() -> None:
     for result in results:
         table.add_row(result.what, f"{result.ms:.3f}", f"{result.plain_ms:.3f}", f"{result.ratio:.2f}")
     Console().print(table)
+    with torch.inference_mode():
+        for what, ratio, figures in bench_limits(num_threads):
+            Console().print(f"{what}: {ratio:.2f} ({figures})")
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
 
