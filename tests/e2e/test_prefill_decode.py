@@ -45,11 +45,11 @@ async def route(tiny_model: Path, pool_config: Path) -> AsyncIterator[httpx.Asyn
     for role in ("prefill", "decode"):
         settings = load_settings(flags={"model": tiny_model, **flags_of(role, pool_config)})
         engines.append(AsyncEngine.from_settings(settings.engine))
-        mounts[f"http://{role}"] = httpx.ASGITransport(create_app(engines[-1], settings))
+        mounts[f"http://{role}.localhost"] = httpx.ASGITransport(create_app(engines[-1], settings))
     upstream = httpx.AsyncClient(mounts=mounts, timeout=60)
-    app = create_route_app(["http://prefill"], ["http://decode"], upstream)
+    app = create_route_app(["http://prefill.localhost"], ["http://decode.localhost"], upstream)
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://route", timeout=60) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         client.upstream = upstream  # type: ignore[attr-defined]
         yield client
     await upstream.aclose()
@@ -68,7 +68,7 @@ async def test_answers_equal_one_servers_and_only_one_prompt_token_is_computed(
             "temperature": 0,
         }
         answer = (await route.post("/v1/completions", json=body)).json()
-        whole = await route.upstream.post("http://prefill/v1/completions", json=body)  # type: ignore[attr-defined]
+        whole = await route.upstream.post("http://prefill.localhost/v1/completions", json=body)  # type: ignore[attr-defined]
         assert answer["choices"] == whole.json()["choices"]
         usage = answer["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
@@ -111,7 +111,7 @@ async def test_killing_either_side(processes: tuple[ServerProcess, ServerProcess
     prefill, decode = processes
     app = create_route_app([prefill.url], [decode.url])
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://route", timeout=60) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
         expected = httpx.post(f"{prefill.url}/v1/completions", json=body, timeout=60).json()["choices"]
@@ -133,7 +133,7 @@ async def test_killing_either_side(processes: tuple[ServerProcess, ServerProcess
         decode.start()
         app = create_route_app([prefill.url], [decode.url])
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://route", timeout=60
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
         ) as again:
             prefill.kill()
             other = body | {"prompt": "another prompt, which nobody has seen " * 5}
