@@ -1,8 +1,8 @@
 """What `PrefixCache` notes about each device block that is in the index: key, parent, length, hints.
 
-Struct of arrays, indexed by block id: 90 bytes a block, no Python object each, and the keys of a matched
-chain come out in one indexing operation. Blocks that left are remembered as ghosts, so that a miss can be
-explained.
+Struct of arrays, indexed by block id: 90 bytes per block, no Python object per block, and one indexing
+operation returns the keys of a matched chain. Blocks that left are remembered as ghosts, so that a miss can
+be explained.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockRecords:
         self._ttls_s: npt.NDArray[np.float32] = np.zeros(num_blocks, dtype=np.float32)
 
     def add(self, block: DeviceBlock, parent_id: int | None) -> None:
-        """Note a block that entered the index; `parent_id` None hangs it under its namespace's root."""
+        """Record a block that entered the index; `parent_id` None: its parent is the namespace's root."""
         block_id = block.block_id
         self._keys[block_id] = np.frombuffer(block.key, dtype=np.uint8)
         self._parent_keys[block_id] = np.frombuffer(block.parent, dtype=np.uint8)
@@ -50,7 +50,7 @@ class BlockRecords:
         self._ttls_s[block_id] = np.nan if block.ttl_s is None else block.ttl_s
 
     def remove(self, block_id: int) -> None:
-        """Drop the record of a block that left the index; nothing happens if it wasn't there."""
+        """Drop the record of a block that left the index; do nothing if there is none."""
         if self._num_tokens[block_id]:
             parent = self._parents[block_id]
             if parent != _ROOT:
@@ -65,13 +65,13 @@ class BlockRecords:
 
     @property
     def num_ghosts(self) -> int:
-        """Blocks remembered after they left."""
+        """Number of blocks remembered after they left."""
         return len(self._ghosts)
 
     def explain(self, lease: Lease, found: Match, num_lost: int, now: float) -> Miss:
         """Return why a lease doesn't have more cached tokens.
 
-        `found` is what the index matched; `num_lost` of its tokens were not reused for want of a block.
+        `found` is what the index matched; `num_lost` of its tokens were not reused because no block was free.
         """
         num_full, num_tail = divmod(found.num_tokens, self._block_size)
         goes_on = False

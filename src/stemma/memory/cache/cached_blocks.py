@@ -29,10 +29,10 @@ class Entered:
     """What the index made of the blocks of a lease."""
 
     canonical: BlockIds
-    """The ids under which it holds the full blocks from `lease.num_committed` on. One that differs from the
-    lease's own was there already."""
+    """Block ids in the index of the lease's full blocks from `lease.num_committed` on. An id differs from the
+    lease's own if the index already held an identical block."""
     added: list[int]
-    """Blocks of the lease that it took."""
+    """Blocks of the lease that the index took."""
 
 
 class CachedBlocks:
@@ -48,9 +48,9 @@ class CachedBlocks:
         block_costs: npt.NDArray[np.float32] | None,
         clock: Callable[[], float],
     ) -> None:
-        """`lower` hears what enters, is used and is evicted. For the others see `PrefixCache`."""
+        """`lower` is told what enters, is used and is evicted. For the others see `PrefixCache`."""
         self.index = index
-        """For all that leaves its set of blocks as it is: matches, pins, walks."""
+        """Use it only for what doesn't change its set of blocks: matches, pins, walks."""
         self.version = 0
         """Changes whenever a match may have changed."""
         self.num_evicted = 0
@@ -63,7 +63,7 @@ class CachedBlocks:
 
     @property
     def num_ghosts(self) -> int:
-        """Blocks remembered after they left."""
+        """Number of blocks remembered after they left."""
         return self._records.num_ghosts
 
     def keys(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
@@ -71,7 +71,7 @@ class CachedBlocks:
         return self._records.keys(block_ids)
 
     def enter(self, lease: Lease, num_full: int, num_tail: int) -> Entered:
-        """Enter the leading `num_full` blocks of a lease, and the first `num_tail` tokens of the one behind.
+        """Enter the leading `num_full` blocks of a lease and the first `num_tail` tokens of the next one.
 
         The lease isn't changed, and lower tiers aren't told yet: `copy_down` does that.
         """
@@ -100,18 +100,18 @@ class CachedBlocks:
             self._lower.on_commit([self._records.describe(i) for i in block_ids])
 
     def use(self, block_ids: BlockIds) -> None:
-        """A request shares these blocks, a chain from the root."""
+        """Count a use of these blocks, a chain from the root, by a request that shares them."""
         self.index.touch(block_ids, self._clock())
         if self._lower is not None and len(block_ids):
             self._lower.on_hit(self._describe(block_ids))
 
     def use_head(self, block_id: int) -> None:
-        """A request copied the head of a block, which may have been evicted meanwhile."""
+        """Count a use of a block whose head a request copied; it may have been evicted since."""
         if self._records.num_tokens(block_id):
             self.index.touch(np.array([block_id], dtype=np.int32), self._clock())
 
     def evict(self, num_blocks: int) -> int:
-        """Drop up to that many blocks, those that the policy ranks lowest; return how many."""
+        """Evict up to `num_blocks` blocks, lowest-ranked first; return how many were evicted."""
         evicted = self.index.evict(num_blocks, self._clock())
         if not len(evicted):
             return 0
@@ -120,13 +120,13 @@ class CachedBlocks:
             if self._lower is not None:
                 self._lower.on_evict(blocks)
         finally:
-            # The index has given them up: whatever became of their copies, nobody else would free them.
+            # They are out of the index. Free them even if copying them down failed: nobody else would.
             self._drop(evicted, blocks, MissReason.EVICTED)
             self.num_evicted += len(evicted)
         return len(evicted)
 
     def flush(self) -> int:
-        """Drop every block that isn't pinned, and tell no lower tier; return how many."""
+        """Drop every block that isn't pinned, without telling the lower tiers; return how many."""
         dropped = self.index.evict(self.index.num_evictable, self._clock())
         self._drop(dropped, self._describe(dropped), MissReason.FLUSHED)
         return len(dropped)
@@ -144,7 +144,7 @@ class CachedBlocks:
         return self._records.present()
 
     def check(self) -> None:
-        """Raise IntegrityError if the index is broken, or has other blocks than the records (slow)."""
+        """Raise IntegrityError if the index is broken or its blocks differ from the records (slow)."""
         self.index.check()
         num_recorded = int(self.present().sum())
         if self.index.num_blocks != num_recorded:
@@ -153,7 +153,7 @@ class CachedBlocks:
     def _record(
         self, lease: Lease, canonical: BlockIds, num_full: int, tail_key: BlockKey | None, num_tail: int
     ) -> list[int]:
-        """Note the blocks that the index took from this lease; one may have grown since. Return them."""
+        """Record the blocks that the index took from this lease; one may have grown since. Return them."""
         table, taken = lease.block_table, []
         for i in range(lease.num_committed, len(canonical)):
             block_id = int(table[i])
@@ -173,7 +173,7 @@ class CachedBlocks:
         return [self._records.describe(i) for i in block_ids.tolist()]
 
     def _drop(self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason) -> None:
-        """Give up blocks that left the index, and remember their ghosts."""
+        """Free blocks that left the index, and remember their ghosts."""
         self._records.drop(blocks, reason, self._clock())
         self._allocator.free(block_ids)
         self.version += 1

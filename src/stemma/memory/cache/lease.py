@@ -24,7 +24,7 @@ class PendingLoad:
     tiers: tuple[Tier, ...]
     """Where each block comes from."""
     num_loaded: Future[int]
-    """How many leading blocks arrived; fewer than asked is a miss, not an error."""
+    """How many leading blocks arrived; fewer than requested is a miss, not an error."""
 
 
 class Lease:
@@ -70,7 +70,7 @@ class Lease:
         self.namespace = namespace
         self.root = root
         self.block_size = block_size
-        # Hints come from clients. Everything below takes them from here.
+        # Hints come from clients: they are clamped here, once for all tiers.
         self.priority = clamped_priority(priority)
         self.ttl_s = clamped_ttl_s(ttl_s)
         self.num_tokens = len(tokens)
@@ -87,7 +87,7 @@ class Lease:
         self.miss: Miss | None = None
         self.pending: PendingLoad | None = None
         self.load_error: str | None = None
-        """Why a load failed, where failing the request is asked for."""
+        """Why a load failed, if the policy is to fail the request."""
 
     @property
     def tokens(self) -> TokenArray:
@@ -106,12 +106,12 @@ class Lease:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit in the blocks held."""
+        """Number of tokens that fit in the blocks held."""
         return self.num_blocks * self.block_size
 
     @property
     def has_loaded(self) -> bool:
-        """Whether a load from lower tiers is over, and `PrefixCache.finish_load` is due."""
+        """Whether a load from lower tiers has ended, so that `PrefixCache.finish_load` is due."""
         return self.pending is not None and self.pending.num_loaded.done()
 
     def append(self, token_id: int) -> None:
@@ -130,7 +130,7 @@ class Lease:
         self.num_blocks = total
 
     def adopt_keys(self, keys: npt.NDArray[np.uint8]) -> None:
-        """Take the keys, [n, 32], of the leading blocks from the cache instead of hashing again."""
+        """Use these keys, [n, 32], of the leading blocks instead of hashing them again."""
         self._reserve_keys(len(keys))
         self._keys[: len(keys)] = keys
         self.num_keys = len(keys)
@@ -162,7 +162,7 @@ class Lease:
     ) -> BlockTraits:
         """Return what the eviction policy may know of the leading `num_full` blocks (and a partial one).
 
-        `costs` are those of blocks by depth, for at least as many.
+        `costs` holds the cost of a block by depth, for at least as many blocks.
         """
         prints: Fingerprints = self.keys(num_full)[:, :8].copy().view("<u8")[:, 0]
         if tail is not None:

@@ -1,4 +1,4 @@
-"""What the prefix cache takes of host memory beside the blocks themselves; roughly, and never too little."""
+"""Host memory of the prefix cache's own tables, without the blocks: an upper estimate."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _GHOST_BYTES = 4 * 300
 _INDEX_BYTES = 200
 """Nodes, ids, states, references."""
 _TOKEN_BYTES = 8
-"""Of each token in the index; its arrays grow by doubling."""
+"""Bytes per token in the index; its arrays grow by doubling."""
 
 
 def fixed_bytes(eviction: str) -> int:
-    """Return what the policy of the device tier takes however many blocks there are."""
+    """Return the bytes that the device tier's policy takes regardless of the number of blocks."""
     return make_policy(eviction).reserved_bytes(0)
 
 
 def bytes_per_block(block_size: int, eviction: str) -> int:
-    """Return what each device block takes beside its KV."""
+    """Return the bytes that each device block takes in addition to its KV."""
     policy = make_policy(eviction)
     ranked = policy.reserved_bytes(1) - policy.reserved_bytes(0)
     return _RECORD_BYTES + _GHOST_BYTES + _INDEX_BYTES + _TOKEN_BYTES * block_size + ranked

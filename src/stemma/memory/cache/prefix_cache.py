@@ -4,8 +4,8 @@ It joins the prefix index (which tokens are computed), the block allocator (who 
 device buffer (where the bytes are) and, where there are any, the tiers below. References: the index holds
 one on each of its blocks, each lease one on every block of its table. A block is free when nobody holds it.
 
-Here is the life of leases. What enters and leaves the index is in `cached_blocks.py`, what a prompt gets from
-below the device in `prompt_loads.py`.
+This file manages leases. `cached_blocks.py` decides what enters and leaves the index, and `prompt_loads.py`
+what a prompt gets from the tiers below the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_MATCH = Match(0, _NO_BLOCKS)
 
 
 class BlockBuffer(Protocol):
-    """The device buffer, as far as the façade needs it (`memory/device/kv.py`)."""
+    """The part of the device buffer (`memory/device/kv.py`) that the façade needs."""
 
     num_blocks: int
 
@@ -65,7 +65,7 @@ class CacheStats:
 
 @dataclass(slots=True)
 class _Fence:
-    """A step under way, and what was given up since it was launched: it may still use these blocks."""
+    """A step under way, and what was freed since it was launched: the step may still use these blocks."""
 
     leases: list[Lease] = field(default_factory=list)
     duplicates: list[BlockIds] = field(default_factory=list)
@@ -106,7 +106,7 @@ class PrefixCache:
         self._held: set[Lease] = set()
         """Those of `hold`."""
         self._tails: dict[Lease, int] = {}
-        """The partial block that a lease has committed and still writes: evicting it frees nothing yet."""
+        """Partial blocks that a lease has committed and still writes: evicting one frees no memory yet."""
         self._draining: list[Lease] = []
         self._fences: deque[_Fence] = deque()
         self._num_deduplicated = 0
@@ -124,21 +124,21 @@ class PrefixCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that one sequence could hold at most."""
+        """Maximum number of tokens that one sequence can hold."""
         return self.num_blocks * self.block_size
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free or could be made free by eviction. O(leases whose partial tail is cached)."""
+        """Number of blocks that are free or evictable. O(leases whose partial tail is cached)."""
         if self._cached is None:
             return self._allocator.num_free
         num_in_use = sum(map(self._cached.has, self._tails.values()))
         return self._allocator.num_free + self._cached.index.num_evictable - num_in_use
 
     def max_tokens(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Return how many tokens a sequence that begins with these could ever have beside what `hold` keeps.
+        """Return the maximum length of a sequence that begins with `tokens`, given what `hold` keeps.
 
-        That is the room if all other requests were gone: held blocks count only if the sequence shares them.
+        This assumes that no other request runs. Held blocks count only if the sequence shares them.
         """
         kept = {block_id for lease in self._held for block_id in lease.block_table.tolist()}
         num_blocks = self.num_blocks - len(kept)
@@ -149,7 +149,7 @@ class PrefixCache:
         return num_blocks * self.block_size
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
-        """Return how many leading tokens of a prompt lie on the device; never the last one. Read-only."""
+        """Return how many leading tokens of a prompt are on the device, never the last one. Read-only."""
         return self._match(namespace, tokens).num_tokens
 
     def reserve(
@@ -161,12 +161,12 @@ class PrefixCache:
         priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
     ) -> Lease | None:
-        """Take the longest cached prefix of `tokens`, and room for the rest and `num_new` more.
+        """Lease the longest cached prefix of `tokens`, and blocks for the rest and `num_new` more tokens.
 
         Full blocks that match are shared; a block that matches in part is copied (copy-on-write), so reuse
-        is by the token. `lease.num_cached_tokens` says how many need no computing. Where lower tiers hold
-        more, `lease.pending` is set: nothing may be computed before `finish_load`. Returns None if there is
-        no room now; then nothing is held.
+        is by the token. `lease.num_cached_tokens` tokens need no computing. If lower tiers hold more,
+        `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
+        is no room now.
         """
         self._free_loaded()
         found = self._match(namespace, tokens)
@@ -193,7 +193,7 @@ class PrefixCache:
         return lease
 
     def _fill(self, lease: Lease, found: Match, num_new: int) -> bool:
-        """Give a lease that shares what `found` has the rest of its blocks; False if there is no room."""
+        """Allocate the other blocks of a lease that shares what `found` has; False if there is no room."""
         num_full = found.num_full_blocks(self.block_size)
         tiers, keys = self._loads.match(lease, found) if self._loads is not None else ((), [])
         num_tail = found.num_tokens % self.block_size if not tiers else 0
@@ -201,7 +201,7 @@ class PrefixCache:
         num_lost = 0
         fresh = self._allocate_with_head(num_needed, found, num_tail)
         if fresh is None and num_tail:
-            # The block to copy from takes room itself: do without it.
+            # Holding the block to copy from may be what leaves no room: retry without the copy.
             num_lost, num_tail = num_tail, 0
             fresh = self._allocate(num_needed)
         if fresh is None:
@@ -218,9 +218,9 @@ class PrefixCache:
         return True
 
     def hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
-        """Return a lease on the full blocks of a prompt that lie on the device; it may be empty.
+        """Return a lease on the full blocks of a prompt that are on the device; it may be empty.
 
-        Nothing is allocated, copied or loaded. `free(lease, lease.num_tokens)` gives it up.
+        Nothing is allocated, copied or loaded. `free(lease, lease.num_tokens)` frees it.
         """
         found = _NO_MATCH
         if self._cached is not None and len(tokens):
@@ -234,7 +234,7 @@ class PrefixCache:
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all; return False if there is none (nothing taken)."""
+        """Make room for `num_tokens` tokens in total; return False, taking nothing, if there is none."""
         num_needed = -(-num_tokens // self.block_size) - lease.num_blocks
         if num_needed <= 0:
             return True
@@ -250,18 +250,18 @@ class PrefixCache:
         return self._lower is not None and self._lower.must_probe
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray) -> Prefetch | None:
-        """A prompt was queued: let the lower tiers look for what the device lacks of it."""
+        """Let the lower tiers look for the blocks of a queued prompt that the device lacks."""
         if self._loads is None:
             return None
         return self._loads.prefetch(namespace, tokens, self._match(namespace, tokens))
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step took so long for this many prompt tokens."""
+        """Report that a step took `seconds` for `num_tokens` prompt tokens."""
         if self._lower is not None:
             self._lower.observe_prefill(num_tokens, seconds)
 
     def finish_load(self, lease: Lease) -> None:
-        """Take over what a finished load brought, and commit it. What didn't arrive is to be computed."""
+        """Commit the blocks that a finished load delivered. The rest must be computed."""
         assert self._loads is not None
         num_held = self._loads.finish(lease)
         self.commit(lease, lease.num_cached_tokens)
@@ -269,7 +269,7 @@ class PrefixCache:
         lease.miss = self._explain(lease, found, 0)
 
     def loads(self) -> list[Future[int]]:
-        """Return the loads that still write into blocks, of leases that wait for them and of freed ones."""
+        """Return the loads that still write into blocks, of waiting leases and of freed ones."""
         pending = [lease.pending for lease in (*self._leases, *self._draining)]
         return [one.num_loaded for one in pending if one is not None and not one.num_loaded.done()]
 
@@ -279,11 +279,11 @@ class PrefixCache:
         return bool(self._draining)
 
     def commit(self, lease: Lease, num_computed: int, *, tail: bool = False) -> None:
-        """Enter blocks whose KV is complete in the index; O(1) until another block is full.
+        """Enter blocks whose KV is complete into the index; O(1) until another block is full.
 
-        `num_computed` leading tokens of the lease have their KV. Where the index holds an identical block
-        already, the lease switches to it and its own is freed. With `tail`, the partial last block
-        enters too; the lease may go on writing behind those tokens.
+        The KV of the leading `num_computed` tokens is complete. If the index already holds an identical
+        block, the lease switches to it and its own is freed. With `tail`, the partial last block enters
+        too; the lease may go on writing after those tokens.
         """
         num_full = num_computed // self.block_size
         num_tail = num_computed % self.block_size if tail else 0
@@ -342,15 +342,15 @@ class PrefixCache:
         return twin
 
     def free(self, lease: Lease, num_computed: int) -> None:
-        """Give up everything the lease holds; what was computed, the partial tail included, stays cached.
+        """Free all blocks of the lease; what was computed, including the partial tail, stays cached.
 
-        If the commit raises, everything is given up all the same.
+        The blocks are freed even if the commit raises.
         """
         self._leases.remove(lease)
         self._held.discard(lease)
         if lease.pending is not None:
             if not lease.pending.num_loaded.cancel() and not lease.pending.num_loaded.done():
-                # Someone still writes into these blocks: keep them until that is over.
+                # A load still writes into these blocks: keep them until it has ended.
                 self._draining.append(lease)
                 return
             lease.pending = None
@@ -370,14 +370,14 @@ class PrefixCache:
         return bool(self._fences)
 
     def open_fence(self) -> None:
-        """A step was launched: what leases give up from now on is held until `close_fence`.
+        """Call when a step is launched: blocks that leases free from now on are kept until `close_fence`.
 
-        By then the step may still read and write those blocks, and whatever comes next may run beside it.
+        Until then the step may still read and write them, and other work may run at the same time.
         """
         self._fences.append(_Fence())
 
     def close_fence(self) -> None:
-        """The oldest step under way is over."""
+        """Call when the oldest step under way has ended."""
         fence = self._fences.popleft()
         for lease in fence.leases:
             self._free(lease)
@@ -387,7 +387,7 @@ class PrefixCache:
     # -- for the operator: the tiers below, from any thread --------------------------------------------
 
     def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
-        """Return, per lower tier, which keys lie there. Asks the pool, so not for the step loop."""
+        """Return, per lower tier, which keys it holds. Asks the pool, so not for the step loop."""
         return self._lower.lookup(keys) if self._lower is not None else {}
 
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
@@ -395,7 +395,7 @@ class PrefixCache:
         return self._lower.pin(keys) if self._lower is not None else {}
 
     def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
-        """Take back what `pin` returned."""
+        """Undo `pin`; takes what it returned."""
         if self._lower is not None:
             self._lower.unpin(pinned)
 
@@ -437,7 +437,7 @@ class PrefixCache:
 
     @property
     def index(self) -> PrefixIndex | None:
-        """What is cached on the device, to be read and not changed; None if the cache is disabled."""
+        """The index of the device's cached blocks; read-only. None if the cache is disabled."""
         return self._cached.index if self._cached is not None else None
 
     def stats(self) -> CacheStats:
@@ -459,7 +459,7 @@ class PrefixCache:
         return self._lower.stats() if self._lower is not None else None
 
     def check(self) -> None:
-        """Prove that index, records, leases and allocator agree, and check the tiers below (slow)."""
+        """Verify that index, records, leases and allocator agree, and check the tiers below (slow)."""
         if self._lower is not None:
             self._lower.check()
         self._allocator.check()
@@ -488,7 +488,7 @@ class PrefixCache:
         return self._cached.index.match(namespace, tokens[:-1])
 
     def _share(self, lease: Lease, block_ids: BlockIds) -> None:
-        """Let an empty lease begin with these full blocks; with reuse on, the index holds them."""
+        """Share these full blocks as the start of an empty lease; with reuse on, the index holds them."""
         self._allocator.acquire(block_ids)
         lease.append_blocks(block_ids)
         if self._cached is not None and len(block_ids):
@@ -497,11 +497,11 @@ class PrefixCache:
             lease.num_committed = len(block_ids)
 
     def _allocate(self, num_blocks: int) -> BlockIds | None:
-        """Return fresh blocks, evicting what is needed; None if that isn't enough."""
+        """Return fresh blocks, evicting as many as needed; None if that isn't enough."""
         if num_blocks > self.num_available:
             return None
         while (num_missing := num_blocks - self._allocator.num_free) > 0:
-            # Evicted blocks that a lease still holds give no room yet, so one round may not be enough.
+            # Evicted blocks that a lease still holds free no memory yet, so one round may not be enough.
             if self._cached is None or not self._cached.evict(num_missing):
                 return None
         return self._allocator.allocate(num_blocks)
@@ -545,7 +545,7 @@ class PrefixCache:
         lease.num_blocks = lease.num_committed = 0
 
     def _free_loaded(self) -> None:
-        """Free the blocks of freed leases whose load is over by now."""
+        """Free the blocks of freed leases whose load has ended."""
         for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
             self._draining.remove(lease)
             self._free(lease)

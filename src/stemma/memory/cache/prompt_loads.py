@@ -1,4 +1,4 @@
-"""What a prompt gets from the tiers below the device: which keys to ask for, the load, what it brought."""
+"""Loads of one prompt from the tiers below the device: which keys to ask for, the load, its result."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from stemma.types import BlockKey, Tier, TokenArray
 
 
 class PromptLoads:
-    """Asks `TierTransfer` for what the device lacks of a prompt. Not thread-safe."""
+    """Asks `TierTransfer` for the blocks of a prompt that the device lacks. Not thread-safe."""
 
     def __init__(self, lower: TierTransfer, key_space: KeySpace, *, takes_tails: bool) -> None:
-        """`takes_tails`: ask also for the block of the last token, which a prefill server publishes."""
+        """`takes_tails`: also ask for the block of the last token, which a prefill server publishes."""
         self._lower = lower
         self._key_space = key_space
         self._block_size = key_space.block_size
         self._takes_tails = takes_tails
 
     def match(self, lease: Lease, found: Match) -> tuple[tuple[Tier, ...], list[BlockKey]]:
-        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys asked."""
+        """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys tried."""
         last = (lease.num_tokens - 1) // self._block_size
         keys = [lease.key(i) for i in range(found.num_full_blocks(self._block_size), last)]
         keys += self._tail_key(lease.key(last - 1), lease.tokens, found)
         return tuple(self._lower.match(keys)), keys
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, found: Match) -> Prefetch | None:
-        """Let the lower tiers look for what `found`, on the device, lacks of a prompt in the queue."""
+        """Let the lower tiers look for the blocks of a queued prompt beyond `found` on the device."""
         wanted = tokens[: (len(tokens) - 1) // self._block_size * self._block_size]
         root = self._key_space.root(namespace)
         keys = chain_keys(root, wanted, self._block_size)
@@ -45,9 +45,9 @@ class PromptLoads:
         lease.pending = PendingLoad(first, tiers, self._lower.load(keys[: len(tiers)], block_ids))
 
     def finish(self, lease: Lease) -> int:
-        """Note on the lease what its load, which is over, brought; return how many leading blocks have KV.
+        """Record the result of a finished load on the lease; return how many leading blocks have KV.
 
-        A StorageError is noted as `lease.load_error`; any other error of the load is raised.
+        A StorageError is kept as `lease.load_error`; any other error of the load is raised.
         """
         pending, lease.pending = lease.pending, None
         assert pending is not None
@@ -68,9 +68,9 @@ class PromptLoads:
         return pending.first + num_loaded
 
     def _tail_key(self, parent: BlockKey, tokens: TokenArray, found: Match) -> list[BlockKey]:
-        """Return the key of the block that the prompt's last token lies in, as a prefill server publishes it.
+        """Return the key of the block of the prompt's last token, as a prefill server publishes it.
 
-        Nothing if we don't ask for such blocks, or the device has all of it but the last token.
+        Empty if we don't ask for such blocks, or if the device has all of it but the last token.
         """
         tail = tokens[(len(tokens) - 1) // self._block_size * self._block_size :]
         if not self._takes_tails or len(tail) < 2 or found.num_tokens >= len(tokens) - 1:

@@ -1,7 +1,7 @@
 """Reference-counted allocation of block ids. Knows nothing of requests, prefixes or bytes.
 
-Free ids lie on a stack, so a block that was just freed, and may still be in a CPU cache, is used next;
-a fresh allocator hands out 0, 1, 2, ... Every operation is O(number of ids), in numpy.
+Free ids are kept on a stack, so a block that was just freed and may still be in a CPU cache is used next.
+A fresh allocator returns 0, 1, 2, ... Every operation is O(number of ids), in numpy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Ids that nobody holds."""
+        """Number of ids that nobody holds."""
         return self._num_free
 
     def allocate(self, num_blocks: int) -> BlockIds:
-        """Return that many free ids, each held once. Raises OutOfBlocks, and then takes nothing."""
+        """Return `num_blocks` free ids, each held once. Raises OutOfBlocks, taking none, if too few."""
         if num_blocks > self._num_free:
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self._num_free} of {self.num_blocks} free")
         start = self._num_free - num_blocks
@@ -40,17 +40,17 @@ class BlockAllocator:
         return ids
 
     def acquire(self, block_ids: BlockIds) -> None:
-        """Hold each of these distinct ids once more. Somebody must hold them already."""
+        """Add one reference to each of these distinct ids. Each must be held already."""
         assert (self._counts[block_ids] > 0).all(), "acquire of a free block"
         self._counts[block_ids] += 1
 
     def free(self, block_ids: BlockIds) -> int:
-        """Give up one hold of each of these distinct ids; return how many became free."""
+        """Remove one reference to each of these distinct ids; return how many became free."""
         counts = self._counts[block_ids] - 1
         assert (counts >= 0).all(), "free of a free block"
         self._counts[block_ids] = counts
         freed = block_ids[counts == 0]
-        # Reversed, so that a chain freed from its root comes back off the stack in the same order.
+        # Reversed, so that a chain freed from its root is allocated again in the same order.
         self._stack[self._num_free : self._num_free + len(freed)] = freed[::-1]
         self._num_free += len(freed)
         return len(freed)

@@ -1,9 +1,9 @@
-"""Bytes of device blocks in and out, on CPU and CUDA.
+"""Copies device blocks to and from host memory, on CPU and CUDA.
 
-On CPU a device block is plain memory: one memcpy, by two threads where there is much to copy (one core's
-stores don't reach the memory's bandwidth). On CUDA the host side is pinned, and copies run on streams of
-their own, beside the steps. Copies *out* need no order among kernels: a block is committed, and so copied,
-only once the step that wrote it is known to be over. The caller waits for the copy itself.
+On CPU a device block is plain memory: one memcpy, by two threads for large copies (the stores of one core
+don't reach the memory's bandwidth). On CUDA the host side is pinned, and copies run on their own streams,
+concurrently with steps. Copies *out* need no ordering with kernels: a block is committed, and so copied,
+only after the step that wrote it has ended. The caller waits for the copy itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DeviceCopy:
     ) -> None:
         """Copy host tensors into blocks that no step reads yet. Any thread; done on return.
 
-        `beside_reads`: another thread reads the next blocks meanwhile, so one core is enough for this.
+        `beside_reads`: another thread reads the next blocks at the same time, so this copy uses one core.
         """
         if self._upload is None:
             if beside_reads:

@@ -19,7 +19,7 @@ class KVLayout:
     num_parts: int
     """2 for K and V; 1 for a latent that serves as both."""
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
     num_kv_heads: int
     head_dim: int
     dtype: str
@@ -32,7 +32,7 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of KV that one token takes over all layers."""
+        """Bytes of KV per token, over all layers."""
         return self.num_layers * self.num_parts * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -41,6 +41,6 @@ class KVLayout:
         return self.bytes_per_token * self.block_size
 
     def describe(self) -> str:
-        """Return a text that differs whenever bytes of one layout can't be read as the other."""
+        """Return a text that differs between any two layouts whose bytes aren't interchangeable."""
         shape = "x".join(str(n) for n in self.block_shape)
         return f"layer,part,token,head,dim:{shape}:{self.dtype}"

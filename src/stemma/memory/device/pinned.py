@@ -1,7 +1,8 @@
-"""Host memory that a CUDA device copies to and from by itself, beside its kernels.
+"""Pinned host memory, which a CUDA device copies to and from asynchronously.
 
-Not by torch's `pin_memory`, whose allocator rounds up to a power of two and keeps what it once had: an arena
-of 40 GB would take 64. Here exactly the bytes asked for are locked, and unlocked before they are freed.
+torch's `pin_memory` isn't used: its allocator rounds up to a power of two and never returns memory, so an
+arena of 40 GB would take 64 GB. Here exactly the requested bytes are locked, and unlocked before they are
+freed.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class HostRegistry(Protocol):
 def host_rows(
     num_rows: int, row_bytes: int, *, pin_memory: bool, registry: HostRegistry | None = None
 ) -> torch.Tensor:
-    """Return uint8 [num_rows, row_bytes]; with `pin_memory` its pages are locked as long as a view lives.
+    """Return uint8 [num_rows, row_bytes]; with `pin_memory` its pages stay locked as long as a view lives.
 
-    `registry` stands for the CUDA runtime in tests. Raises ConfigError if the system locks no more memory.
+    `registry` replaces the CUDA runtime in tests. Raises ConfigError if the system can't lock more memory.
     """
     # numpy asks for huge pages, torch doesn't.
     array = np.empty((num_rows, row_bytes), dtype=np.uint8)

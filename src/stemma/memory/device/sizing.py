@@ -16,9 +16,9 @@ from stemma.memory.device.layout import KVLayout
 def num_device_blocks(settings: CacheSettings, layout: KVLayout, device: torch.device) -> int:
     """Return the number of blocks for `kv_cache_memory`, or for its fraction of the memory free now.
 
-    `memory_limit` needs a model to try, so `engine/working_memory.py` sees to it.
+    `memory_limit` is handled in `engine/budget/working_memory.py`, because it needs a loaded model.
 
-    Call it once the weights are loaded. Raises ConfigError if not even one block fits.
+    Call this after the weights are loaded. Raises ConfigError if not even one block fits.
     """
     budget_bytes = settings.kv_cache_memory
     if budget_bytes is None:
@@ -27,14 +27,14 @@ def num_device_blocks(settings: CacheSettings, layout: KVLayout, device: torch.d
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device, within the container's limit."""
+    """Return how many bytes can still be allocated on a device, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(_available_bytes(), _cgroup_bytes())
 
 
 def _available_bytes() -> int:
-    """Return what the kernel could give without swapping; page cache counts as free."""
+    """Return the bytes that the kernel can provide without swapping; page cache counts as free."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -44,7 +44,7 @@ def _available_bytes() -> int:
 
 
 def _cgroup_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return what is left of the container's memory limit (cgroup v2); huge if there is none."""
+    """Return the bytes left of the container's memory limit (cgroup v2); a huge number if there is none."""
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         used = (folder / "memory.current").read_text(encoding="ascii").strip()

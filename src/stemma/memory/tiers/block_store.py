@@ -9,10 +9,10 @@ Rules that every store keeps (tests/contracts/block_store_suite.py):
 * `ReadResult.HIT` means: the buffer now holds exactly the bytes that were put under this key. A store that
   crosses a process, a file or a network proves it with a checksum that covers the key. After any other
   result the buffer's content is undefined.
-* What is wrong with one block (missing, torn, late, no space) is a result, counted with its reason, never an
-  exception. Exceptions are for misuse: ValueError for a buffer of the wrong size, StorageError after `close`.
-* A cache may drop, it may not stall: `put_many` may refuse blocks. Bytes are copied or written before it
-  returns, so the caller can reuse its buffers.
+* A failure of one block (missing, torn, late, no space) is a result, counted by reason, never an exception.
+  Exceptions are for misuse: ValueError for a buffer of the wrong size, StorageError after `close`.
+* A store may drop blocks but must not stall: `put_many` may refuse them. Bytes are copied or written before
+  it returns, so the caller can reuse its buffers.
 * All methods may be called from any thread. Only `host` is fast enough for the step loop.
 """
 
@@ -29,13 +29,13 @@ from stemma.types import DEFAULT_PRIORITY, BlockKey, Tier
 
 
 class ReadResult(StrEnum):
-    """What became of one key of `get_many`."""
+    """Result of one key of `get_many`."""
 
     HIT = "hit"
     MISS = "miss"
     """The store doesn't hold the key."""
     CORRUPT = "corrupt"
-    """It held bytes that failed their check; they are gone now."""
+    """It held bytes that failed their check; they were dropped."""
     LATE = "late"
     """It didn't answer within its time limit."""
     ERROR = "error"
@@ -43,11 +43,11 @@ class ReadResult(StrEnum):
 
 
 class PutResult(StrEnum):
-    """What became of one block of `put_many`."""
+    """Result of one block of `put_many`."""
 
     STORED = "stored"
     EXISTS = "exists"
-    """The key was there already; the old bytes stay (equal keys name equal bytes)."""
+    """The key was stored already; the old bytes stay (equal keys name equal bytes)."""
     NO_SPACE = "no_space"
     """Full, and nothing could be evicted."""
     DROPPED = "dropped"
@@ -61,7 +61,7 @@ class BlockPut:
 
     key: BlockKey
     parent: BlockKey
-    """Key of the block before it, or the root of its namespace: what leaves-first eviction needs."""
+    """Key of the block before it, or the root of its namespace; needed for leaves-first eviction."""
     data: memoryview
     """`block_bytes` bytes, C-contiguous, format ``B``."""
     priority: int = DEFAULT_PRIORITY
@@ -71,7 +71,7 @@ class BlockPut:
 
 
 class Storable(Protocol):
-    """What a store needs to know of a block beside its bytes: `BlockPut` and `lower.DeviceBlock` have it."""
+    """What a store needs to know of a block apart from its bytes; `BlockPut` and `DeviceBlock` have it."""
 
     @property
     def key(self) -> BlockKey:
@@ -92,12 +92,12 @@ class Storable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Blocks read into memory of their store, which nobody else uses until `free` is called (once)."""
+    """Blocks read into the store's own memory, which stays untouched until `free` is called (once)."""
 
     results: list[ReadResult]
-    """Of the first keys asked for: at least one."""
+    """Results of the first keys asked for; at least one."""
     places: Sequence[memoryview]
-    """Where they lie; one per result if any is a hit. Only those of hits may be read."""
+    """Their buffers; one per result if any is a hit. Only those of hits may be read."""
     free: Callable[[], None] = lambda: None
 
 
@@ -140,13 +140,13 @@ class BlockStore(ABC):
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of this process that the store takes at most: arenas, buffers and, roughly, tables."""
+        """Upper limit of this process's memory that the store takes: arenas, buffers and, roughly, tables."""
         return 0
 
     def register(self, memory: memoryview) -> None:
-        """Announce memory, for its whole life, that blocks are read into and written from.
+        """Announce memory that blocks are read into and written from, for as long as the memory exists.
 
-        A store that crosses a network may spare a copy there; others take no notice.
+        A store that crosses a network may save a copy; others ignore it.
         """
         return None
 
@@ -161,18 +161,18 @@ class BlockStore(ABC):
     def fetch_many(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview]
     ) -> Callable[[], list[ReadResult]]:
-        """Do the slow part of `get_many`; what is returned, called once, does the rest and gives the results.
+        """Do the slow part of `get_many`; return a function that does the rest and returns the results.
 
-        It may be called from another thread, so that bytes are proven beside the next read. Until then no
-        buffer may be used, nor changed, and the store can't be closed.
+        Call that function once. Another thread may call it, so that checksums are verified during the next
+        read. Until then the buffers must not be read or changed, and the store can't be closed.
         """
         results = self.get_many(keys, into)
         return lambda: results
 
     def lend_many(self, keys: Sequence[BlockKey]) -> Loan | None:
-        """Do as `get_many` for the first few keys, into memory of the store's own; None: it has none to lend.
+        """Do as `get_many` for the first few keys, into the store's own memory; None if it has none to lend.
 
-        Spares a copy where a read must go through such memory anyway.
+        Saves a copy in stores whose reads go through such memory anyway.
         """
         return None
 
@@ -182,13 +182,13 @@ class BlockStore(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Drop the keys that are there and not in use; return how many were dropped."""
+        """Drop the keys that are stored and not in use; return how many were dropped."""
 
     @abstractmethod
     def close(self) -> None:
         """Free memory, files and connections; a second call does nothing."""
 
-    # What only a store of this process alone can do (`is_local`); a shared one takes no notice.
+    # Only a store of this process alone (`is_local`) can do these; a shared one ignores them.
 
     @property
     def num_blocks(self) -> int | None:
@@ -221,7 +221,7 @@ class BlockStore(ABC):
         return 0
 
     def sync(self) -> None:
-        """Write what a restart should know."""
+        """Write what a restart needs to know."""
         return None
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""A prefix in a file: the blocks of one prompt, to be carried to another server or kept for a warm start.
+"""A prefix in a file: the blocks of one prompt, to be moved to another server or kept for a warm start.
 
 Little-endian::
 
@@ -14,10 +14,10 @@ Little-endian::
     then per full block of the tokens: 32 bytes, SHA-256 of block key and bytes; zeros if it isn't in the file
     then the bytes of each block
 
-Keys aren't stored: they follow from root and token ids, so a file can't put bytes under a foreign key. But
-whoever writes a file chooses the bytes, and with them what the model says after this prompt. So a file is
-read only if one of our own servers signed it, or if the operator trusts it. The file tells the prompt to
-whoever reads it.
+Keys aren't stored: they are computed from root and token ids, so a file can't put bytes under another key.
+But whoever writes a file chooses the bytes, and with them what the model says after this prompt. So a file
+is read only if one of our own servers signed it, or if the operator trusts it. Anyone who can read the file
+can read the prompt.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _MAX_BLOCK_BYTES = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class BundleTrust:
-    """Which files are read. By default none is."""
+    """Which files are read. By default none are."""
 
     key: bytes | None = None
-    """Secret of our servers: signs what is written and proves what is read."""
+    """Secret shared by our servers: signs written files and verifies read ones."""
     takes_unsigned: bool = False
-    """Whether the operator vouches for files that this key didn't sign."""
+    """Whether the operator trusts files that this key didn't sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundleHeader:
-    """What a file holds."""
+    """Header of a file."""
 
     space: KeySpace
     block_bytes: int
     root: BlockKey
     """The namespace's root key."""
     tokens: TokenArray
-    """A whole number of blocks; none is negative."""
+    """Token ids, a whole number of blocks; none is negative."""
     num_blocks: int
     """Leading blocks that are in the file; the prompt may have more."""
     digests: bytes
@@ -138,9 +138,8 @@ def write_bundle(
 def read_header(file: BinaryIO, trust: BundleTrust) -> BundleHeader:
     """Read up to the first block.
 
-    Raises UntrustedFile if `trust` doesn't cover the file, StorageError if this is no bundle or a damaged
-    one, StorageMismatch if its format is another one. Nothing but the preamble is looked at before the
-    signature is proved.
+    Raises UntrustedFile if `trust` doesn't cover the file, StorageError if this isn't a bundle or is damaged,
+    StorageMismatch if it has another format. Only the preamble is parsed before the signature is verified.
     """
     preamble = file.read(_PREAMBLE.size)
     if len(preamble) < _PREAMBLE.size or preamble[: len(_MAGIC)] != _MAGIC:
@@ -154,7 +153,7 @@ def read_header(file: BinaryIO, trust: BundleTrust) -> BundleHeader:
     raw = file.read(header_bytes + 4 * num_tokens)
     if len(raw) < header_bytes + 4 * num_tokens:
         raise StorageError("the exported prefix ends within its header")
-    # The block size, and with it the length of the table, stands in the header: parse it, believe nothing.
+    # The header holds the block size, which gives the length of the table. It is still untrusted here.
     space, block_bytes, root = _parse(raw[:header_bytes])
     num_full, rest = divmod(num_tokens, space.block_size)
     table = file.read(num_full * _DIGEST_BYTES)
@@ -170,7 +169,7 @@ def read_header(file: BinaryIO, trust: BundleTrust) -> BundleHeader:
 def read_blocks(
     file: BinaryIO, header: BundleHeader, take: Callable[[int, BlockKey, memoryview], None]
 ) -> None:
-    """Hand each block (position, key, bytes valid during the call) to `take`, once it is proved.
+    """Pass each verified block (position, key, bytes valid during the call) to `take`.
 
     Call it after `header.check`, which bounds the size of a block. Raises StorageError at the first damaged
     or missing one.
@@ -207,7 +206,7 @@ def _signature(key: bytes | None, preamble: bytes, rest: bytes) -> bytes:
 
 
 def _prove(trust: BundleTrust, is_signed: bool, signature: bytes, preamble: bytes, rest: bytes) -> None:
-    """Raise unless the file is sound and trusted."""
+    """Raise unless the file is undamaged and trusted."""
     if is_signed and trust.key is not None:
         if hmac.compare_digest(signature, _signature(trust.key, preamble, rest)):
             return
@@ -221,7 +220,7 @@ def _prove(trust: BundleTrust, is_signed: bool, signature: bytes, preamble: byte
 
 
 def _parse(raw: bytes) -> tuple[KeySpace, int, BlockKey]:
-    """Return key space, bytes of a block and root key; StorageError for whatever isn't exactly that."""
+    """Return key space, bytes per block and root key; raise StorageError for anything malformed."""
     try:
         fields = json.loads(raw)
         expected = {"model_fingerprint", "kv_layout", "block_size", "key_format", "block_bytes", "root"}

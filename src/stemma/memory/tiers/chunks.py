@@ -1,4 +1,4 @@
-"""Reading a run of blocks from a slow store chunk by chunk, each into memory that isn't the one before's."""
+"""Reads a run of blocks from a slow store chunk by chunk; successive chunks use different memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stemma.types import BlockKey
 
 CHUNK_BLOCKS = 16
 _BUFFER_BYTES = 64 * 2**20
-"""For two chunks: one is read while the other is copied on."""
+"""Memory for two chunks: one is read while the other is copied."""
 
 
 def num_buffers(block_bytes: int) -> int:
@@ -21,21 +21,21 @@ def num_buffers(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Blocks that were read, and may be used between `prove` and `free`; each is called once."""
+    """Blocks that were read. They may be used between `prove` and `free`, each of which is called once."""
 
     num_keys: int
     places: Sequence[memoryview]
-    """Where the blocks lie; those that aren't hits are undefined, or not there."""
+    """Buffers of the blocks; those that aren't hits are undefined or missing."""
     prove: Callable[[], list[ReadResult]]
     """Return one result per key."""
     free: Callable[[], None]
 
 
 class ChunkReader:
-    """Reads chunks for one worker thread, which is done with one when it asks for the second one after it.
+    """Reads chunks for one worker thread. A chunk's memory is reused two chunks later.
 
-    A store that lends its own memory decides how large a chunk is. A pool does: its backend transfers best
-    between memory it knows, in large batches, and a late transfer has that memory until it is over.
+    A store that lends its own memory chooses the chunk size. A pool lends memory: its backend is fastest with
+    large batches into registered memory, and a late transfer keeps that memory until it ends.
     """
 
     def __init__(self, block_bytes: int, *, pin_memory: bool) -> None:
@@ -49,7 +49,7 @@ class ChunkReader:
         loan = store.lend_many(keys)
         if loan is not None:
             return Chunk(len(loan.results), loan.places, lambda: loan.results, loan.free)
-        if self._buffers is None:  # a server whose stores lend never pays for them
+        if self._buffers is None:  # not allocated while all stores lend their own memory
             num_slots = num_buffers(self._block_bytes)
             self._buffers = StagingArena(num_slots, self._block_bytes, pin_memory=self._pin_memory)
         half = self._buffers.num_slots // 2

@@ -1,8 +1,8 @@
-"""Is loading a prefix faster than computing it again? Measured as the server runs, not configured.
+"""Estimates whether loading a prefix is faster than computing it, from measurements in the running server.
 
-Each tier has an estimate of seconds a block, a moving average over what reads really took; prefill has one of
-seconds a token. A hit is loaded only as far as that is predicted to be faster. A tier that looked slow once
-gets another chance: what was measured loses weight with its age, until the tier is tried again.
+Each tier has an estimate of seconds per block, a moving average of measured reads; prefill has an estimate of
+seconds per token. A hit is loaded only as far as that is predicted to be faster. Measurements lose weight
+with age, so a tier that was slow once is tried again.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from stemma.types import Tier
 
 _WEIGHT = 0.2
-"""Of a new observation in the moving average."""
+"""Weight of a new observation in the moving average."""
 _FORGIVE_S = 60.0
-"""After so long without an observation a tier's estimated cost counts half."""
+"""Time without an observation after which a tier's estimated cost counts half."""
 
 
 class LoadEstimator:
@@ -30,7 +30,7 @@ class LoadEstimator:
         self._prefill_s: float | None = None
 
     def observe_load(self, tier: Tier, num_blocks: int, seconds: float) -> None:
-        """Learn from a read of `num_blocks` blocks, failures included: time spent is time spent."""
+        """Learn from a read of `num_blocks` blocks. Failed reads count too: they take time."""
         if num_blocks < 1:
             return
         per_block = seconds / num_blocks
@@ -55,7 +55,7 @@ class LoadEstimator:
 
     @property
     def compute_s(self) -> float | None:
-        """Estimated seconds to compute a block, which is the limit for loading one; None if not measured."""
+        """Estimated seconds to compute a block, the limit for loading one; None if nothing was measured."""
         with self._lock:
             return None if self._prefill_s is None else self._prefill_s * self._block_size
 
@@ -64,11 +64,11 @@ class LoadEstimator:
         return self.num_worth_loading([tier]) == 1
 
     def num_worth_loading(self, tiers: Sequence[Tier], num_queued: int = 0) -> int:
-        """Return how many of the leading blocks, which lie in `tiers`, to load.
+        """Return how many of the leading blocks to load; `tiers` says where each block is.
 
-        The number saves most time: each block saves what computing it takes and costs what loading it takes.
-        `num_queued` blocks of other requests are loaded first. Unknown costs are taken for nothing, so that
-        they get measured.
+        The number maximizes the time saved: each block saves its compute time and costs its load time.
+        `num_queued` blocks of other requests are loaded first. Unknown costs count as zero, so that they get
+        measured.
         """
         with self._lock:
             if self._prefill_s is None:

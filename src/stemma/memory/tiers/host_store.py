@@ -1,7 +1,7 @@
 """The host tier: one preallocated arena of DRAM, pinned where a CUDA device reads from it.
 
-The arena is allocated once, at the budget, and never grows, so the tier can't go over it. (The index beside
-it takes some 500 bytes a block, under 0.1 % of a block of a real model.) Copies release the GIL.
+The arena is allocated once, at the budget, and never grows, so the tier can't exceed it. (The index takes
+about 500 bytes per block, under 0.1 % of a block of a real model.) Copies release the GIL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostStore(SlottedStore):
     ) -> None:
         """Allocate ``capacity_bytes // block_bytes`` blocks; ConfigError if that is none.
 
-        `pin_memory` locks the pages for CUDA copies. `clock` gives seconds that never decrease.
+        `pin_memory` locks the pages for CUDA copies. `clock` returns seconds that never decrease.
         """
         num_slots = capacity_bytes // block_bytes
         if num_slots < 1:
@@ -58,8 +58,8 @@ class HostStore(SlottedStore):
     def borrow(self, keys: Sequence[BlockKey]) -> list[torch.Tensor | None]:
         """Return a view ([block_bytes] uint8) of each key that is held; it stays valid until `unpin`.
 
-        This spares the copy of `get_many` where the bytes go straight on to the device. Counts as a use;
-        each view that isn't None is one pin.
+        This saves the copy of `get_many` if the bytes go directly to the device. Counts as a use; each view
+        that isn't None is one pin.
         """
         with self._lock:
             slots = self._acquire(keys)
@@ -72,10 +72,10 @@ class HostStore(SlottedStore):
     def put_from(
         self, blocks: Sequence[Storable], copy: Callable[[Sequence[int], Sequence[torch.Tensor]], None]
     ) -> list[PutResult]:
-        """Store blocks that lie elsewhere, on a device for instance, with a single copy.
+        """Store blocks from other memory, for instance a device, with a single copy.
 
         ``copy(positions, slots)`` must fill each slot ([block_bytes] uint8, pinned if the arena is) with the
-        bytes of ``blocks[position]``, and be done when it returns.
+        bytes of ``blocks[position]`` before it returns.
         """
 
         def write(slots: Sequence[int], at: Sequence[int]) -> list[tuple[PutResult, str]]:
@@ -85,10 +85,10 @@ class HostStore(SlottedStore):
         return self._put(blocks, write)
 
     def drop_oldest(self, num_blocks: int, save: Callable[[Sequence[BlockPut]], None]) -> int:
-        """Make room ahead of need: hand the blocks that go first to `save`, then drop them.
+        """Make room ahead of need: pass the next victims to `save`, then drop them.
 
-        They stay readable until `save` returns, and any that was used or got a child meanwhile stays for
-        good. Returns how many were dropped.
+        They stay readable until `save` returns. A block that was used or got a child in the meantime isn't
+        dropped. Returns how many were dropped.
         """
         with self._lock:
             self._check_open()
@@ -115,11 +115,11 @@ class HostStore(SlottedStore):
 
     @property
     def num_free(self) -> int:
-        """Slots that a put takes without evicting."""
+        """Number of slots that a put can take without evicting."""
         return self.capacity_blocks - self._index.num_taken
 
     def _free_all(self) -> None:
-        # Borrowed views keep the memory alive until the last of them is gone.
+        # Borrowed views keep the memory alive until the last view is freed.
         self._arena = torch.empty((0, 0), dtype=torch.uint8)
         self._bytes = np.empty((0, 0), dtype=np.uint8)
 

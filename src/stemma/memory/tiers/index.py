@@ -1,14 +1,14 @@
-"""Which keys lie in which slots of one lower tier, and which goes first when room is needed.
+"""Index of one lower tier: which slot holds which key, and which block is evicted next.
 
-A lower tier is no prefix tree: in exclusive mode the head of a chain may lie on the device and its tail
-here, and blocks may arrive child first. So this index is a table of keys that counts the children each key
-has *in this tier*. A block may be evicted when that count is zero and nobody pins it (leaves first). The
-ranking is an `EvictionPolicy`, the same objects as on the device.
+A lower tier isn't a prefix tree: in exclusive mode the head of a chain may be on the device and its tail
+here, and blocks may arrive child first. So this index is a table of keys that counts the children of each key
+*in this tier*. A block may be evicted when that count is zero and nobody pins it (leaves first). Blocks are
+ranked by an `EvictionPolicy`, the same classes as on the device.
 
 A policy that raises breaks nothing: the tables change first, and LRU takes over (`eviction/fallback.py`).
 
-A slot is *free*, *reserved* (being written, not yet found by anyone) or *live*. O(1) a block, plus what the
-policy costs. Not thread-safe: the store that owns it holds its lock.
+A slot is *free*, *reserved* (being written, not found by lookups yet) or *live*. Operations are O(1) per
+block plus the policy's cost. Not thread-safe: the store that owns it holds its lock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class TierIndex:
         self._slot_of: dict[BlockKey, int] = {}
         self._key_of: list[BlockKey | None] = [None] * capacity_blocks
         self._parent_of: list[BlockKey] = [_NO_PARENT] * capacity_blocks
-        """By slot; None and no parent where it isn't live. Lists: a tier may have millions of slots."""
+        """By slot; None and no parent if it isn't live. Lists: a tier may have millions of slots."""
         self._num_children: dict[BlockKey, int] = {}
-        """By key, present here or not: live blocks that name it as their parent."""
+        """By key, present here or not: number of live blocks whose parent it is."""
         self._pins: dict[BlockKey, int] = {}
-        """By key, not slot: a pin outlives the loss of a damaged block and holds when it comes back."""
+        """By key, not slot: a pin survives the drop of a damaged block and applies once it is back."""
         self._freed: list[int] = []
         self._unused_from = 0
-        """Slots from here on were never given out (so that files can grow in order)."""
+        """Slots from here on were never used (so that files can grow in order)."""
         self._reserved: set[int] = set()
 
     def __len__(self) -> int:
@@ -57,12 +57,12 @@ class TierIndex:
 
     @property
     def num_taken(self) -> int:
-        """Slots that are live or reserved."""
+        """Number of slots that are live or reserved."""
         return self._unused_from - len(self._freed)
 
     @property
     def num_opened(self) -> int:
-        """Slots that were ever given out: all lie below this number."""
+        """Upper bound of the slots ever used: all are below this number."""
         return self._unused_from
 
     def find(self, key: BlockKey) -> int | None:
@@ -81,7 +81,7 @@ class TierIndex:
             yield slot, key, self._parent_of[slot]
 
     def reserve(self, end: int | None = None) -> int | None:
-        """Take a free slot for writing, or None if there is none below `end`; then `evict` first."""
+        """Take a free slot for writing, or None if there is none below `end`: then call `evict`."""
         if self._freed:
             slot = self._freed.pop()
         elif self._unused_from < (self.capacity_blocks if end is None else end):
@@ -93,7 +93,7 @@ class TierIndex:
         return slot
 
     def victim(self, now: float) -> int | None:
-        """Return the slot that `evict` would free, still live, or None if all must stay."""
+        """Return the slot that `evict` would free, still live, or None if nothing may be evicted."""
         try:
             return self._policy.victim(now)
         except Exception as error:  # noqa: BLE001 - see `_policy_failed`
@@ -101,7 +101,7 @@ class TierIndex:
             return self._policy.victim(now)
 
     def evict(self, now: float) -> int | None:
-        """Drop the leaf that the policy ranks first; return its slot, free now, or None if all must stay."""
+        """Evict the policy's victim; return its freed slot, or None if nothing may be evicted."""
         slot = self.victim(now)
         if slot is None:
             return None
@@ -116,7 +116,7 @@ class TierIndex:
         self._freed.append(slot)
 
     def commit(self, slot: int, key: BlockKey, parent: BlockKey, now: float, traits: BlockTraits) -> None:
-        """Make a reserved slot live: from now on `find` sees it."""
+        """Make a reserved slot live, so that `find` returns it."""
         assert key not in self._slot_of
         self._reserved.remove(slot)
         self._enter([slot], [key], [parent])
@@ -143,8 +143,8 @@ class TierIndex:
     ) -> None:
         """Fill an empty index after a restart.
 
-        Most recently used first, parents before children; keys are unique. `parent_at` says which of these
-        blocks is the parent of each, -1 where none is.
+        Blocks come most recently used first, parents before children, with unique keys. `parent_at` gives the
+        position of each block's parent, or -1.
         """
         assert not self._slot_of
         assert not self._reserved
@@ -186,7 +186,7 @@ class TierIndex:
                 self._policy_failed(error)
 
     def unpin(self, key: BlockKey) -> None:
-        """Take back one pin; ValueError if there is none."""
+        """Remove one pin; raise ValueError if there is none."""
         count = self._pins.get(key, 0) - 1
         if count < 0:
             raise ValueError("unpin of a block that has no pin")
@@ -206,11 +206,11 @@ class TierIndex:
         return self.key_of(slot) in self._pins
 
     def has_children(self, slot: int) -> bool:
-        """Return whether a block in this tier hangs below this live one."""
+        """Return whether this live block has a child in this tier."""
         return self._num_children.get(self.key_of(slot), 0) > 0
 
     def is_leaf(self, slot: int) -> bool:
-        """Return whether a live slot may be evicted: nothing hangs below it and nobody pins it."""
+        """Return whether a live slot may be evicted: it has no child here and nobody pins it."""
         return not self.has_children(slot) and not self.is_pinned(slot)
 
     def take_victims(
@@ -218,8 +218,8 @@ class TierIndex:
     ) -> list[tuple[int, BlockKey, BlockKey]]:
         """Pin the leaves that the policy ranks first; return (slot, key, parent) of each, children first.
 
-        From a leaf it goes on to the parent, if nothing else hangs there and ``is_next(leaf slot, parent
-        slot)``, because a chain that isn't used falls as a whole.
+        After a leaf comes its parent, if that has no other child and ``is_next(leaf slot, parent slot)``: an
+        unused chain is evicted as a whole.
         """
         taken: list[tuple[int, BlockKey, BlockKey]] = []
         while len(taken) < num_blocks and (slot := self.victim(now)) is not None:
@@ -234,12 +234,12 @@ class TierIndex:
         return taken
 
     def drop(self, slot: int, now: float) -> None:
-        """Drop a live block, whether leaf, pinned or neither, and free its slot."""
+        """Drop a live block, leaf or not, pinned or not, and free its slot."""
         self._leave(slot, now, evicted=False)
         self._freed.append(slot)
 
     def rewind(self) -> bool:
-        """Make all slots new again if none is live or reserved; return whether that was so."""
+        """Mark all slots as never used if none is live or reserved; return whether it did."""
         if self._slot_of or self._reserved:
             return False
         self._freed.clear()
@@ -276,7 +276,7 @@ class TierIndex:
             self._policy_failed(error)
 
     def _policy_failed(self, error: Exception) -> None:
-        """Go on with LRU; the tables are whole. Raises `error` if LRU was in use already."""
+        """Continue with LRU; the tables are consistent. Raises `error` if LRU was in use already."""
         leaves = (s for k, s in self._slot_of.items() if k not in self._num_children and k not in self._pins)
         self._policy = fall_back(self._policy, error, self._slot_of.values(), leaves)
         self.num_policy_failures += 1

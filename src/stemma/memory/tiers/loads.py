@@ -1,12 +1,12 @@
-"""Blocks on their way up: read by worker threads, copied into device blocks, and given up when late.
+"""Loads: worker threads read blocks from lower tiers and copy them into device blocks, within a time limit.
 
-This is the one place where a read that misses, fails, is corrupt or comes late turns into a smaller number
-of loaded blocks. It is counted with its tier and reason, and the scheduler computes the tokens instead. An
-error that nobody expects ends a load too, and is reported to the supervisor.
+Only here does a read that misses, fails, is corrupt or comes late turn into a smaller number of loaded
+blocks. It is counted by tier and reason, and the scheduler computes the tokens instead. An unexpected error
+also ends the load, and is reported to the supervisor.
 
-Blocks of a slow store are read into a buffer of the worker first, or into one that the store lends. So a read
-that hangs never writes into device blocks that were given to somebody else meanwhile. A host block goes
-straight into its device block.
+Blocks of a slow store are first read into a buffer of the worker, or into one that the store lends. So a read
+that hangs never writes into device blocks that another request got since. A host block is copied directly
+into its device block.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from stemma.types import BlockKey, Tier
 
 logger = logging.getLogger(__name__)
 RUN_BLOCKS = 1024
-"""Blocks looked up at once; between two such runs reading and copying on don't overlap."""
+"""Blocks looked up at once; between two such runs reading and copying don't overlap."""
 NUM_LOAD_THREADS = 2
 _LOAD, _PREFETCH, _STOP = 0, 1, 2
 
 
 @dataclass(slots=True)
 class Prefetch:
-    """A look at the lower tiers on behalf of a request that waits in the queue."""
+    """A lookup in the lower tiers for a request that waits in the queue."""
 
     probe: Future[None]
-    """Done when `TierTransfer.match` knows all it can know of the prompt; until then admission may wait."""
+    """Done when `TierTransfer.match` has complete information on the prompt; admission may wait for it."""
     stop: Callable[[], None]
-    """Stop moving blocks to the host tier: the request is admitted, or gone."""
+    """Stop moving blocks to the host tier: the request was admitted or has ended."""
 
 
 class Load:
-    """Leading blocks of a prompt on their way to the device, or (prefetch) to the host tier."""
+    """A load of the leading blocks of a prompt to the device, or (prefetch) to the host tier."""
 
     def __init__(self, parent: BlockKey, keys: Sequence[BlockKey], block_ids: Sequence[int] | None) -> None:
         self.parent = parent
@@ -62,21 +62,21 @@ class Load:
         """None: to the host tier."""
         self.future: Future[int] = Future()
         self.lock = threading.Lock()
-        """Held while device blocks are written, so that giving up is safe."""
+        """Held while device blocks are written, so that the load can be stopped safely."""
         self.num_done = 0
         self.failure: str | None = None
-        """The last thing that went wrong, other than a block that had gone."""
+        """The last failure, other than a missing block."""
         self.probe: Future[None] = Future()
-        """Of a prefetch: done when `on_probed` was told which blocks the pool has."""
+        """For a prefetch: done when `on_probed` was told which blocks the pool has."""
 
     def stop(self) -> None:
-        """Stop where it is."""
+        """Stop after the blocks moved so far."""
         self.finish(self.num_done)
 
     def finish(self, num_done: int, *, fails: bool = False) -> bool:
-        """Set the result unless it is set; afterwards no device block is written any more.
+        """Set the result unless it is set; no device block is written afterwards.
 
-        With `fails`, what went wrong becomes a StorageError.
+        With `fails`, a failure becomes a StorageError.
         """
         with self.lock:
             if not self.probe.done():
@@ -94,7 +94,7 @@ class Load:
 
 
 class LoadQueue:
-    """Worker threads that move blocks up."""
+    """Worker threads that load blocks."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class LoadQueue:
         fails: bool = False,
         supervisor: Supervisor,
     ) -> None:
-        """`host` is where prefetches go. `stores` gives the stores to read from, nearest first.
+        """`host` receives prefetched blocks. `stores` returns the stores to read from, nearest first.
 
-        `exclusive` removes from the host tier what was moved to the device. With `fails`, a load that lacks
-        blocks which a tier couldn't deliver ends in StorageError. `whereabouts` is told what prefetches
+        `exclusive` removes from the host tier what was moved to the device. With `fails`, a load ends in
+        StorageError if a tier couldn't deliver some of its blocks. `whereabouts` is told what prefetches
         found."""
         self._fails = fails
         self._whereabouts = whereabouts
@@ -139,17 +139,17 @@ class LoadQueue:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of the readers' buffers, which are made when a store that lends none is read."""
+        """Memory of the readers' buffers, allocated when a store that lends none is first read."""
         return (len(self._threads) - 1) * num_buffers(self._device.block_bytes) * self._device.block_bytes
 
     @property
     def num_queued_blocks(self) -> int:
-        """Blocks asked for and not yet read."""
+        """Number of blocks requested and not yet read."""
         return self._num_queued
 
     @property
     def num_waiting(self) -> int:
-        """Loads and prefetches that no thread works on yet."""
+        """Number of loads and prefetches that no thread works on yet."""
         return self._tasks.qsize()
 
     def snapshot(self) -> LoadCounters:
@@ -182,12 +182,12 @@ class LoadQueue:
         return task
 
     def wake(self) -> None:
-        """Look at the clock now: for clocks that are set by hand."""
+        """Read the clock now: for tests that set the clock."""
         with self._deadlines_changed:
             self._deadlines_changed.notify_all()
 
     def close(self) -> None:
-        """End the threads; loads that wait end with what they have. A second call does nothing."""
+        """End the threads; waiting loads end with the blocks they have. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -296,7 +296,7 @@ class LoadQueue:
         return None, ()
 
     def _probe(self, task: Load) -> None:
-        """Ask the pool for what no nearer store has: it is too far away for the step loop to ask."""
+        """Ask the pool for what no nearer store has: it is too slow to ask on the step loop."""
         pool = next((store for store in self._stores() if store.tier is Tier.POOL), None)
         if pool is not None and not task.probe.done():
             local = [store.exists_many(task.keys) for store in self._stores() if store is not pool]
@@ -308,13 +308,13 @@ class LoadQueue:
                 task.probe.set_result(None)
 
     def _note_pool(self, keys: Sequence[BlockKey], there: Sequence[bool]) -> None:
-        """Remember what a probe of the pool found, and drop what it didn't: it will be written again."""
+        """Note which blocks a probe found in the pool; drop the others' notes, to write them again."""
         found = dict(zip(keys, there, strict=True))
         self._whereabouts.note_in_pool([key for key in keys if found[key]])
         self._whereabouts.note_not_in_pool([key for key in keys if not found[key]])
 
     def _skip_what_is_there(self, task: Load) -> None:
-        """Count leading blocks of a prefetch that lie in the host tier already."""
+        """Count leading blocks of a prefetch that are in the host tier already."""
         host = self._host
         while host is not None and task.num_done < len(task.keys):
             if not host.exists_many([task.keys[task.num_done]])[0]:
@@ -336,7 +336,7 @@ class LoadQueue:
     def _from_slow(
         self, task: Load, store: BlockStore, keys: Sequence[BlockKey], reader: ChunkReader
     ) -> list[ReadResult]:
-        """Read chunk by chunk, while the chunk before is proven and copied on."""
+        """Read chunk by chunk, while the previous chunk is verified and copied."""
         before = task.num_done
         results: list[ReadResult] = []
 
@@ -368,7 +368,7 @@ class LoadQueue:
                     break
                 last, start = start, start + chunk.num_keys
         finally:
-            # The buffers are for the next load when this returns, whatever went wrong.
+            # When this returns, even by an exception, the next load uses the buffers.
             if taking is not None:
                 wait([taking])
         if taking is not None:
@@ -397,7 +397,7 @@ class LoadQueue:
         return results
 
     def _deliver(self, task: Load, places: Sequence[memoryview], tier: Tier) -> None:
-        """Copy the next blocks, which lie in these places, to where the task wants them."""
+        """Copy the next blocks from these buffers to the destination of the task."""
         count = len(places)
         if count == 0:
             return
@@ -423,7 +423,7 @@ class LoadQueue:
         parents = [task.parent, *task.keys][first : first + count]
         keys = task.keys[first : first + count]
         if not task.future.done():
-            # Before the put: as soon as a block is there the step loop may find it and ask where it is from.
+            # Before the put: as soon as a block is stored, the step loop may find it and ask for its origin.
             self._whereabouts.note_origin(tier, keys)
         host.put_many(
             [BlockPut(key, parent, place) for place, key, parent in zip(places, keys, parents, strict=True)]

@@ -1,4 +1,4 @@
-"""From settings to the tiers below the device: the one place that knows which class plugs into which."""
+"""From settings to the tiers below the device: the one place that knows how the classes fit together."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def open_tiers(
 ) -> TierTransfer:
     """Open the tiers that the settings name, each with a policy `eviction` of its own.
 
-    Without any the transfer idles; a pool may be attached to it later. `supervisor` hears of errors in the
-    threads of the tiers. Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked,
-    StorageMismatch) if the disk's directory can't be used or the pool doesn't answer.
+    Without any, the transfer does nothing; a pool may be attached later. Errors in the threads of the tiers
+    go to `supervisor`. Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked,
+    StorageMismatch) if the disk directory can't be used or the pool doesn't answer.
     """
     block_bytes = kv.layout.block_bytes
     stores: list[BlockStore] = []
@@ -76,13 +76,13 @@ def open_tiers(
 
 
 def transfer_policy(settings: TierSettings, role: Role = "both") -> TransferPolicy:
-    """Return when blocks move, as the settings say."""
+    """Return the transfer policy of these settings."""
     return TransferPolicy(
         writes={Tier.HOST: settings.host_write, Tier.DISK: settings.disk_write},
         selective_uses=settings.write_through_uses,
         exclusive=settings.host_exclusive,
         prefetch=settings.prefetch,
-        # A decode server is there to spare computing prompts, not to weigh it.
+        # A decode server must not compute prompts, so it loads whatever the estimates say.
         load_always=settings.load_when == "always" or role == "decode",
         load_timeout_s=settings.load_timeout_s,
         publish_tails=role == "prefill",

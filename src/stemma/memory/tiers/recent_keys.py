@@ -1,4 +1,4 @@
-"""What was learnt about block keys lately, in bounded memory."""
+"""Recent notes about block keys, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from stemma.types import BlockKey, Tier
 
 V = TypeVar("V")
 NOTE_BYTES = 250
-"""Memory of a key with its note, roughly."""
+"""Approximate bytes per key with its note."""
 
 
 class RecentKeys(Generic[V]):
-    """A bounded table by block key that drops what was noted longest ago. Thread-safe."""
+    """A bounded table by block key that drops the oldest notes. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # Not a plain dict: taking its oldest key again and again costs O(keys deleted before).
+        # Not a plain dict: repeatedly taking its oldest key costs O(keys deleted before).
         self._notes: OrderedDict[BlockKey, V] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -55,32 +55,32 @@ class RecentKeys(Generic[V]):
 
 
 class Whereabouts:
-    """What only the worker threads can find out about where blocks lie. Thread-safe."""
+    """What only the worker threads can learn about where blocks are. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._origins = RecentKeys[Tier](capacity)
-        """Where a block came from that was prefetched to the host tier: that tier gets the credit."""
+        """The tier from which a block was prefetched to the host tier; hits are credited to it."""
         self._in_pool = RecentKeys[bool](capacity)
-        """Seen in the pool, which is too far away to be asked on the step loop."""
+        """Blocks seen in the pool, which is too slow to ask on the step loop."""
 
     def note_in_pool(self, keys: Iterable[BlockKey]) -> None:
-        """Keys were seen in the pool, or are on their way into it."""
+        """Note that keys were seen in the pool, or are being written to it."""
         self._in_pool.note(dict.fromkeys(keys, True))
 
     def note_not_in_pool(self, keys: Iterable[BlockKey]) -> None:
-        """Keys aren't in the pool (any more), or couldn't be put there."""
+        """Note that keys aren't in the pool (any more), or couldn't be put there."""
         self._in_pool.drop(keys)
 
     def note_origin(self, tier: Tier, keys: Iterable[BlockKey]) -> None:
-        """Keys are being copied to the host tier from another one."""
+        """Note that keys are being copied to the host tier from `tier`."""
         self._origins.note(dict.fromkeys(keys, tier))
 
     def drop_origin(self, keys: Iterable[BlockKey]) -> None:
-        """Keys went from their tier to the device without a detour: there is no credit left to give."""
+        """Drop the origin of keys that were loaded directly from their tier to the device."""
         self._origins.drop(keys)
 
     def note_lost(self, key: BlockKey) -> None:
-        """A key wasn't where it was said to be."""
+        """Drop all notes of a key that wasn't found where they said."""
         self._origins.drop([key])
         self._in_pool.drop([key])
 
@@ -89,7 +89,7 @@ class Whereabouts:
         return key in self._in_pool
 
     def origin(self, key: BlockKey, tier: Tier) -> Tier:
-        """Return the tier that a block found in `tier` came from; a host block's origin is told once."""
+        """Return the tier that a block found in `tier` came from; a host block's origin is returned once."""
         if tier is not Tier.HOST or key not in self._origins:
             return tier
         found = self._origins.get(key, tier)

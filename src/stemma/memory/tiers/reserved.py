@@ -1,6 +1,6 @@
-"""What the lower tiers will reserve of the process's memory, told before they are opened.
+"""Memory that the lower tiers will reserve, computed before they are opened.
 
-The same sums as the `reserved_bytes` of the open tiers: a test compares them.
+These are the sums of `reserved_bytes` of the open tiers; a test compares them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stemma.types import Tier
 
 
 def planned_bytes(settings: TierSettings, pool: PoolSettings | None, layout: KVLayout, eviction: str) -> int:
-    """Return how much memory the tiers that the settings name take at most, roughly for tables."""
+    """Return the maximum memory, in bytes, of the tiers that the settings name; tables are estimated."""
     policy, block_bytes = make_policy(eviction), layout.block_bytes
     total, tiers = 0, set()
     if settings.host_cache is not None:

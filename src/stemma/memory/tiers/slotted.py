@@ -1,7 +1,7 @@
-"""What the host and the disk tier share: fixed slots, an index under a lock, bytes moved outside it.
+"""Base of the host and the disk tier: fixed slots, an index under a lock, bytes moved outside the lock.
 
-A read pins its blocks while their bytes are copied; a write reserves slots that nobody can find until they
-are complete. So the lock is held for table work alone, and many threads can move bytes at once.
+A read pins its blocks while their bytes are copied; a write reserves slots that lookups don't find until they
+are complete. So the lock is held only for work on tables, and many threads can move bytes at once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from stemma.prefix.keys import fingerprints
 from stemma.types import BlockKey
 
 _TABLE_BYTES = 500
-"""Of a block in the tables of a store: its key, its parent's, the dict that finds it, times."""
+"""Bytes per block in a store's tables: its key, its parent's key, the dict entry, times."""
 
 
 def table_bytes(capacity_blocks: int, policy: EvictionPolicy) -> int:
-    """Return about how much memory the tables of a full store take, the policy's included."""
+    """Return the approximate bytes of the tables of a full store, including the policy's."""
     return _TABLE_BYTES * capacity_blocks + policy.reserved_bytes(capacity_blocks)
 
 
@@ -56,7 +56,7 @@ class SlottedStore(LocalStore):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_moving = 0
-        """Calls that move bytes now; files and arenas are freed only at zero."""
+        """Number of calls that move bytes now; files and arenas are freed only at zero."""
         self._policy = policy
         self._index = TierIndex(capacity_blocks, policy)
         self._default_ttl_s = np.inf if default_ttl_s is None else default_ttl_s
@@ -86,11 +86,11 @@ class SlottedStore(LocalStore):
         """Fill reserved slots, without the lock; a result other than STORED carries its reason."""
 
     def _prepare(self, blocks: Sequence[Storable]) -> None:
-        """Get room for blocks that are about to be put, if that takes long. Without the lock."""
+        """Make room for blocks that are about to be put, if that is slow. Without the lock."""
         return None
 
     def _reserve(self) -> int | None:
-        """Return a slot to write that no eviction is needed for. Called with the lock."""
+        """Return a slot to write without evicting, or None. Called with the lock."""
         return self._index.reserve()
 
     def _refusal(self) -> str | None:
@@ -102,7 +102,7 @@ class SlottedStore(LocalStore):
 
     @abstractmethod
     def _free_all(self) -> None:
-        """Free memory or files. Called once, with the lock, when no bytes move any more."""
+        """Free memory or files. Called once, with the lock, when no more bytes move."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -125,7 +125,7 @@ class SlottedStore(LocalStore):
         return self._index.capacity_blocks
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `BlockStore`. Takes no lock: the step loop never waits here for a thread that moves bytes."""
+        """See `BlockStore`. Takes no lock, so the step loop never waits for a thread that moves bytes."""
         self._check_open()
         now = self._clock()
         found = [self._index.find(key) for key in keys]
@@ -147,7 +147,7 @@ class SlottedStore(LocalStore):
     def fetch_many(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview]
     ) -> Callable[[], list[ReadResult]]:
-        """See `BlockStore`. Blocks stay pinned, and the store open, until they are proven."""
+        """See `BlockStore`. Blocks stay pinned, and the store open, until they are verified."""
         check_buffers(keys, into, self.block_bytes)
         with self._lock:
             slots = self._acquire(keys)
@@ -170,7 +170,7 @@ class SlottedStore(LocalStore):
         buffers: Sequence[memoryview],
         outcomes: Sequence[tuple[ReadResult, str]],
     ) -> list[ReadResult]:
-        """Prove what was read for ``keys[at]`` out of `slots`; drop what failed, unpin, count."""
+        """Verify what was read for ``keys[at]`` from `slots`; drop what failed, unpin, count."""
         try:
             outcomes = self._prove(slots, [keys[n] for n in at], buffers, outcomes)
         except BaseException:
@@ -272,7 +272,7 @@ class SlottedStore(LocalStore):
             return total
 
     def drop_unused(self, seconds: float) -> int:
-        """Drop unpinned blocks, leaves first, that nobody used for so long; return how many."""
+        """Drop unpinned blocks, leaves first, that were unused for `seconds`; return how many."""
         with self._lock:
             self._check_open()
             now = self._now()
@@ -300,7 +300,7 @@ class SlottedStore(LocalStore):
             self._index.check()
 
     def _now(self) -> float:
-        """Return the clock's time, but never an earlier one than before. Called with the lock."""
+        """Return the clock's time, never earlier than the last call's. Called with the lock."""
         self._latest = max(self._latest, self._clock())
         return self._latest
 
@@ -317,7 +317,7 @@ class SlottedStore(LocalStore):
         return bool(now - self._used_at[slot] > self._ttl_s[slot])
 
     def _acquire(self, keys: Sequence[BlockKey]) -> list[int | None]:
-        """Pin and touch what is there of `keys`; None for what isn't, or is expired."""
+        """Pin and touch the keys that are held; None for missing and expired ones."""
         self._check_open()
         now = self._now()
         slots = [self._index.find(key) for key in keys]

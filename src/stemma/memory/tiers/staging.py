@@ -1,4 +1,4 @@
-"""A fixed number of block-sized host buffers for bytes on their way between tiers."""
+"""A fixed number of block-sized host buffers for transfers between tiers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stemma.memory.device.pinned import host_rows
 
 
 class StagingArena:
-    """Hands out rows of one preallocated tensor, pinned where a CUDA device copies into it. Thread-safe."""
+    """Allocates rows of one preallocated tensor, pinned if a CUDA device copies into it. Thread-safe."""
 
     def __init__(self, num_slots: int, block_bytes: int, *, pin_memory: bool = False) -> None:
         self.num_slots = num_slots
-        # Zeroed, so that the step loop never waits for the kernel to find a page.
+        # Zeroed now, so that the step loop never waits for a page fault.
         self._arena = host_rows(num_slots, block_bytes, pin_memory=pin_memory).zero_()
         self._bytes: npt.NDArray[np.uint8] = self._arena.numpy()
         self._free = list(range(num_slots))
@@ -35,13 +35,13 @@ class StagingArena:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self, at_most: int, num_owners: int = 1) -> list[int]:
-        """Return up to `at_most` slots at once; each is free again after `num_owners` calls of `free`."""
+        """Return up to `at_most` slots, without waiting; each is free after `num_owners` calls of `free`."""
         with self._lock:
-            # The slots freed last: their bytes are still in the processor's cache.
+            # The slots freed last: they are likely still in the CPU cache.
             taken = self._free[-at_most:][::-1] if at_most else []
             del self._free[len(self._free) - len(taken) :]
             for slot in taken:
@@ -49,7 +49,7 @@ class StagingArena:
             return taken
 
     def free(self, slot: int) -> None:
-        """Give up one ownership of a slot."""
+        """Remove one owner of a slot."""
         with self._lock:
             self._num_owners[slot] -= 1
             if self._num_owners[slot] == 0:

@@ -12,7 +12,7 @@ from stemma.types import Tier
 
 @dataclass(slots=True)
 class LoadCounters:
-    """What became of loads. Written under the queue's lock."""
+    """Results of loads. Written under the queue's lock."""
 
     num_loads: int = 0
     num_prefetches: int = 0
@@ -21,7 +21,7 @@ class LoadCounters:
     lost_blocks: Counter[tuple[Tier, ReadResult]] = field(default_factory=Counter)
     """Blocks that a tier said it had and didn't deliver; their tokens were computed."""
     num_late_loads: int = 0
-    """Loads given up at their time limit; the blocks they lacked were computed."""
+    """Loads that reached their time limit; the blocks they lacked were computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,4 @@ class TransferStats:
     num_dropped_writes: int
     """Blocks not copied down because staging was full."""
     compute_s_per_block: float | None
-    """Estimated cost of computing a block: a tier slower than this isn't loaded from."""
+    """Estimated cost of computing a block; nothing is loaded from a slower tier."""

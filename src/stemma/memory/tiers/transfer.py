@@ -1,9 +1,9 @@
-"""The tiers below the device as one: who keeps what, and what comes back up.
+"""One API over the tiers below the device: what is copied down, and what is loaded.
 
-Down: `on_commit`, `on_hit` and `on_evict` come from the step loop. A policy per tier says which of them
-copies a block down. The step loop pays at most one memcpy a block: into the host arena, or into staging, from
-where a thread writes it (`write_queue.py`). Up: `match` says what is there and worth loading (`estimate.py`),
-and `load` brings it in the background (`loads.py`).
+Down: the step loop calls `on_commit`, `on_hit` and `on_evict`. A policy per tier says which of them copies a
+block down. The step loop pays at most one memcpy per block: into the host arena, or into staging, from which
+a thread writes it (`write_queue.py`). Up: `match` says what is worth loading (`estimate.py`), and `load`
+loads it in the background (`loads.py`).
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class TransferPolicy:
     """When blocks move."""
 
     writes: Mapping[Tier, WritePolicy]
-    """By lower tier: copy a block down when it is evicted above, when it is committed, or on its n-th use."""
+    """By lower tier: copy a block down on eviction from the tier above, on commit, or on its n-th use."""
     selective_uses: int = 2
-    """The n of `write_through_selective`; being computed counts as the first use."""
+    """The n of `write_through_selective`; computing the block counts as the first use."""
     exclusive: bool = False
-    """Whether a block moved up from the host tier leaves it; else the copy stays."""
+    """Whether a block promoted from the host tier is removed there; else the copy stays."""
     prefetch: PrefetchPolicy = "timeout"
-    """Whether a request waits for slow tiers: not at all, up to `load_timeout_s`, or to the end."""
+    """Whether a request waits for slow tiers: not at all, up to `load_timeout_s`, or without limit."""
     load_always: bool = False
     """Whether to load even what would be computed faster."""
     load_timeout_s: float = 2.0
     publish_tails: bool = False
-    """Whether partial last blocks go to the pool too, for a decode server that asks for this very prompt."""
+    """Whether partial last blocks are written to the pool too, for decode servers of the same prompt."""
     fail_on_load_failure: bool = False
-    """Whether a load that a tier can't deliver fails its request; else the tokens are computed."""
+    """Whether a failed load fails its request; else the tokens are computed."""
 
 
 class TierTransfer:
@@ -81,7 +81,7 @@ class TierTransfer:
         """`stores`: the slow ones, at most one per tier; all are closed with this object. `clock` never
         decreases.
 
-        `supervisor` hears of errors in the threads started here; None: they are logged.
+        Errors in the threads started here go to `supervisor`; None: they are logged.
         """
         self._supervisor = supervisor or LoggingSupervisor()
         self.estimator = LoadEstimator(block_size, clock)
@@ -117,7 +117,7 @@ class TierTransfer:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of this process that the tiers take at most; roughly for tables."""
+        """Upper limit of this process's memory that the tiers take; tables are estimated."""
         if not self._stores:
             return 0
         total = sum(store.reserved_bytes for store in self._stores)
@@ -131,11 +131,11 @@ class TierTransfer:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether memory that blocks come up from should be pinned."""
+        """Whether memory that blocks are loaded from should be pinned."""
         return self._device.is_cuda
 
     def introduce(self, store: BlockStore) -> None:
-        """Announce our memory to a store that is about to be attached. May be slow; for any thread."""
+        """Register our memory with a store that is about to be attached. May be slow; for any thread."""
         store.register(self._staging.memory)
         if self._host is not None:
             store.register(self._host.memory)
@@ -143,7 +143,7 @@ class TierTransfer:
     def attach(self, store: BlockStore, write: WritePolicy | None = None) -> None:
         """Use a slow store from now on. Raises ConfigError if the tier has one.
 
-        `write` None: what the policy says of its tier, else write-through.
+        `write` None: the policy's choice for its tier, else write-through.
         """
         if any(other.tier is store.tier for other in self._stores):
             raise ConfigError(f"there is a {store.tier} tier already; detach it first")
@@ -161,8 +161,8 @@ class TierTransfer:
     def detach(self, tier: Tier) -> Callable[[], None] | None:
         """Stop using a slow tier; None if there is none.
 
-        The rest takes time and is for another thread: call what is returned. It waits for queued writes,
-        as far as a time limit allows, and closes the store.
+        Call the returned function from another thread: it waits for queued writes, up to a time limit, and
+        closes the store.
         """
         store = next((one for one in self._stores if one.tier is tier), None)
         if store is None:
@@ -174,10 +174,10 @@ class TierTransfer:
     # -- up ---------------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
-        """Return where the leading keys lie that are worth loading; shorter than `keys` at the first miss.
+        """Return the tiers of the leading keys that are worth loading; ends at the first miss.
 
-        Counts as a use in the host tier: making room for this very load must not push out what it is about
-        to load.
+        Counts as a use in the host tier, so that making room for this load doesn't evict the blocks it is
+        about to load.
         """
         found = self._locate(keys)
         if self._policy.prefetch == "best_effort":
@@ -192,21 +192,21 @@ class TierTransfer:
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
         """Copy each key's bytes into its device block.
 
-        The result is how many leading blocks arrived; a failure is a smaller number, or StorageError where
-        that shall fail the request. Until then the blocks stay reserved.
+        The result is how many leading blocks arrived; a failure is a smaller number, or StorageError if the
+        policy is to fail the request. Until then the blocks stay reserved.
         """
         timeout_s = None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
         return self._loads.load(keys, block_ids, timeout_s)
 
     @property
     def must_probe(self) -> bool:
-        """Whether a tier is too far away for `match` to ask: then each prompt needs a `prefetch` first."""
+        """Whether a tier is too slow for `match` to ask: then each prompt needs a `prefetch` first."""
         return Tier.POOL in self._queues and self._policy.prefetch != "best_effort"
 
     def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey]) -> Prefetch | None:
-        """A prompt was queued: find its blocks, and bring them nearer while it waits.
+        """Find the blocks of a queued prompt, and promote them while it waits.
 
-        `parent` comes before the first key. None if there is nothing to be done ahead of `match`.
+        `parent` comes before the first key. None if there is nothing to do before `match`.
         """
         has_pool = Tier.POOL in self._queues
         has_use = has_pool or (self._host is not None and bool(self._queues))
@@ -232,7 +232,7 @@ class TierTransfer:
     # -- down -------------------------------------------------------------------------------------------
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step took so long to compute this many prompt tokens: what a hit has to beat."""
+        """Report that a step took `seconds` to compute `num_tokens` prompt tokens: loads must be faster."""
         self.estimator.observe_prefill(num_tokens, seconds)
 
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
@@ -262,7 +262,7 @@ class TierTransfer:
 
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks leave the device index. Their bytes are intact until this returns (for write-back)."""
-        # Leaves come first here. Written parents first, a chain ages from its end in the next tier too.
+        # Leaves come first here. Writing parents first makes the next tier evict a chain from its end too.
         full = self._full(blocks)[::-1]
         tiers = self._tiers("write_back")
         if self._host is None:
@@ -275,7 +275,7 @@ class TierTransfer:
 
     @property
     def _staging(self) -> StagingArena:
-        """Made when the first slow tier comes."""
+        """Allocated when the first slow tier is attached."""
         if self._staging_arena is None:
             num_slots = num_staging_slots(self._staging_bytes, self._device.block_bytes)
             self._staging_arena = StagingArena(
@@ -284,7 +284,7 @@ class TierTransfer:
         return self._staging_arena
 
     def _full(self, blocks: Sequence[DeviceBlock]) -> list[DeviceBlock]:
-        """Leave out partial blocks: lower tiers are asked for full ones alone."""
+        """Leave out partial blocks: lower tiers are asked only for full ones."""
         return [block for block in blocks if block.num_tokens == self._block_size]
 
     def _tiers(self, policy: WritePolicy) -> set[Tier]:
@@ -323,12 +323,12 @@ class TierTransfer:
 
     @property
     def _low_water(self) -> int:
-        """Free slots of the host tier below which blocks move on to the next tier ahead of need."""
+        """Number of free host slots below which blocks are demoted ahead of need."""
         assert self._host is not None
         return max(1, min(_MAX_LOW_WATER, self._host.capacity_blocks // 8))
 
     def _idle_work(self, store: BlockStore) -> bool:
-        """Sweep what expired; make room in the host tier. Returns whether there is more to do."""
+        """Drop expired blocks; make room in the host tier. Returns whether there is more to do."""
         now = self._clock()
         if now - self._swept_at > _SWEEP_EVERY_S:
             self._swept_at = now
@@ -348,7 +348,7 @@ class TierTransfer:
     # -- for the operator -------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
-        """Return, per tier, which keys lie there. Asks the pool, so not for the step loop."""
+        """Return, per tier, which keys it holds. Asks the pool, so not for the step loop."""
         return {store.tier: store.exists_many(keys) for store in self._stores}
 
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
@@ -360,7 +360,7 @@ class TierTransfer:
         return pinned
 
     def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
-        """Take back what `pin` returned."""
+        """Undo `pin`; takes what it returned."""
         for store in self._stores:
             store.unpin(pinned.get(store.tier, ()))
 
@@ -375,7 +375,7 @@ class TierTransfer:
         return False
 
     def flush(self) -> dict[Tier, int]:
-        """Drop every unpinned block of host and disk; return how many really went. A shared pool stays."""
+        """Drop every unpinned block of host and disk; return how many were dropped. A shared pool is kept."""
         self.drain(_FLUSH_TIMEOUT_S)
         self._num_uses.clear()
         self._whereabouts.clear()
@@ -386,7 +386,7 @@ class TierTransfer:
         return all(queue.drain(timeout_s) for queue in list(self._queues.values()))
 
     def wait_for_queued(self, tier: Tier, timeout_s: float) -> bool:
-        """Wait until what is queued for a tier now is written or has failed; return whether it is."""
+        """Wait until all writes queued for a tier so far have ended; return whether they have."""
         queue = self._queues.get(tier)
         return queue is None or queue.wait_for_queued(timeout_s)
 
@@ -422,13 +422,13 @@ class TierTransfer:
 
 
 def remembered_bytes(tiers: Set[Tier]) -> int:
-    """Return the memory that notes about keys take at most, roughly, with these tiers."""
+    """Return the approximate maximum bytes of notes about keys with these tiers."""
     num_tables = 1 + (Tier.POOL in tiers) + (Tier.HOST in tiers and len(tiers) > 1)
     return num_tables * NOTE_BYTES * _MAX_KEYS_REMEMBERED if tiers else 0
 
 
 def num_staging_slots(staging_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks can be on their way to slow tiers."""
+    """Return how many blocks can be in transfer to slow tiers."""
     return max(4, staging_bytes // block_bytes)
 
 

@@ -1,9 +1,9 @@
-"""Blocks on their way down into a slow store, written by a thread of their own.
+"""Writes blocks into a slow store in a background thread.
 
-The step loop pays one memcpy a block, into staging; from then on the device block may be reused. The queue is
-bounded by the staging arena. When that is full the newest blocks are dropped and counted: a cache may drop,
-it may not stall. An error that nobody expects is reported to the supervisor; its blocks count as not written,
-and the thread goes on, so that nobody waits for it in vain.
+The step loop pays one memcpy per block, into staging; after that the device block may be reused. The queue is
+bounded by the staging arena. When it is full the newest blocks are dropped and counted: a cache may drop
+blocks but must not stall. An unexpected error is reported to the supervisor; its blocks count as not written,
+and the thread continues, so that no caller waits forever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Work = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """Bytes in a staging slot, of which each queue that holds this is an owner."""
+    """Bytes in a staging slot; each queue that holds this is one of the slot's owners."""
 
     block: DeviceBlock
     slot: int
@@ -47,8 +47,8 @@ class WriteQueue:
         idle_work: Work | None = None,
         on_failed: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
-        """`idle_work` runs on the same thread whenever `wake` is called or a second passed. `on_failed` hears
-        which blocks the store didn't take."""
+        """`idle_work` runs on the same thread whenever `wake` is called or a second passed. `on_failed` is
+        told which blocks the store didn't take."""
         self._on_failed = on_failed
         self.store = store
         self._staging = staging
@@ -68,11 +68,11 @@ class WriteQueue:
 
     @property
     def num_queued(self) -> int:
-        """Blocks that wait to be written."""
+        """Number of blocks that wait to be written."""
         return len(self._blocks)
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether a block is on its way into the store."""
+        """Return whether a block is queued for the store."""
         return key in self._keys
 
     def put(self, staged: Sequence[StagedBlock]) -> None:
@@ -88,7 +88,7 @@ class WriteQueue:
             self._changed.notify_all()
 
     def touch(self, keys: list[BlockKey]) -> None:
-        """Count blocks of a local store as used, in time; under pressure the oldest are dropped."""
+        """Count blocks of a local store as used, later; if too many wait, the oldest are dropped."""
         with self._changed:
             self._touches.append(keys)
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class WriteQueue:
             )
 
     def wait_for_queued(self, timeout_s: float) -> bool:
-        """Wait until the blocks queued before this call are written or have failed; tell whether they are."""
+        """Wait until the writes queued before this call have ended; return whether they have."""
         with self._changed:
             target = self._num_put
             return self._changed.wait_for(lambda: self._num_done >= target, timeout_s)
@@ -124,7 +124,7 @@ class WriteQueue:
     def _run(self) -> None:
         try:
             self._write_until_closed()
-        finally:  # whoever drains this queue waits no longer
+        finally:  # ends the wait of whoever drains this queue
             with self._changed:
                 self._is_closing, self._is_busy, self._is_awake = True, False, False
                 self._touches.clear()

@@ -1,9 +1,8 @@
 """The disk tier's store: blocks in slots of slab files.
 
-Order of a write: the block with its record into the slab, then the record into the index file. Nothing is
-synced. Whatever a crash leaves behind, a read compares the bytes with the checksum of the record it came
-through, and the checksum is bound to key and generation. So a torn, stale, truncated or flipped block is a
-counted miss, and its slot is free again.
+A write stores the block with its record in the slab, then the record in the index file. Nothing is synced.
+A read compares the bytes with the checksum in the record, which is bound to key and generation. So a torn,
+stale, truncated or bit-flipped block is a counted miss, whatever a crash left behind, and its slot is freed.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from stemma.types import BlockKey, Tier
 
 NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BACK_OFF_S = 30.0
-"""After a failed write or growth, how long no further one is tried: each try may cost a good block."""
+"""Seconds without a new try after a failed write or growth: each try may cost a good block."""
 
 _SMALL_FILES_BYTES = 65536
 """Set aside for manifest and lock."""
 _RUN_BYTES = 16 * 2**20
-"""Of neighbours that are read in one call."""
+"""Maximum bytes of adjacent blocks read in one call."""
 
 
 def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
@@ -60,12 +59,12 @@ def capacity_of(space: KeySpace, block_bytes: int, size_bytes: int) -> int:
 
 
 def size_for_blocks(manifest: Manifest, num_blocks: int) -> int:
-    """Return the limit that a sub-directory needs to hold `num_blocks`."""
+    """Return the size limit that a sub-directory needs to hold `num_blocks`."""
     return _SMALL_FILES_BYTES + num_blocks * (manifest.slot_bytes + RECORD_BYTES)
 
 
 class DiskStore(SlottedStore):
-    """Blocks on a local disk, there again after a restart."""
+    """Blocks on a local disk, kept across restarts."""
 
     tier: ClassVar[Tier] = Tier.DISK
 
@@ -84,9 +83,9 @@ class DiskStore(SlottedStore):
     ) -> None:
         """Open the sub-directory of `space` under `root` and find what it holds.
 
-        `size_bytes` limits all files under `root`. `clock` gives seconds since 1970, because times outlive
-        the process; `monotonic` measures how long to wait after a failed write. Raises ConfigError if not
-        one block fits, and what `open_space` raises.
+        `size_bytes` limits all files under `root`. `clock` returns seconds since 1970, because times outlive
+        the process; `monotonic` measures the wait after a failed write. Raises ConfigError if no block fits,
+        and what `open_space` raises.
         """
         wanted = new_manifest(space, block_bytes, size_bytes)
         capacity_blocks = capacity_of(space, block_bytes, size_bytes)
@@ -99,16 +98,16 @@ class DiskStore(SlottedStore):
         self._manifest: Manifest = self._space.manifest
         self._slabs = SlabFiles(self._files, self._space, capacity_blocks)
         self._table = bytearray(RECORD_BYTES * capacity_blocks)
-        """The index file's content, as it should be, by slot."""
+        """What the index file should contain, by slot."""
         self._generation = 0
         self._monotonic = monotonic
         self._refused_until = -np.inf
         self._no_growth_until = -np.inf
         self._growing = threading.Lock()
-        """Held while a slab is added, which may take seconds: the store's own lock is not."""
+        """Held while a slab is added, which may take seconds; the store's own lock isn't held then."""
         self._padding = bytes(self._manifest.slot_bytes - RECORD_BYTES - block_bytes)
         self._between = memoryview(bytearray(self._manifest.slot_bytes - block_bytes))
-        """Takes what stands between two neighbours that are read in one go; nobody looks at it."""
+        """Receives the bytes between two adjacent blocks that are read in one call; never used."""
         try:
             self._slabs.open()
             self._restore()
@@ -129,7 +128,7 @@ class DiskStore(SlottedStore):
 
     @property
     def read_only(self) -> bool:
-        """Whether the file system took no write at the start."""
+        """Whether the file system refused writes when the store was opened."""
         return self._space.read_only
 
     def sync(self) -> None:
@@ -139,7 +138,7 @@ class DiskStore(SlottedStore):
             self._write_last_uses()
 
     def clear(self) -> int:
-        """See `LocalStore`. When nothing is left, the files are cut to nothing: the space is really back."""
+        """See `LocalStore`. If no block is left, the slabs are deleted, which frees their disk space."""
         with self._lock:
             self._check_open()
             count = self._drop(self._index.unpinned())
@@ -151,7 +150,7 @@ class DiskStore(SlottedStore):
             return count
 
     def verify(self) -> dict[str, int]:
-        """Read every block and drop those that fail; return counts by reason, ``ok`` for the sound ones."""
+        """Read every block and drop those that fail; return counts by reason, ``ok`` for the good ones."""
         with self._lock:
             self._check_open()
             live = [(slot, key) for slot, key, _ in self._index.live()]
@@ -189,11 +188,11 @@ class DiskStore(SlottedStore):
     # -- moving bytes ------------------------------------------------------------------------------
 
     def _read(self, slots: Sequence[int], into: Sequence[memoryview]) -> list[tuple[ReadResult, str]]:
-        """Read neighbours in one go; HIT says only that the bytes are there."""
+        """Read adjacent blocks in one call; HIT means only that the bytes were read."""
         outcomes: list[tuple[ReadResult, str]] = []
         runs = self._slabs.runs(slots, _RUN_BYTES)
         for n, run in enumerate(runs):
-            # Neighbours are read ahead by the kernel, better than by any hint of ours.
+            # The kernel's own readahead covers adjacent runs better than a hint.
             if n + 1 < len(runs) and slots[runs[n + 1].start] != slots[run.stop - 1] + 1:
                 fd, offset = self._slabs.place(slots[runs[n + 1].start])
                 self._files.will_read(fd, offset, self._manifest.slot_bytes)
@@ -211,7 +210,7 @@ class DiskStore(SlottedStore):
         except OSError as error:
             if len(slots) == 1:
                 return [(ReadResult.ERROR, _reason(error))]
-            # One bad sector shall not cost its neighbours.
+            # A bad sector must not fail adjacent blocks.
             singles = zip(slots, into, strict=True)
             return [got for slot, buffer in singles for got in self._read_run([slot], [buffer])]
         return [
@@ -298,9 +297,9 @@ class DiskStore(SlottedStore):
     # -- files ------------------------------------------------------------------------------------
 
     def _prepare(self, blocks: Sequence[Storable]) -> None:
-        """Add slabs until there is a slot for each new block, as far as the limit and the disk allow it.
+        """Add slabs until there is a slot for each new block, as far as the limit and the disk allow.
 
-        The store's lock is free meanwhile, so that nobody who reads or pins waits for the file system.
+        The store's lock isn't held, so that reads and pins don't wait for the file system.
         """
         with self._growing:
             while self._begin_growth(blocks):
@@ -321,7 +320,7 @@ class DiskStore(SlottedStore):
                     return
 
     def _begin_growth(self, blocks: Sequence[Storable]) -> bool:
-        """Return whether a slab is wanted; files are then kept open until `_moved`."""
+        """Return whether a slab is needed; files are then kept open until `_moved`."""
         with self._lock:
             may_grow = self._is_open and self._refusal() is None and self._slabs.can_grow
             if not may_grow or self._monotonic() < self._no_growth_until:
@@ -333,7 +332,7 @@ class DiskStore(SlottedStore):
             return True
 
     def _restore(self) -> None:
-        """Fill the index from the index file, and from the slabs where that one is damaged."""
+        """Fill the index from the index file, and from the slabs where the index file is damaged."""
         slots = self._slabs.num_slots
         size = min(self._slabs.index_bytes, slots * RECORD_BYTES) // RECORD_BYTES * RECORD_BYTES
         table = memoryview(self._table)
@@ -347,7 +346,7 @@ class DiskStore(SlottedStore):
         self._enter_restored(self._reachable(sound))
 
     def _scan_slabs(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Read the records that stand before the blocks of slots ``first .. last - 1``."""
+        """Read the records in front of the blocks of slots ``first .. last - 1``."""
         table = memoryview(self._table)
         for slot in range(first, last):
             fd, offset = self._slabs.place(slot)
@@ -383,7 +382,7 @@ class DiskStore(SlottedStore):
         self._space.free()
 
     def _write_last_uses(self) -> None:
-        """Bring the times of last use on disk up to date where they are a second or more behind."""
+        """Update the times of last use on disk that are a second or more out of date."""
         if self.read_only:
             return
         table = np.frombuffer(self._table, dtype=RECORD_DTYPE)

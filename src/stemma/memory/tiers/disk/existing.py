@@ -1,4 +1,4 @@
-"""Opening what a server left on disk, without knowing its settings: for `stemma cache`."""
+"""Opens what a server left on disk, without knowing its settings: for `stemma cache`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_space(root: Path, digest: str | None) -> SpaceInfo:
 
 
 def space_of(manifest: Manifest) -> KeySpace:
-    """Return what the keys in a sub-directory have in common."""
+    """Return the key space of a sub-directory."""
     return KeySpace(manifest.model_fingerprint, manifest.kv_layout, manifest.block_size)
 
 
@@ -37,7 +37,7 @@ def open_existing(space: SpaceInfo, clock: Callable[[], float] = time.time) -> D
     manifest = space.manifest
     if manifest is None:
         raise StorageError(f"{space.path} has a damaged manifest; `stemma cache gc` removes it")
-    # The index spans all slots, those of a truncated slab included; where it is lost, the slabs tell.
+    # The index covers all slots, even those of a truncated slab; if it is lost, the slabs give the size.
     slab_bytes = sum(slab.stat().st_size for slab in space.path.glob("slab-*"))
     index = space.path / INDEX
     index_slots = index.stat().st_size // RECORD_BYTES if index.exists() else 0

@@ -1,7 +1,7 @@
-"""The few file operations that the disk tier needs: the seam where tests inject a broken disk.
+"""The file operations that the disk tier needs. Tests inject disk faults here.
 
-No memory maps: touching a page behind the end of a truncated file would kill the process with SIGBUS. No
-fsync either: every read proves what it got, so losing the last writes in a power cut is a miss, not an error.
+No memory maps: touching a page beyond the end of a truncated file would kill the process with SIGBUS. No
+fsync: every read verifies its bytes, so writes lost in a power cut are misses, not errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FileLayer:
     def open(self, path: Path, flags: int) -> int:
         """Open a file (mode 0600 if created: KV reveals prompts); return its descriptor.
 
-        A symbolic link is OSError ELOOP: what it points to isn't ours to write.
+        A symbolic link raises OSError ELOOP: its target isn't ours to write.
         """
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
@@ -51,7 +51,7 @@ class FileLayer:
             views = _after(views, count)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Make the file `num_bytes` long with its space reserved; OSError ENOSPC if there is too little."""
+        """Make the file `num_bytes` long and reserve its space; OSError ENOSPC if there is too little."""
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError as error:
@@ -64,7 +64,7 @@ class FileLayer:
         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
-        """Cut or extend the file (with a hole)."""
+        """Shorten the file, or extend it with a hole."""
         os.ftruncate(fd, num_bytes)
 
     def unlink(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class FileLayer:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of `views` once `count` bytes of them are done."""
+    """Return the rest of `views` after their first `count` bytes."""
     left: list[memoryview] = []
     for view in views:
         if count >= view.nbytes:

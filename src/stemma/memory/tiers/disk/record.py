@@ -1,7 +1,7 @@
 """The 128 bytes that describe one block on disk.
 
-A record stands in the index file at ``128 * slot`` and, the same bytes, right before the block in its slab:
-the index is what a restart reads, the copy is what rebuilds a damaged index. Little-endian:
+A record is stored in the index file at ``128 * slot``, and again directly before the block in its slab. A
+restart reads the index; the copies rebuild a damaged index. Little-endian:
 
 ====== ===== ==========================================================
 offset bytes field
@@ -22,8 +22,8 @@ offset bytes field
 120    8     XXH3-64 of the 120 bytes before
 ====== ===== ==========================================================
 
-A record never straddles a disk sector. Because the block's checksum is seeded with key and generation, the
-bytes of an older block in the same slot, whole or half overwritten, never pass for the new one.
+A record never crosses a disk sector. The block's checksum is seeded with key and generation, so the bytes of
+an older block in the same slot, whole or half overwritten, never pass as the new block.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Record:
     priority: int
 
     def pack(self) -> bytes:
-        """Return the 128 bytes. Hints beyond what there is are stored as the nearest one."""
+        """Return the 128 bytes. Hints out of range are clamped."""
         ttl_s = clamped_ttl_s(self.ttl_s)
         fields = _FIELDS.pack(
             _MAGIC,
@@ -111,15 +111,15 @@ def with_last_use(packed: bytes, used_at: float) -> bytes:
 
 
 def block_checksum(key: BlockKey, generation: int, data: memoryview) -> int:
-    """Return the XXH3-64 of `data`, seeded with what the bytes belong to."""
+    """Return the XXH3-64 of `data`, seeded with key and generation."""
     seed = xxhash.xxh3_64_intdigest(key + _CHECK.pack(generation))
     return xxhash.xxh3_64_intdigest(data, seed=seed)
 
 
 def sound_records(raw: memoryview, first_slot: int, block_bytes: int) -> npt.NDArray[np.int64]:
-    """Return which of the records packed in `raw` are whole and belong where they stand.
+    """Return which of the records packed in `raw` are intact and belong to their slot.
 
-    `raw` holds the records of slots ``first_slot, first_slot + 1, ...``; the result is positions in it.
+    `raw` holds the records of slots ``first_slot, first_slot + 1, ...``; the result is positions in `raw`.
     """
     table = np.frombuffer(raw, dtype=RECORD_DTYPE)
     plausible = (
@@ -129,7 +129,7 @@ def sound_records(raw: memoryview, first_slot: int, block_bytes: int) -> npt.NDA
         & (table["slot"] == np.arange(first_slot, first_slot + len(table), dtype=np.uint32))
     )
     positions = np.flatnonzero(plausible)
-    # A chain of C calls: a million records a few tenths of a second.
+    # A chain of C calls: a million records take a few tenths of a second.
     digests = map(xxhash.xxh3_64_intdigest, map(itemgetter(0), _CHECKED.iter_unpack(raw)))
     checks = np.fromiter(digests, dtype=np.uint64, count=len(table))
     sound: npt.NDArray[np.int64] = positions[checks[positions] == table["check"][positions]]

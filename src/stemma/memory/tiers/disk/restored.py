@@ -1,7 +1,8 @@
-"""What a restart knows from the index file: a million blocks in about a second, so mostly in numpy.
+"""Restores blocks from the index file after a restart: a million blocks in about a second, mostly in numpy.
 
-Keys are SHA-256 digests, so their first 8 bytes nearly always tell them apart; where they don't, whole
-keys decide. A parent that is held too shares the `bytes` object of its own key: less to hash, less memory.
+Keys are SHA-256 digests, so their first 8 bytes nearly always differ; if they don't, whole keys are compared.
+A block whose parent is held too refers to the `bytes` object of the parent's key, which saves hashing and
+memory.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import numpy.typing as npt
 from stemma.types import BlockKey
 
 Records = npt.NDArray[np.void]
-"""Of `record.RECORD_DTYPE`."""
+"""Array of `record.RECORD_DTYPE`."""
 Words = npt.NDArray[np.uint64]
 """[n, 4]: keys as little-endian words."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredBlocks:
-    """Blocks with unique keys: most recently used first, and of equals the ones written first."""
+    """Blocks with unique keys, most recently used first; ties in order of writing."""
 
     slots: npt.NDArray[np.int64]
     records: Records
     keys: list[BlockKey]
     parents: list[BlockKey]
     parent_at: npt.NDArray[np.int64]
-    """By block: where its parent stands in this list, or -1."""
+    """By block: position of its parent in this list, or -1."""
 
 
 def restored_blocks(slots: npt.NDArray[np.int64], records: Records) -> RestoredBlocks:
-    """Order the sound records of these slots. Of two records of one key the younger one wins."""
+    """Order the intact records of these slots. Of two records with the same key the younger wins."""
     order = np.lexsort((records["generation"], -records["used_at"]))
     slots, records = slots[order], records[order]
     words = _words(records, "key")
@@ -53,7 +54,7 @@ def _has_equal(ordered: npt.NDArray[np.uint64]) -> bool:
 
 
 def _youngest(records: Records) -> npt.NDArray[np.int64]:
-    """One key in two slots: a crash came between a drop and its record. Keep the younger one, in order."""
+    """Keep the younger of two records with the same key (a crash between a drop and its record), in order."""
     keys = records["key"].tolist()
     youngest: dict[bytes, int] = {}
     for n in np.argsort(records["generation"], kind="stable").tolist():
@@ -62,7 +63,7 @@ def _youngest(records: Records) -> npt.NDArray[np.int64]:
 
 
 def _positions(keys: Words, wanted: Words) -> npt.NDArray[np.int64]:
-    """Return where each of `wanted` stands among the unique `keys`, or -1."""
+    """Return the position of each of `wanted` in the unique `keys`, or -1."""
     found = np.full(len(wanted), -1, dtype=np.int64)
     if not len(keys):
         return found
@@ -71,7 +72,7 @@ def _positions(keys: Words, wanted: Words) -> npt.NDArray[np.int64]:
     if _has_equal(firsts):
         at = {row.tobytes(): n for n, row in enumerate(keys)}
         return np.array([at.get(row.tobytes(), -1) for row in wanted], dtype=np.int64)
-    # In sorted order the search walks through memory instead of jumping.
+    # Sorted queries make the search read memory in order.
     asked = np.argsort(wanted[:, 0])
     near = order[np.minimum(np.searchsorted(firsts, wanted[asked, 0]), len(keys) - 1)]
     same = (keys[near] == wanted[asked]).all(axis=1)

@@ -1,7 +1,7 @@
-"""The files of one sub-directory: slabs, where the slots are, and the index file.
+"""The files of one sub-directory: slabs, which contain the slots, and the index file.
 
-A slab is added when the store needs its slots, at full size, so that a full disk shows here and not in the
-middle of a block. The last slab ends where the limit does.
+A slab is added at full size when the store needs its slots, so that a full disk is noticed here and not in
+the middle of a block. The last slab ends at the size limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stemma.memory.tiers.disk.record import RECORD_BYTES
 from stemma.memory.tiers.disk.spaces import INDEX, Manifest, OpenSpace, make_room
 
 _MAX_RUN = 512
-"""Slots: each but the first takes two of the 1,024 buffers that one call of the kernel fills."""
+"""Slots per call: each but the first takes two of the 1,024 buffers that one system call can fill."""
 
 
 class SlabFiles:
@@ -36,7 +36,7 @@ class SlabFiles:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all slabs."""
+        """Number of slots in all slabs."""
         return min(self._capacity_blocks, len(self._slab_fds) * self._manifest.slots_per_slab)
 
     @property
@@ -63,7 +63,7 @@ class SlabFiles:
         self._files.write(self._index_fd, [records], slot * RECORD_BYTES)
 
     def open(self) -> None:
-        """Open what there is; cut it down to the limit, where the directory can be written."""
+        """Open the existing files; shorten them to the limit if the directory is writable."""
         flags = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
         self._index_fd = self._files.open(self._path / INDEX, flags)
         found = sorted(self._path.glob("slab-*"))
@@ -84,8 +84,8 @@ class SlabFiles:
     def add_slab(self, limit_bytes: int) -> bool:
         """Add a slab; False if the limit forbids it.
 
-        Other sub-directories make room first, so that the whole directory stays within `limit_bytes`. After
-        an OSError everything is as before.
+        Unused sub-directories are deleted first, so that the whole directory stays within `limit_bytes`. An
+        OSError leaves everything unchanged.
         """
         slab = len(self._slab_fds)
         if not self.can_grow:
@@ -107,7 +107,7 @@ class SlabFiles:
         return True
 
     def shrink_to_nothing(self) -> None:
-        """Cut the index and delete all slabs."""
+        """Empty the index file and delete all slabs."""
         self._files.truncate(self._index_fd, 0)
         while self._slab_fds:
             fd = self._slab_fds.pop()
@@ -116,7 +116,7 @@ class SlabFiles:
             self._files.unlink(self._slab_path(len(self._slab_fds)))
 
     def are_whole(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return for which slots the block lies within its slab file, which somebody may have cut short."""
+        """Return for which slots the whole block is in its slab file, which somebody may have truncated."""
         if not len(slots):
             return np.zeros(0, dtype=np.bool_)
         per_slab, stride = self._manifest.slots_per_slab, self._manifest.slot_bytes
@@ -126,7 +126,7 @@ class SlabFiles:
         return whole
 
     def runs(self, slots: Sequence[int], max_bytes: int) -> list[slice]:
-        """Cut `slots` into runs of neighbours in one slab, of some `max_bytes` at most."""
+        """Split `slots` into runs of adjacent slots in one slab, of about `max_bytes` at most."""
         at_most = max(1, min(_MAX_RUN, max_bytes // self._manifest.block_bytes))
         runs: list[slice] = []
         start = 0

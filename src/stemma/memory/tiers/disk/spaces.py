@@ -3,13 +3,13 @@
 ::
 
     DIR/
-      3f9c0d…/            named by a digest of all that the bytes depend on
-        manifest.json     the same in words, and the geometry of the slabs
+      3f9c0d…/            named by a digest of everything the bytes depend on
+        manifest.json     the same as text, and the geometry of the slabs
         lock              held (flock) by the server that uses the sub-directory
-        index             128 bytes a slot: `record.py`
+        index             128 bytes per slot: `record.py`
         slab-00000 …      slots: a record, the block, padding
 
-A changed model therefore never sees old bytes: it looks in another sub-directory. `DIR` has one size limit;
+A changed model therefore never reads old bytes: it uses another sub-directory. `DIR` has one size limit;
 when a slab is added, caches of models that no server is using are deleted first, least recently used first.
 """
 
@@ -38,7 +38,7 @@ READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the bytes of one sub-directory are, and how they are laid out."""
+    """Identity and layout of the bytes in one sub-directory."""
 
     model_fingerprint: str
     kv_layout: str
@@ -55,7 +55,7 @@ class Manifest:
         return -(-(RECORD_BYTES + self.block_bytes) // align) * align
 
     def identity(self) -> dict[str, object]:
-        """Return the fields that decide whether bytes can be read, without the mere geometry."""
+        """Return the fields that decide whether bytes can be read; the geometry of slabs isn't one."""
         fields = asdict(self)
         del fields["slots_per_slab"]
         return fields
@@ -70,7 +70,7 @@ class Manifest:
 def new_manifest(space: KeySpace, block_bytes: int, size_bytes: int) -> Manifest:
     """Return the manifest of a fresh sub-directory in a directory limited to `size_bytes`.
 
-    Slabs have 256 MiB, or so much that some 128 of them reach the limit: few descriptors, small steps.
+    A slab has 256 MiB, or more if that would take over about 128 slabs, which limits open files.
     """
     manifest = Manifest(
         space.model_fingerprint,
@@ -109,16 +109,16 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 @dataclass(slots=True)
 class OpenSpace:
-    """A sub-directory that this process holds."""
+    """A sub-directory that this process has locked."""
 
     path: Path
     manifest: Manifest
     read_only: bool
     lock_fd: int | None
-    """None only where a read-only file system has no lock file."""
+    """None only if a read-only file system has no lock file."""
 
     def free(self) -> None:
-        """Let other servers have it; a second call does nothing."""
+        """Unlock it for other servers; a second call does nothing."""
         if self.lock_fd is not None:
             os.close(self.lock_fd)
             self.lock_fd = None
@@ -127,9 +127,9 @@ class OpenSpace:
 def open_space(root: Path, wanted: Manifest) -> OpenSpace:
     """Create or open the sub-directory of `wanted` under `root` and lock it.
 
-    Raises StorageLocked if another process holds it, StorageMismatch if its manifest names something else,
-    StorageError if it can't be created. A read-only directory with readable content is opened read-only;
-    a damaged manifest means the content is unusable, so the sub-directory starts empty.
+    Raises StorageLocked if another process holds it, StorageMismatch if its manifest differs, StorageError if
+    it can't be created. A read-only directory with readable content is opened read-only. If the manifest is
+    damaged, the content is unusable and the sub-directory starts empty.
     """
     path = root / wanted.digest
     try:
@@ -162,7 +162,7 @@ def _create_and_lock(path: Path) -> tuple[int | None, bool]:
         fd = _take_lock(path, read_only=read_only)
         if fd is None or os.fstat(fd).st_nlink:
             return fd, read_only
-        os.close(fd)  # somebody cleaned the sub-directory away between open and lock
+        os.close(fd)  # somebody deleted the sub-directory between open and lock
 
 
 def _close(fd: int | None) -> None:
@@ -212,15 +212,15 @@ class SpaceInfo:
     manifest: Manifest | None
     """None if damaged."""
     allocated_bytes: int
-    """What its files really take on the disk."""
+    """Bytes that its files take on the disk."""
     used_at: float
-    """Latest change of any file, seconds since 1970."""
+    """Last change of any file, seconds since 1970."""
     in_use: bool
-    """A server holds it now."""
+    """Whether a server holds it now."""
 
 
 def list_spaces(root: Path) -> list[SpaceInfo]:
-    """Return the sub-directories of a cache directory, the longest unused first; other files are ignored.
+    """Return the sub-directories of a cache directory, least recently used first; other files are ignored.
 
     Raises StorageError if `root` can't be listed.
     """
@@ -241,7 +241,7 @@ def list_spaces(root: Path) -> list[SpaceInfo]:
 
 
 def _is_space(path: Path) -> bool:
-    """Return whether a sub-directory is ours by name and content, so that cleaning never hits others'."""
+    """Return whether a sub-directory is ours by name and content, so that nothing else is deleted."""
     name = path.name
     is_digest = len(name) == 16 and all(c in "0123456789abcdef" for c in name)
     return is_digest and path.is_dir() and ((path / LOCK).exists() or (path / MANIFEST).exists())
@@ -284,10 +284,9 @@ def remove_space(path: Path) -> None:
 
 
 def make_room(root: Path, own: Path, own_bytes: int, limit_bytes: int) -> int:
-    """Delete unused sub-directories other than `own` until all fit in the limit with `own_bytes` of ours.
+    """Delete unused sub-directories other than `own` until the rest and `own_bytes` fit in the limit.
 
-    Sub-directories that other servers hold count against those servers' limits, not this one. Returns the
-    bytes freed.
+    Sub-directories that other servers hold count against those servers' limits. Returns the bytes freed.
     """
     others = [space for space in list_spaces(root) if space.path != own and not space.in_use]
     excess = own_bytes + sum(space.allocated_bytes for space in others) - limit_bytes

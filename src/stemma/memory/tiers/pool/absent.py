@@ -15,9 +15,9 @@ ABSENT_BYTES = _CAPACITY * _KEY_BYTES
 
 
 class AbsentKeys:
-    """Bounded memory of keys not worth asking for; each dropped after its own time. Thread-safe.
+    """Bounded memory of keys not worth asking for; each is dropped after its own time. Thread-safe.
 
-    Lifetimes are short, because other servers fill the pool meanwhile.
+    Lifetimes are short, because other servers fill the pool.
     """
 
     def __init__(self, clock: Callable[[], float], *, capacity: int = _CAPACITY) -> None:

@@ -1,17 +1,17 @@
 """The contract of a pool backend: byte values by text key, somewhere outside this process.
 
-A backend is deliberately dumb. Deadlines, the circuit breaker, checksums, the negative cache and retries live
-once, in front of every backend (`pool/pool_store.py`). A third party writes one class with these methods and
-names it in the entry point group ``stemma.pools``.
+A backend is deliberately simple. Deadlines, the circuit breaker, checksums, the negative cache and retries
+are implemented once, in front of every backend (`pool/pool_store.py`). A third party writes one class with
+these methods and registers it in the entry point group ``stemma.pools``.
 
 Rules (tests/contracts/pool_backend_suite.py):
 
 * Values are immutable: a put under a key that exists keeps the old value.
-* What is wrong with one key is a result. A call that failed as a whole (no connection, wrong answer) raises
-  StorageError. Any other exception is treated in the same way, and logged.
-* All methods may be called from several threads at once, and may block; nobody waits for them for ever.
-* A value comes and goes as *parts*: buffers whose concatenation is the value. So a header and a block that
-  lie apart need no copy.
+* A failure of one key is a result. A call that failed as a whole (no connection, wrong answer) raises
+  StorageError. Any other exception is treated the same, and logged.
+* All methods may be called from several threads at once, and may block; every caller has a deadline.
+* A value is passed as *parts*: buffers whose concatenation is the value. So a header and a block in separate
+  memory need no copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeAlias
 from stemma.memory.tiers.block_store import PutResult, ReadResult
 
 Parts: TypeAlias = tuple[memoryview, ...]
-"""One value: C-contiguous buffers of format ``B``; writable where they are read into."""
+"""One value: C-contiguous buffers of format ``B``; writable if they are read into."""
 
 
 class PoolBackend(ABC):
@@ -46,14 +46,14 @@ class PoolBackend(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> int:
-        """Drop keys even where someone read them just now; return how many were there."""
+        """Drop keys, even if somebody reads them right now; return how many were there."""
 
     @abstractmethod
     def close(self) -> None:
         """Free connections and memory; a second call does nothing."""
 
     def register(self, memory: memoryview) -> None:
-        """Announce memory that values will be read into or written from, for its whole life."""
+        """Announce memory that values are read into or written from, for as long as the memory exists."""
         return None
 
 

@@ -1,8 +1,8 @@
 """A circuit breaker: while a pool is broken, nobody waits for it.
 
-Closed: calls go through. A call that came late opens the circuit at once (each more would cost its deadline),
-as do several quick failures in a row. Open: calls are refused. Once the wait is over, one *probe* may go, in
-the background, so that no request pays for it: its success closes the circuit, its failure doubles the wait.
+Closed: calls go through. One late call opens the circuit at once (every further call could cost its
+deadline), as do several quick failures in a row. Open: calls are refused. After a wait, one *probe* runs in
+the background, so that no request waits for it: its success closes the circuit, its failure doubles the wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Circuit(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-    """Open, with a probe on its way."""
+    """Open, with a probe running."""
 
 
 class CircuitBreaker:
@@ -44,7 +44,7 @@ class CircuitBreaker:
         self._wait_s = first_wait_s
         self._since = clock()
         self.num_opened = 0
-        """Times the circuit went from closed to open."""
+        """How often the circuit went from closed to open."""
 
     @property
     def state(self) -> Circuit:
@@ -80,14 +80,14 @@ class CircuitBreaker:
         with self._lock:
             now = self._clock()
             if self._state is Circuit.HALF_OPEN and now - self._since > self._probe_limit_s:
-                self._back_off(now)  # the probe itself never came back
+                self._back_off(now)  # the probe itself never ended
             if self._state is not Circuit.OPEN or now - self._since < self._wait_s:
                 return False
             self._state, self._since = Circuit.HALF_OPEN, now
             return True
 
     def end_probe(self, success: bool) -> None:
-        """Report how the probe went. A probe that outlived its limit changes nothing."""
+        """Report the probe's result. A probe that exceeded its limit changes nothing."""
         with self._lock:
             if self._state is not Circuit.HALF_OPEN:
                 return

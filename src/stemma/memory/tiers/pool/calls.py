@@ -1,7 +1,7 @@
-"""Backend calls in threads of their own, so that a caller waits no longer than it wants to.
+"""Backend calls in their own threads, so that a caller can stop waiting.
 
-A call that is given up goes on in its thread until the backend answers (Mooncake: 4.3 s with its master
-gone); what it reads into or writes from must stay untouched so long. `Call.when_over` says when that is.
+A call that nobody waits for any more continues in its thread until the backend answers (Mooncake: 4.3 s with
+its master down). Its buffers must stay untouched until then; `Call.when_over` reports that moment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """One backend call: waiting, running or over."""
+    """One backend call: waiting, running or ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,21 +27,21 @@ class Call(Generic[T]):
         self._over = threading.Event()
         self._after: list[Callable[[], None]] = []
         self.value: T | None = None
-        """What the backend returned, once the call is over without an error."""
+        """What the backend returned, once the call has ended without an error."""
         self.error: BaseException | None = None
         """What the backend raised, whatever it was."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether the call was over within `timeout_s` (None: however long it takes)."""
+        """Wait up to `timeout_s` (None: without limit); return whether the call has ended."""
         return self._over.wait(timeout_s)
 
     def drop(self) -> None:
-        """Take the call back if it hasn't begun; one that runs goes on."""
+        """Drop the call if it hasn't begun; a running one continues."""
         if self._begin():
             self._end()
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Run `then` (short, never failing) once the call leaves its buffers alone; now, if it is over."""
+        """Run `then` (short, never failing) when the call has ended and its buffers are free; maybe now."""
         with self._lock:
             if not self._over.is_set():
                 self._after.append(then)
@@ -71,8 +71,8 @@ class Calls:
     """A fixed number of daemon threads that make backend calls."""
 
     def __init__(self, num_threads: int) -> None:
-        # ThreadPool, not ThreadPoolExecutor: its threads are daemons, so a backend that never answers can't
-        # keep the process from ending.
+        # ThreadPool, not ThreadPoolExecutor: its threads are daemons, so a backend that never answers
+        # doesn't keep the process alive.
         self._threads = ThreadPool(num_threads)
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
@@ -84,7 +84,7 @@ class Calls:
                 return
             try:
                 call.value = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - somebody waits for the call, whatever ended it
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the call gets it
                 call.error = error
             finally:
                 call._end()
@@ -96,5 +96,5 @@ class Calls:
         return call
 
     def close(self) -> None:
-        """Take no more calls; those that run are left to themselves."""
+        """Refuse further calls; running ones continue."""
         self._threads.close()

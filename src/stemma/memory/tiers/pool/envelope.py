@@ -34,7 +34,7 @@ _CHECK = struct.Struct("<Q")
 
 
 class Damage(StrEnum):
-    """Why a value can't be used."""
+    """Reason why a value can't be used."""
 
     HEADER = "bad_header"
     VERSION = "bad_version"

@@ -1,4 +1,4 @@
-"""Backend calls that can't hurt: off the caller's thread, within a deadline, behind a circuit breaker."""
+"""Guarded backend calls: off the caller's thread, with a deadline, behind a circuit breaker."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 PROBE_KEY = "probe"
-"""Asked for while the circuit is open; nobody ever puts it."""
+"""Key that a probe asks for; nobody ever puts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """What a guarded call brought."""
+    """Result of a guarded call."""
 
     value: T | None
     """None if the call failed."""
     late: bool = False
-    """It failed because it wasn't over in time."""
+    """Whether it failed because it exceeded its deadline."""
 
 
 class Guard:
@@ -48,12 +48,12 @@ class Guard:
         self.breaker = breaker
         self.counters = StoreCounters()
         self.last_error: str | None = None
-        """The last whole-call failure, in words."""
+        """Message of the last whole-call failure."""
         self._calls = Calls(num_threads)
         self._lock = threading.Lock()
 
     def admits(self) -> bool:
-        """Return whether calls go through now; if not, maybe send a probe to see when they will."""
+        """Return whether calls go through now; if not, send a probe when one is due."""
         if self.breaker.allows:
             return True
         if self.breaker.begin_probe():
@@ -61,13 +61,13 @@ class Guard:
         return False
 
     def start(self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> Call[list[R]]:
-        """Begin a call that gives one result per name."""
+        """Start a call that returns one result per name."""
         return self._calls.start(_one_per_name, function, names, *arguments)
 
     def finish(self, call: Call[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
-        """Wait for a call about `num_blocks` blocks; tell the breaker how it went, and count why it failed.
+        """Wait for a call on `num_blocks` blocks; report its result to the breaker and count failures.
 
-        With `settle`, don't return before the backend is done with the call's buffers, however late.
+        With `settle`, don't return before the backend has finished with the call's buffers, however late.
         """
         if not call.wait(self.deadline_s):
             self.breaker.timed_out()
@@ -91,7 +91,7 @@ class Guard:
         return self.finish(self._calls.start(self.backend.remove, names), 0).value or 0
 
     def count_reads(self, results: Iterable[ReadResult], block_bytes: int) -> None:
-        """Add what became of some reads."""
+        """Count the results of reads."""
         with self._lock:
             for result in results:
                 self.counters.reads[result] += 1
@@ -99,7 +99,7 @@ class Guard:
                     self.counters.read_bytes += block_bytes
 
     def count_puts(self, results: Iterable[PutResult], block_bytes: int) -> None:
-        """Add what became of some puts."""
+        """Count the results of puts."""
         with self._lock:
             for result in results:
                 self.counters.puts[result] += 1
@@ -107,13 +107,13 @@ class Guard:
                     self.counters.written_bytes += block_bytes
 
     def count_reason(self, reason: str, number: int = 1) -> None:
-        """Add blocks that failed for `reason`."""
+        """Count blocks that failed for `reason`."""
         if number:
             with self._lock:
                 self.counters.reasons[reason] += number
 
     def close(self) -> None:
-        """Take no more calls and close the backend, without waiting longer than the deadline."""
+        """Refuse further calls and close the backend; wait no longer than the deadline."""
         call = self._calls.start(self.backend.close)
         call.wait(self.deadline_s)
         self._calls.close()

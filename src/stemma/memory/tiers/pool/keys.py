@@ -21,7 +21,7 @@ _NAME = re.compile(r"[0-9a-f]{64}_[0-9]+_[0-9]+_[A-Za-z0-9.~%-]+")
 
 @dataclass(frozen=True, slots=True)
 class PoolKeys:
-    """How one tensor-parallel rank names its blocks."""
+    """Names of the blocks of one tensor-parallel rank."""
 
     model: str
     tp_rank: int = 0
@@ -49,7 +49,7 @@ def is_value_name(name: str) -> bool:
 
 
 def _encoded(model: str) -> str:
-    """Return the name with everything but ``[A-Za-z0-9._~-]`` percent-encoded (a ``_`` too)."""
+    """Return the name with everything but ``[A-Za-z0-9.~-]`` percent-encoded, ``_`` included."""
     text = quote(model, safe="").replace("_", "%5F")
     if len(text) > _MAX_MODEL_CHARS:
         # 65 characters and the tilde in front keep digests apart from names that look like one.

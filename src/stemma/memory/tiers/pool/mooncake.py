@@ -4,14 +4,14 @@ Configured by the same ``mooncake.json`` that MindIE, vLLM and SGLang read. What
 break was measured (docs/log.md) and shapes this file:
 
 * Every negative code is a miss of some kind; ``-900`` for all keys means that the master is gone.
-* When the client that held a value dies, the master still names its copy for some 12 s. A get then fails with
-  ``-800``, and a put is acknowledged without being written. Removing the key by force ends that at once, so
-  we do it on the first failed transfer.
-* A put of an existing key answers 0 too, so `put_many` asks first. That leases only keys that exist.
+* When the client that held a value dies, the master still lists its copy for about 12 s. A get then fails
+  with ``-800``, and a put is acknowledged without being written. Removing the key by force ends this at once,
+  so we do it on the first failed transfer.
+* A put of an existing key also returns 0, so `put_many` asks first. That leases only keys that exist.
 * Transfers release Python's lock; **`setup` and `close` hold it**, for 90 s and 18 s while the master is
-  away. So we knock at the master's port before either, and put off a close until it answers.
+  down. So we first check whether the master's port answers, and postpone a close until it does.
 
-The client logs to stderr through glog; we keep errors only, unless ``GLOG_minloglevel`` says otherwise.
+The client logs to stderr through glog; only errors are shown, unless ``GLOG_minloglevel`` is set.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ class MooncakeConfig(PoolConfig):
     """``mooncake.json``."""
 
     local_hostname: str
-    """This machine's name or address as the others reach it."""
+    """This machine's host name or address, as other machines reach it."""
     metadata_server: str
     """``P2PHANDSHAKE``, or the address of a metadata server."""
     master_server_address: str
     """``host:port``, or ``etcd://...`` for masters in HA."""
     global_segment_size: ByteSize = Field(default=3355443200, ge=0)
-    """DRAM that this process gives to the pool; 0: it only uses the others'."""
+    """DRAM that this process contributes to the pool; 0: it only uses that of others."""
     local_buffer_size: ByteSize = Field(default=1073741824, ge=0)
     """The client's own transfer buffer."""
     protocol: Literal["tcp", "rdma", "ascend"] = "tcp"
     device_name: str = ""
-    """RDMA devices, by comma; empty: the client chooses."""
+    """RDMA devices, separated by commas; empty: the client chooses."""
     use_ascend_direct: bool = False
     """Only with protocol ``ascend``."""
 
@@ -116,10 +116,10 @@ class MooncakePool(PoolBackend):
             raise StorageError(f"pool mooncake: the client's setup failed with code {code}")
         self._replicate = ReplicateConfig()
         if config.global_segment_size:
-            # Our own segment first: no network, and never a dead machine's memory. Full: any other.
+            # Prefer our own segment: no network, and never a dead machine's memory. If full: any other.
             self._replicate.preferred_segment = self._client.get_hostname()
         self._registered: list[memoryview] = []
-        """Held until the client is closed, which ends their registration."""
+        """Kept until the client is closed, which ends their registration."""
         self._closed = False
 
     def register(self, memory: memoryview) -> None:
@@ -137,7 +137,7 @@ class MooncakePool(PoolBackend):
         return [code == 1 for code in codes]
 
     def get_many(self, keys: Sequence[str], into: Sequence[Parts]) -> list[ReadResult]:
-        """One batch, written straight into the parts; keys whose holder is gone are removed."""
+        """One batch, written directly into the parts; keys whose holder is gone are removed."""
         self._require_open()
         if all(len(parts) == 1 for parts in into):
             pointers, sizes = [address_of(parts[0]) for parts in into], [parts[0].nbytes for parts in into]
@@ -169,17 +169,17 @@ class MooncakePool(PoolBackend):
     def remove(self, keys: Sequence[str]) -> int:
         """One call; removes leased keys too.
 
-        Whoever reads or writes such a value in that moment may see or hit memory of another one. The header
-        in front of each value finds that out.
+        Whoever reads or writes such a value at that moment may access the memory of another value. The header
+        in front of each value detects this.
         """
         self._require_open()
         return sum(code == _OK for code in self._call(self._client.batch_remove, list(keys), True))
 
     def close(self) -> None:
-        """Leave the pool; what this process held of it is gone.
+        """Leave the pool; the values that this process held are lost.
 
-        The client holds Python's lock for 1 to 2 s here. If the master is away it would be 18 s, so the close
-        is then put off until the master answers again or the process ends.
+        The client holds Python's lock for 1 to 2 s here. If the master is down it would be 18 s, so the close
+        is then postponed until the master answers again or the process ends.
         """
         if self._closed:
             return
@@ -208,7 +208,7 @@ class MooncakePool(PoolBackend):
 
 
 def _set_environment(config: MooncakeConfig) -> None:
-    """Give the native client what it reads from the environment alone; what is set already stays."""
+    """Set what the native client reads only from the environment; existing values stay."""
     os.environ.setdefault("GLOG_minloglevel", "2")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if config.protocol == "tcp":
@@ -220,7 +220,7 @@ def _set_environment(config: MooncakeConfig) -> None:
 
 
 def _answers(master: str) -> bool:
-    """Return whether something listens at ``host:port``; addresses of other forms pass unseen."""
+    """Return whether something listens at ``host:port``; True for addresses of other forms."""
     host, _, port = master.rpartition(":")
     if "://" in master or not port.isdigit():
         return True
@@ -232,7 +232,7 @@ def _answers(master: str) -> bool:
 
 
 def _close_later(client: Any, master: str, registered: list[memoryview]) -> None:
-    """Close the client once its master answers; what it may write into lives so long."""
+    """Close the client once its master answers; keep the memory that it may write into until then."""
     while not _answers(master):
         time.sleep(_CLOSE_RETRY_S)
     client.close()

@@ -16,8 +16,8 @@ def open_pool(
 ) -> PoolStore:
     """Open the backend that `settings` name; may block for seconds. `pin_memory`: blocks are for CUDA.
 
-    Values are named after the model's content, not its directory: servers that load the same weights from
-    different places share blocks. Raises ConfigError, or StorageError if the pool can't be reached.
+    Values are named by the model's content, not its directory: servers that load the same weights from
+    different directories share blocks. Raises ConfigError, or StorageError if the pool can't be reached.
     """
     backend = open_pool_backend(settings.name, read_pool_config(settings.config))
     try:

@@ -1,8 +1,8 @@
-"""The pool tier: a `BlockStore` in front of one backend, which survives whatever the backend does.
+"""The pool tier: a `BlockStore` over one backend that tolerates every failure of the backend.
 
-Everything that pools were seen to do wrong is dealt with here, once: a blocked call (deadline), a dead
-server (circuit breaker), keys that are named but can't be read (negative cache), a full server (retry, then
-NO_SPACE), lost, torn or foreign bytes (header). Each has a counted reason.
+Observed failures of pools are handled here, once: a blocked call (deadline), a dead server (circuit breaker),
+keys that are listed but can't be read (negative cache), a full server (retry, then NO_SPACE), lost, torn or
+wrong bytes (header). Each is counted by reason.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class PoolStatus:
 
     name: str
     circuit: Circuit
-    """Closed: it answers. Anything else: every block is a miss until a probe succeeds."""
+    """Closed: the pool answers. Otherwise every block is a miss until a probe succeeds."""
     num_opened: int
-    """Times the circuit opened."""
+    """How often the circuit opened."""
     last_error: str | None
     counters: StoreCounters
 
@@ -94,8 +94,8 @@ class PoolStore(BlockStore):
     def register(self, memory: memoryview) -> None:
         """Announce memory (a tier's arena) that blocks are read into and written from in place.
 
-        Only backends that gain by it (`PoolBackend.zero_copy`) take notice. A read into registered memory is
-        waited for to its very end, even past the deadline.
+        Only backends that benefit (`PoolBackend.zero_copy`) use it. A read into registered memory is waited
+        for until it ends, even past the deadline.
         """
         if self._guard.backend.zero_copy:
             self._guard.backend.register(memory)
@@ -104,8 +104,8 @@ class PoolStore(BlockStore):
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Probe a prompt's chain of keys, in order; every tensor-parallel rank must hold its part.
 
-        Asks for 64 blocks at a time. After a batch with a gap the later ones count as absent, unasked: they
-        couldn't be used, and a probe costs something (Mooncake can't evict what was probed for 10 s).
+        Asks for 64 blocks at a time. After a batch with a gap the later blocks count as absent without being
+        asked for: they couldn't be used, and a probe has a cost (Mooncake can't evict probed keys for 10 s).
         """
         self._require_open()
         present = [False] * len(keys)
@@ -147,7 +147,7 @@ class PoolStore(BlockStore):
         return self._guard.remove([self._names.own(key) for key in keys])
 
     def status(self) -> PoolStatus:
-        """Return how the pool is now; sends a probe if the circuit is open and one is due."""
+        """Return the pool's current state; sends a probe if the circuit is open and one is due."""
         if not self._closed:
             self._guard.admits()
         return PoolStatus(

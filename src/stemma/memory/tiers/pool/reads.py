@@ -1,12 +1,12 @@
 """Reading blocks from a pool, batch by batch.
 
-A block is read into a staging slot and, once its header proves it, lent or copied out. So a read that comes
-late writes into a slot that nobody else has: a slot is free again only when the backend's call is over, and
-what was lent is freed. Where the destination of a copy lies in registered memory it is read in place;
-such a call is waited for to its very end.
+A block is read into a staging slot and, once its header is verified, lent or copied out. So a late read
+writes into a slot that nobody else has: a slot is free again only after the backend's call has ended and the
+loan is freed. If the destination is in registered memory the block is read in place; such a call is waited
+for until it ends.
 
-One batch at a time: Mooncake's client spins while it waits, so a second batch under way takes from the
-first (docs/log.md). Callers that want more overlap call from several threads.
+One batch at a time: Mooncake's client spins while it waits, so a second concurrent batch slows the first
+(docs/log.md). Callers that want more overlap call from several threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stemma.memory.tiers.pool.value_staging import Staging
 from stemma.types import BlockKey
 
 BATCH_BLOCKS = 64
-"""Most blocks of one backend call."""
+"""Maximum number of blocks per backend call."""
 _FIRST_LOAN = 16
 FAILED_FOR_S = 5.0
 ABSENT_FOR_S = 0.5
@@ -38,7 +38,7 @@ ABSENT_FOR_S = 0.5
 
 
 _PARALLEL_BYTES = 8 * 2**20
-"""From here on it pays to wake a second thread."""
+"""Size from which a second thread is worth waking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Wanted:
     """One block to read."""
 
     at: int
-    """Its place in the caller's list."""
+    """Its position in the caller's list."""
     key: BlockKey
     name: str
     into: memoryview
@@ -72,7 +72,7 @@ class Reader:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="stemma-pool-check")
 
     def read(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        """Read each key into its buffer; after a late batch the rest is late, unasked."""
+        """Read each key into its buffer; after a late batch the rest counts as late, untried."""
         results = [ReadResult.MISS] * len(keys)
         waiting = [
             _Wanted(at, key, self._names.own(key), buffer)
@@ -88,9 +88,9 @@ class Reader:
         return results
 
     def lend(self, keys: Sequence[BlockKey]) -> Loan:
-        """Read the first few keys into slots, as many as are free; waits for one within the deadline.
+        """Read the first few keys into the free slots; wait for one within the deadline.
 
-        How many at once follows the backend's speed: large batches are faster, but one that passes the
+        The batch size follows the backend's speed: large batches are faster, but one that exceeds the
         deadline is lost and opens the circuit.
         """
         keys = keys[: self._most_lent]
@@ -116,7 +116,7 @@ class Reader:
         answer = self._guard.finish(call, len(batch))
         self._adapt(len(batch), (time.monotonic() - start) / self._guard.deadline_s)
         if answer.value is None:
-            call.when_over(free)  # a late one may write into the slots yet
+            call.when_over(free)  # a late call may still write into the slots
             return Loan([ReadResult.LATE if answer.late else ReadResult.ERROR] * len(keys), ())
         try:
             results = self._take(batch, [(slot.header, slot.payload) for slot in slots], answer.value)
@@ -133,7 +133,7 @@ class Reader:
             self._most_lent = min(BATCH_BLOCKS, 2 * num_blocks)
 
     def _read_batch(self, waiting: list[_Wanted]) -> list[ReadResult]:
-        """Return results of the first few of `waiting`; of all, if it makes no sense to go on."""
+        """Return results of the first few of `waiting`; of all, if reading on is pointless."""
         if not self._guard.admits():
             self._guard.count_reason("circuit_open", len(waiting))
             return [ReadResult.ERROR] * len(waiting)
@@ -151,7 +151,7 @@ class Reader:
             free = partial(self._staging.slots.free, slots)
             values = [(slot.header, slot.payload) for slot in slots]
             parts = [(slot.whole,) for slot in slots]
-        if not values:  # all room is held by calls that don't come back
+        if not values:  # all slots are held by calls that don't end
             self._guard.count_reason("no_slot", len(waiting))
             return [ReadResult.LATE] * len(waiting)
         batch = batch[: len(values)]
@@ -172,18 +172,18 @@ class Reader:
         values: list[tuple[memoryview, memoryview]],
         found: list[ReadResult],
     ) -> list[ReadResult]:
-        """Check each value, (header, payload), and copy it where it is wanted; remove what is spoiled."""
+        """Check each value, (header, payload), and copy it to its destination; remove damaged values."""
 
         def check(part: slice) -> list[ReadResult]:
             checked = []
             for wanted, (header, payload), result in zip(batch[part], values[part], found[part], strict=True):
                 checked.append(self._checked(wanted.name, header, payload, result))
                 if checked[-1] is ReadResult.HIT and wanted.into is not payload:
-                    # Not a slice assignment: numpy lets other threads run meanwhile.
+                    # Not a slice assignment: numpy releases the GIL.
                     np.copyto(np.frombuffer(wanted.into, np.uint8), np.frombuffer(payload, np.uint8))
             return checked
 
-        # One core doesn't read as fast as memory gives, and no transfer is under way that would be slowed.
+        # One core doesn't reach the memory's bandwidth, and no transfer is running that this would slow.
         is_much = sum(payload.nbytes for _, payload in values) >= _PARALLEL_BYTES
         half = len(batch) // 2 if is_much else 0
         helped = self._helper.submit(check, slice(half)) if half else None

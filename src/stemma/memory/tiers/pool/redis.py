@@ -1,9 +1,8 @@
-"""Pool on a Redis or Valkey server that somebody runs already: one string per value.
+"""Pool on an existing Redis or Valkey server: one string per value.
 
 Set ``maxmemory`` and ``maxmemory-policy allkeys-lru`` on the server: it then evicts by itself. Under
-``noeviction`` a full server answers OOM, which is NO_SPACE here. Each value is copied several times on its
-way through the server's one thread: on 2 cores it moved two thirds of what Mooncake over TCP did
-(docs/log.md).
+``noeviction`` a full server answers OOM, which is NO_SPACE here. The server's single thread copies each value
+several times: on 2 cores its throughput was two thirds of Mooncake's over TCP (docs/log.md).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RedisConfig(PoolConfig):
     url: str = "redis://127.0.0.1:6379/0"
     """``redis://``, ``rediss://`` (TLS) or ``unix://``; user and password may be part of it."""
     prefix: str = Field(default="stemma:", max_length=100)
-    """Goes in front of each key."""
+    """Prefix of each key."""
     ttl_s: float | None = Field(default=None, ge=1)
     """Seconds after which a value expires, counted from its put."""
     connect_timeout_s: float = Field(default=0.5, gt=0)

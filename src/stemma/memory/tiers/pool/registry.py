@@ -1,4 +1,4 @@
-"""Pool backends by name: ours, and those that installed packages offer.
+"""Pool backends by name: ours, and those of installed packages.
 
 A third party registers a backend by an entry point, whose object is a function from the parsed configuration
 file to a `PoolBackend`::
@@ -26,14 +26,14 @@ GROUP = "stemma.pools"
 """The entry point group."""
 
 OpenBackend: TypeAlias = Callable[[Mapping[str, Any]], PoolBackend]
-"""Configuration (the parsed file) to an open backend. Raises ConfigError, or StorageError if unreachable."""
+"""Opens a backend from its parsed configuration. Raises ConfigError, or StorageError if unreachable."""
 
 _BUILT_IN = {
     "directory": "stemma.memory.tiers.pool.shared_directory",
     "mooncake": "stemma.memory.tiers.pool.mooncake",
     "redis": "stemma.memory.tiers.pool.redis",
 }
-"""Imported on use: each needs a library of its own. Each module has an `open_backend`."""
+"""Imported on use: each needs its own library. Each module has an `open_backend`."""
 
 
 def known_pools() -> list[str]:

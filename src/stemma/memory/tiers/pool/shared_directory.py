@@ -1,20 +1,20 @@
-"""Pool on a shared file system (NFS, Lustre, 3FS, a local disk): one value, one file.
+"""Pool on a shared file system (NFS, Lustre, 3FS, a local disk): one file per value.
 
-``ROOT/ab/cd/NAME``, where ``ab`` and ``cd`` are the first four hex digits of the block key (keys are
-hashes, so the 65,536 directories fill evenly). A value is written to a temporary file of its own beside the
-target and renamed, which is atomic on POSIX file systems: readers see the whole value or none. There is no
-lock between writers: two that write one key write the same bytes, and the later rename wins. There is no
-fsync: the checksum in front of the value finds a file that a power failure tore, and it is then a miss.
+The path is ``ROOT/ab/cd/NAME``, where ``ab`` and ``cd`` are the first four hex digits of the block key (keys
+are hashes, so the 65,536 directories fill evenly). A value is written to a temporary file in the target's
+directory and renamed, which is atomic on POSIX file systems: readers see the whole value or none. Writers
+take no lock: two writers of one key write the same bytes, and the later rename wins. Nothing is synced: the
+checksum in front of the value detects a file torn by a power failure, and the read is a miss.
 
-The size limit is kept by whoever notices: each process counts what it wrote since its last look, and one
-that finds the limit in danger, or the file system full, takes an advisory lock (so that one collects at a
-time), walks the tree and removes the files unused for longest until 90 % of the limit (of what there is, if
-there is no limit) are left. This happens in a thread beside its puts. So the limit may be passed for a short
-time, by what all processes write until then: each looks after 5 % of it.
+Every process enforces the size limit. It counts the bytes it wrote since it last checked, and checks after
+5 % of the limit. If the total is near the limit, or the file system is full, it takes an advisory lock (so
+that only one process collects), walks the tree and removes the least recently used files until 90 % of the
+limit (or of the present size, if there is no limit) are left. This runs in its own thread. So the limit may
+be exceeded for a short time by what all processes write until then.
 
-A value that outlived its TTL is absent at once; a collection gives its bytes back. A collection removes only
-files that have the place and the name of a value. Files are readable by their owner alone, because KV reveals
-prompts: servers that share a directory run as one user.
+A value past its TTL counts as absent at once; a collection frees its bytes. A collection removes only files
+with the path and name of a value. Files are readable only by their owner, because KV reveals prompts:
+servers that share a directory run as one user.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _STALE_TEMPORARY_S = 3600.0
 _TOUCH_AFTER_S = 60.0
 _LOOK_AFTER = 0.05
 _LOOK_EVERY_S = 600.0
-"""With a TTL: how often to look for expired values, at least."""
+"""With a TTL: maximum time between checks for expired values."""
 _FULL_AGAIN_S = 10.0
-"""After a collection that a full file system caused, how long until the next one."""
+"""Minimum time between two collections caused by a full file system."""
 _LOW_WATER = 0.9
 _HEX_PAIR = re.compile("[0-9a-f]{2}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -63,14 +63,14 @@ class DirectoryConfig(PoolConfig):
 
     path: Path
     capacity: ByteSize | None = Field(default=None, gt=0)
-    """Bytes of all values together; None: no limit but the file system's."""
+    """Limit of the bytes of all values; None: only the file system's."""
     ttl_s: float | None = Field(default=None, gt=0)
     """Seconds of disuse after which a value is absent, and collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one collection did."""
+    """Result of one collection."""
 
     num_values: int
     """Values left."""
@@ -80,7 +80,7 @@ class Collected:
 
 
 def open_backend(config: Mapping[str, Any]) -> DirectoryPool:
-    """Open (and make) the directory. Raises ConfigError or StorageError."""
+    """Open (or create) the directory. Raises ConfigError or StorageError."""
     return DirectoryPool(DirectoryConfig.parse(config, pool="directory"))
 
 
@@ -107,17 +107,17 @@ class DirectoryPool(PoolBackend):
             raise StorageError(f"pool directory {self._root}: {error.strerror}") from error
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
-        """One `stat` a key."""
+        """One `stat` per key."""
         self._require_root()
         return [self._is_there(self._path(key)) for key in keys]
 
     def get_many(self, keys: Sequence[str], into: Sequence[Parts]) -> list[ReadResult]:
-        """One open and one scattered read a key."""
+        """One open and one scattered read per key."""
         self._require_root()
         return [self._get(key, parts) for key, parts in zip(keys, into, strict=True)]
 
     def put_many(self, keys: Sequence[str], values: Sequence[Parts]) -> list[PutResult]:
-        """One gathered write and one rename a key."""
+        """One gathered write and one rename per key."""
         self._require_root()
         results = [self._put(key, parts) for key, parts in zip(keys, values, strict=True)]
         written = sum(
@@ -131,7 +131,7 @@ class DirectoryPool(PoolBackend):
         return results
 
     def remove(self, keys: Sequence[str]) -> int:
-        """One `unlink` a key."""
+        """One `unlink` per key."""
         self._require_root()
         return sum(_unlink(self._path(key)) for key in keys)
 
@@ -140,12 +140,12 @@ class DirectoryPool(PoolBackend):
         self._closed = True
 
     def wait_for_collection(self) -> None:
-        """Return when the collection that a put began, if any, is over."""
+        """Wait until the collection that a put started, if any, has ended."""
         if self._collector is not None:
             self._collector.join()
 
     def _collect_aside(self, *, make_room: bool) -> None:
-        """Collect in a thread of its own: a walk over the tree takes longer than a put may."""
+        """Collect in a separate thread: walking the tree takes longer than a put may."""
         with self._lock:
             if self._collector is None or not self._collector.is_alive():
                 self._collector = threading.Thread(
@@ -162,10 +162,10 @@ class DirectoryPool(PoolBackend):
             logger.exception("pool directory %s can't be cleaned", self._root)
 
     def collect(self, *, make_room: bool = False) -> Collected | None:
-        """Enforce the size limit and the TTL now; None if another process is at it.
+        """Enforce the size limit and the TTL now; return None if another process is doing so.
 
-        With `make_room` a tenth of the values goes also where there is no limit. Walks the whole tree: about
-        a second per 100,000 values on a local disk.
+        With `make_room`, a tenth of the values is removed even if there is no limit. Walks the whole tree:
+        about a second per 100,000 values on a local disk.
         """
         with _collector_lock(self._root) as mine:
             if not mine:
@@ -189,7 +189,7 @@ class DirectoryPool(PoolBackend):
     def _walk(self, now: float) -> Iterator[tuple[float, int, str]]:
         """Yield (last use, bytes, path) of each value; remove temporary files that a dead writer left.
 
-        Whatever else lies in the directory isn't ours and stays.
+        Other files in the directory aren't ours and stay.
         """
         for directory in self._value_directories():
             for entry in _entries(directory):
@@ -235,7 +235,7 @@ class DirectoryPool(PoolBackend):
             return False
 
     def _touch(self, file: int | str, used_at: float, now: float) -> None:
-        """Note a use, unless one was noted lately. A user without write permission leaves it."""
+        """Record a use, unless one was recorded recently or the file isn't writable."""
         if now - used_at > min(_TOUCH_AFTER_S, math.inf if self._ttl_s is None else self._ttl_s / 8):
             with contextlib.suppress(OSError):
                 os.utime(file)
@@ -243,7 +243,7 @@ class DirectoryPool(PoolBackend):
     def _require_root(self) -> None:
         if self._closed:
             raise StorageError("the pool directory is closed")
-        # A mount that went away must look like a broken pool, not like an empty one.
+        # A lost mount must look like a broken pool, not like an empty one.
         if not os.path.isdir(self._root):
             raise StorageError(f"pool directory {self._root} is gone")
 
@@ -312,7 +312,7 @@ def _read_all(file: int, parts: Parts) -> bool:
 
 
 def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of `parts` once their first `num_bytes` bytes are done."""
+    """Return the rest of `parts` after their first `num_bytes` bytes."""
     for index, part in enumerate(parts):
         if num_bytes < part.nbytes:
             return [part[num_bytes:], *parts[index + 1 :]]
@@ -321,7 +321,7 @@ def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:
-    """Return what a directory holds; nothing if it is gone, or not ours to read."""
+    """Return the entries of a directory; none if it is gone or not readable."""
     try:
         with os.scandir(directory) as entries:
             return list(entries)

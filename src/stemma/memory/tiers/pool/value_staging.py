@@ -1,7 +1,8 @@
-"""Preallocated room for values on their way: slots for a header and one block, and for headers alone.
+"""Preallocated memory for values in transfer: slots for a header and one block, and for headers alone.
 
-A block in registered memory travels without a copy, so it needs only a header. There are always enough of
-those for whole batches; slots are few where blocks are large (95 of 2 MB in 192 MiB), and small batches lose.
+A block in registered memory is transferred without a copy, so it needs only a header. There are always enough
+headers for whole batches. Slots are few if blocks are large (95 of 2 MB in 192 MiB), and small batches are
+slow.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from stemma.memory.tiers.pool.envelope import HEADER_BYTES
 T = TypeVar("T")
 _ALIGNMENT = 4096
 _MOST = 512
-"""Headers, and slots at most: eight batches of 64: more than there are threads that call a backend."""
+"""Number of headers and maximum number of slots: eight batches of 64, more than there are calling threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Room for one value."""
+    """Memory for one value."""
 
     header: memoryview
     """`HEADER_BYTES` bytes."""
@@ -45,7 +46,7 @@ def _slots(capacity_bytes: int, block_bytes: int) -> tuple[int, int]:
 
 
 class Room(Generic[T]):
-    """A fixed number of things to take and free; thread-safe. What is taken belongs to the taker."""
+    """A fixed number of items to take and free; thread-safe. A taken item belongs to the taker."""
 
     def __init__(self, free: list[T]) -> None:
         self.size = len(free)
@@ -54,11 +55,11 @@ class Room(Generic[T]):
 
     @property
     def num_taken(self) -> int:
-        """Things in use now."""
+        """Number of items in use now."""
         return self.size - len(self._free)
 
     def take(self, at_most: int, timeout_s: float) -> list[T]:
-        """Return 1 to `at_most` as soon as there is one, or none if that takes too long."""
+        """Return 1 to `at_most` items as soon as one is free; none if that takes longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._free:
@@ -70,7 +71,7 @@ class Room(Generic[T]):
             return taken
 
     def free(self, things: list[T]) -> None:
-        """Give things back."""
+        """Free items."""
         with self._changed:
             self._free.extend(things)
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Writing blocks to a pool, batch by batch, in the thread of whoever calls.
+"""Writes blocks to a pool, batch by batch, in the caller's thread.
 
-A block is sealed with a header before it leaves. So a put that a backend finishes after the block's memory
-was reused stores a value that fails its check, not a wrong block. Blocks in registered memory aren't copied.
+A block is sealed with a header before it is sent. So a put that ends after the block's memory was reused
+stores a value that fails its check, not a wrong block. Blocks in registered memory aren't copied.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Writer:
         self._absent = absent
 
     def write(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
-        """Store blocks, batch by batch; after the first late batch the rest fails untried."""
+        """Store blocks, batch by batch; after the first late batch the rest fails without a try."""
         results: list[PutResult] = []
         while len(results) < len(blocks):
             rest = blocks[len(results) :]
@@ -70,7 +70,7 @@ class Writer:
         return results
 
     def _sealed(self, blocks: Sequence[BlockPut]) -> tuple[list[_Write], Callable[[], None]]:
-        """Give the first few of `blocks`, or none, a header; also return what gives up the room they take."""
+        """Seal the first few of `blocks`, or none; also return the function that frees their slots."""
         names = [self._names.own(block.key) for block in blocks]
         batch: list[_Write] = []
         if all(self._registered.covers(block.data) for block in blocks):
@@ -87,7 +87,7 @@ class Writer:
         return batch, partial(self._staging.slots.free, slots)
 
     def _store(self, batch: list[_Write], free: Callable[[], None]) -> tuple[list[PutResult], bool]:
-        """Put one batch and free its room back; return the results, and whether it was late.
+        """Put one batch and free its slots; return the results, and whether it was late.
 
         Blocks for which there was no space are tried again: Mooncake evicts in the background.
         """
