@@ -299,3 +299,17 @@ def test_drafts_change_no_token_and_save_steps(harness, reference, wrong_every, 
     # In the pool of 5 there is no room to copy the head of the last block.
     assert answer.cache.num_cached_tokens == (11 + 24 if num_blocks == 64 else 32)
     assert answer.token_ids[0] == reference(again, 4)[: len(answer.token_ids[0])]
+
+
+def test_a_running_sequence_and_its_lease_share_their_tokens(harness):
+    engine = harness(num_blocks=32)
+    seen, runner = [], engine.engine.runner
+    for name in ("forward", "prepare"):
+        work = getattr(runner, name)
+        setattr(runner, name, lambda plan, work=work: seen.append(plan[0].sequence) or work(plan))
+    engine.add(prompt(1, 20), greedy(8))
+    for _ in range(4):
+        engine.step()
+    sequence = seen[-1]
+    assert np.shares_memory(sequence.tokens, sequence.lease.tokens)
+    assert sequence.num_tokens == sequence.lease.num_tokens > 20

@@ -10,7 +10,7 @@ from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.sampler import SamplingState
 from stemma.errors import StemmaError
-from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.lease import Lease, TokenBuffer
 from stemma.memory.tiers.loads import Prefetch
 from stemma.types import FinishReason, TokenArray
 
@@ -96,7 +96,7 @@ class SequenceState:
         """Work of this sequence in the step launched last, if that isn't collected yet."""
         self.prefetch: Prefetch | None = None
         """While it waits: a look at the lower tiers on its behalf."""
-        self._tokens: TokenArray = state.request.prompt_token_ids
+        self._tokens = TokenBuffer(state.request.prompt_token_ids)
         self.num_computed = 0
         self.num_output = 0
         self.was_preempted = False
@@ -119,12 +119,12 @@ class SequenceState:
     @property
     def tokens(self) -> TokenArray:
         """Prompt and output so far; a view."""
-        return self._tokens if self.lease is None else self.lease.tokens
+        return self._tokens.view
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
-        return len(self._tokens) if self.lease is None else self.lease.num_tokens
+        return len(self._tokens)
 
     @property
     def num_missing(self) -> int:
@@ -146,6 +146,7 @@ class SequenceState:
     def start(self, lease: Lease) -> None:
         """Take a lease; what it brings from cache is computed already."""
         self.lease = lease
+        self._tokens = lease.buffer
         self.num_computed = lease.num_cached_tokens
 
     def stop(self, status: Status) -> None:
@@ -154,7 +155,6 @@ class SequenceState:
         if self.in_flight is not None:
             self.in_flight.is_void = True
             self.in_flight = None
-        self._tokens = self.lease.tokens.copy()
         self.lease = None
         self.num_computed = 0
         self.status = status
@@ -164,7 +164,7 @@ class SequenceState:
     def append(self, token_id: int) -> None:
         """Add a drawn token."""
         assert self.lease is not None
-        self.lease.append(token_id)
+        self._tokens.append(token_id)
         self.sampling.append(token_id)
         self.num_output += 1
 

@@ -130,7 +130,7 @@ class Scheduler:
         lease = self._cache.fork(parent.lease, parent.num_computed) if self.has_seat else None
         if lease is None:
             return False
-        child.lease = lease
+        child.start(lease)
         child.num_computed = parent.num_computed
         child.status = Status.RUNNING
         insort(self._running, child, key=lambda s: s.age)

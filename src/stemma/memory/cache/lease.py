@@ -14,6 +14,7 @@ from stemma.prefix.keys import Namespace, chain_keys
 from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Fingerprints, Tier, TokenArray
 
 KEY_BYTES = 32
+_SPARE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,36 @@ class PendingLoad:
     """Where each block comes from."""
     num_loaded: Future[int]
     """How many leading blocks arrived; fewer than requested is a miss, not an error."""
+
+
+class TokenBuffer:
+    """Prompt and output of one sequence. The sequence keeps it when its lease is freed.
+
+    It begins as a view of `tokens`, which nobody changes afterwards; the first `append` copies them.
+    """
+
+    __slots__ = ("_num_tokens", "_tokens")
+
+    def __init__(self, tokens: TokenArray) -> None:
+        self._tokens: TokenArray = np.ascontiguousarray(tokens, dtype=np.int32)
+        self._num_tokens = len(tokens)
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    @property
+    def view(self) -> TokenArray:
+        """The tokens so far; later ones are written behind them or elsewhere."""
+        return self._tokens[: self._num_tokens]
+
+    def append(self, token_id: int) -> None:
+        """Add an output token; amortised O(1)."""
+        if self._num_tokens == len(self._tokens):
+            grown: TokenArray = np.empty(2 * self._num_tokens + _SPARE_TOKENS, dtype=np.int32)
+            grown[: self._num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self._num_tokens] = token_id
+        self._num_tokens += 1
 
 
 class Lease:
@@ -41,8 +72,8 @@ class Lease:
     __slots__ = (
         "_blocks",
         "_keys",
-        "_tokens",
         "block_size",
+        "buffer",
         "cached_by_tier",
         "load_error",
         "miss",
@@ -50,7 +81,6 @@ class Lease:
         "num_blocks",
         "num_committed",
         "num_keys",
-        "num_tokens",
         "pending",
         "priority",
         "root",
@@ -73,9 +103,8 @@ class Lease:
         # Hints come from clients: they are clamped here, once for all tiers.
         self.priority = clamped_priority(priority)
         self.ttl_s = clamped_ttl_s(ttl_s)
-        self.num_tokens = len(tokens)
-        self._tokens: TokenArray = np.empty(len(tokens) + block_size, dtype=np.int32)
-        self._tokens[: len(tokens)] = tokens
+        self.buffer = TokenBuffer(tokens)
+        """The sequence that takes the lease takes this as its own; there is no other copy."""
         capacity_blocks = len(tokens) // block_size + 2
         self._blocks: BlockIds = np.empty(capacity_blocks, dtype=np.int32)
         self._keys: npt.NDArray[np.uint8] = np.empty((capacity_blocks, KEY_BYTES), dtype=np.uint8)
@@ -91,8 +120,13 @@ class Lease:
 
     @property
     def tokens(self) -> TokenArray:
-        """Prompt and output so far; a view, valid until the next `append`."""
-        return self._tokens[: self.num_tokens]
+        """Prompt and output so far; a view."""
+        return self.buffer.view
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.buffer)
 
     @property
     def block_table(self) -> BlockIds:
@@ -116,10 +150,7 @@ class Lease:
 
     def append(self, token_id: int) -> None:
         """Add an output token; amortised O(1)."""
-        if self.num_tokens == len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * len(self._tokens))
-        self._tokens[self.num_tokens] = token_id
-        self.num_tokens += 1
+        self.buffer.append(token_id)
 
     def append_blocks(self, block_ids: BlockIds) -> None:
         """Add blocks at the end of the table."""
@@ -140,7 +171,7 @@ class Lease:
         if num_blocks > self.num_keys:
             size = self.block_size
             new = chain_keys(
-                self.key(self.num_keys - 1), self._tokens[self.num_keys * size : num_blocks * size], size
+                self.key(self.num_keys - 1), self.tokens[self.num_keys * size : num_blocks * size], size
             )
             self._reserve_keys(num_blocks)
             self._keys[self.num_keys : num_blocks] = np.frombuffer(b"".join(new), dtype=np.uint8).reshape(
