@@ -152,7 +152,7 @@ class HashIndex(LedgerIndex):
         if len(tokens) % self.block_size:
             self._ledger.set_partial(tail, True)
         self._childless.add(tail)
-        behind = traits_from(traits, first, int(parent) if first else -1)
+        behind = traits_from(traits, first, int(parent) if first else -1, namespace.owner)
         self._tell_policy(offered, now, behind, dropped_partial=partial, withdrawn=covered)
         canonical = np.concatenate((np.array(present, dtype=np.int32), offered))
         return Inserted(canonical, added.copy(), dropped)

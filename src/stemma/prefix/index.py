@@ -17,7 +17,7 @@ Rules that every implementation keeps, and that `check()` proves:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +114,18 @@ class PrefixIndex(ABC):
         An index that can't tell returns none.
         """
         return np.empty(0, dtype=np.int32)
+
+    @abstractmethod
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Let owners (`Namespace.owner`) hold so many blocks each; who is not named, any number.
+
+        `evict` takes the blocks of owners that hold more first. This call evicts nothing. O(blocks).
+        """
+
+    @property
+    @abstractmethod
+    def num_over_quota(self) -> int:
+        """Blocks that can be evicted now and whose owners hold too many; `evict` of so many drops those."""
 
     @abstractmethod
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:

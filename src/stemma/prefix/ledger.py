@@ -8,7 +8,7 @@ operations.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from stemma.errors import IntegrityError
 from stemma.prefix.eviction.fallback import fall_back
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.eviction.quotas import QuotaPolicy
 from stemma.prefix.index import PrefixIndex
 from stemma.types import BlockIds
 
@@ -132,6 +133,7 @@ class LedgerIndex(PrefixIndex):
         self.block_size = block_size
         self._policy: EvictionPolicy = LRUPolicy() if policy is None else policy
         self._ledger = BlockLedger()
+        self._quotas: Mapping[str, int] = {}
         self.num_policy_failures = 0
 
     @abstractmethod
@@ -212,8 +214,31 @@ class LedgerIndex(PrefixIndex):
             blocks += chain.tolist()
             if not self._ledger.pins[chain[-1]]:
                 tails.append(int(chain[-1]))
-        self._policy = fall_back(self._policy, error, blocks, tails)
+        self._policy = fall_back(self._base_policy(), error, blocks, tails)
         self.num_policy_failures += 1
+        self.set_quotas(self._quotas)
+
+    def _base_policy(self) -> EvictionPolicy:
+        return self._policy.base if isinstance(self._policy, QuotaPolicy) else self._policy
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Let owners hold so many blocks each; who is not named, any number. Evicts nothing. O(blocks)."""
+        self._quotas = dict(quotas)
+        base = self._base_policy()
+        if not quotas:
+            self._policy = base
+            return
+        policy = QuotaPolicy(base, quotas)
+        for namespace, _, chain in self.walk():
+            policy.adopt(chain, BlockTraits(owner=namespace.owner), 0.0)
+            if not self._ledger.pins[chain[-1]]:
+                policy.adopt_candidate(int(chain[-1]))
+        self._policy = policy
+
+    @property
+    def num_over_quota(self) -> int:
+        """Blocks that can be evicted now and whose owners hold too many. O(owners that do)."""
+        return self._policy.num_over if isinstance(self._policy, QuotaPolicy) else 0
 
     @property
     def num_blocks(self) -> int:
@@ -234,9 +259,9 @@ class LedgerIndex(PrefixIndex):
                 raise ValueError(f"traits of {len(array)} blocks for {num_blocks} blocks")
 
 
-def traits_from(traits: BlockTraits, first: int, after: int) -> BlockTraits:
+def traits_from(traits: BlockTraits, first: int, after: int, owner: str) -> BlockTraits:
     """Return `traits` without the entries of the first `first` blocks; `after` is the last of those."""
-    if first == 0:
+    if first == 0 and not owner:
         return traits
     prints, costs_s = traits.fingerprints, traits.costs_s
     return BlockTraits(
@@ -244,5 +269,6 @@ def traits_from(traits: BlockTraits, first: int, after: int) -> BlockTraits:
         None if costs_s is None else costs_s[first:],
         traits.priority,
         traits.ttl_s,
+        owner,
         after,
     )

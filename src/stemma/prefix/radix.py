@@ -139,7 +139,11 @@ class RadixIndex(LedgerIndex):
             self._ledger.set_partial(int(offered[-1]), True)
         after = int(present[first - 1]) if first else -1
         self._tell_policy(
-            offered, now, traits_from(traits, first, after), dropped_partial=partial, withdrawn=covered
+            offered,
+            now,
+            traits_from(traits, first, after, namespace.owner),
+            dropped_partial=partial,
+            withdrawn=covered,
         )
         return Inserted(np.concatenate((present[:first], offered)), added.copy(), dropped)
 

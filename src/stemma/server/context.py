@@ -22,6 +22,7 @@ from stemma.server.template_process import TemplateProcess
 from stemma.server.tenants.rates import RateLimits
 from stemma.server.usage_ledger import UsageLedger
 from stemma.server.workers import WorkerThreads
+from stemma.types import Tier
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class ServerContext:
         """Drains and stops the server, in so many seconds at most; None where whoever made it stops it."""
         self.access = Access(settings.server)
         self.rates = RateLimits()
+        self._quotas: dict[str, int] = {}
         self.ledger = UsageLedger.of(settings.server.ledger, engine.model_name, metrics)
         self.bundle_key = read_secret(settings.server.bundle_key_file)
         self._renderer: TemplateProcess | None = None
@@ -67,6 +69,25 @@ class ServerContext:
         self._token_texts: dict[int, str] = {}
         self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer")
         self._parser = WorkerThreads(1, "stemma-parser")
+
+    async def apply_quotas(self) -> None:
+        """Tell the engine what the tenants' blocks may take, if that has changed since the last call."""
+        if self.access.keys is None:
+            return
+        tenants = self.access.keys.tenants
+        quotas = {
+            tenant.name: tenant.entry.cache_bytes[Tier.DEVICE]
+            for tenant in tenants
+            if Tier.DEVICE in tenant.entry.cache_bytes
+        }
+        if quotas == self._quotas:
+            return
+        before, self._quotas = self._quotas, quotas
+        try:
+            await self.engine.cache_control.set_quotas(quotas)
+        except BaseException:
+            self._quotas = before
+            raise
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` off the event loop; for tokenization, which takes 100s of ms on long prompts.

@@ -162,6 +162,7 @@ async def _run_as_tenant(
     if keys is not None:
         if tenant is None:
             raise Unauthorized("this path takes no request without an API key")
+        await context.apply_quotas()
         try:
             context.rates.admit(tenant, sum(len(one.prompt_token_ids) for one in requests), len(requests))
         except (InvalidRequest, RateLimited):

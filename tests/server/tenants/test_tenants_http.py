@@ -161,6 +161,34 @@ async def test_tokens_a_minute_count_prompts_and_answers(make: Make, keys: Keys)
     assert int(refused.headers["retry-after"]) in range(20, 31)  # 1 of 20 left, 10 needed: 27 s
 
 
+class QuotaRecorder:
+    """Stands for the engine's `CacheControl`."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, int]] = []
+
+    async def set_quotas(self, quotas: dict[str, int]) -> None:
+        self.given.append(quotas)
+
+
+async def test_the_engine_learns_of_quotas_before_the_first_request_and_when_they_change(
+    make: Make, keys: Keys, engine: ScriptedEngine
+) -> None:
+    recorder = engine.cache_control = QuotaRecorder()  # type: ignore[attr-defined]
+    keys.limit(cache_bytes='{ device = "2MB", disk = "1GB" }')
+    client = make()
+    for key in (keys.ada, keys.bob):
+        assert (await client.post("/generate", json=TGI, headers=bearer(key))).status_code == 200
+    assert recorder.given == [{"bob": 2_000_000}]
+    keys.path.write_text(keys.path.read_text().replace("2MB", "3MB"))
+    for _ in range(30):
+        assert (await client.post("/generate", json=TGI, headers=bearer(keys.ada))).status_code == 200
+        if len(recorder.given) == 2:
+            break
+        await asyncio.sleep(0.1)
+    assert recorder.given[1:] == [{"bob": 3_000_000}]
+
+
 async def test_bodies_are_bounded_by_tenant(make: Make, keys: Keys) -> None:
     keys.limit(max_body_bytes=200)
     client = make()

@@ -171,6 +171,11 @@ class CacheControl:
         """Return all pins, oldest first."""
         return [held.pin for held in self._held.values()]
 
+    async def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Let the blocks of each owner (`Namespace.owner`) take so many bytes of the device tier."""
+        blocks = {owner: size // self._device.block_bytes for owner, size in quotas.items()}
+        await self._run(lambda: self._cache.set_quotas(blocks))
+
     async def flush(self) -> FlushReport:
         """Drop every block that no request or pin holds from device, host and disk. A shared pool stays."""
         freed = {Tier.DEVICE: await self._run(self._cache.flush)}

@@ -6,7 +6,7 @@ knowledge of all this change together, and only here. Pins belong to leases, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,17 @@ class CachedBlocks:
             self._drop(evicted, blocks, MissReason.EVICTED)
             self.num_evicted += len(evicted)
         return len(evicted)
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Let owners hold so many blocks each, and evict what they hold beyond that."""
+        self.index.set_quotas(quotas)
+        self.keep_quotas()
+
+    def keep_quotas(self) -> None:
+        """Evict blocks of owners that hold too many, and no others; what requests hold stays."""
+        while num_over := self.index.num_over_quota:
+            if not self.evict(num_over):
+                return
 
     def flush(self) -> int:
         """Drop every block that isn't pinned, without telling the lower tiers; return how many."""

@@ -308,6 +308,7 @@ class PrefixCache:
         if num_tail and self._cached.has(int(lease.block_table[num_full])):
             self._tails[lease] = int(lease.block_table[num_full])
         self._cached.copy_down(entered.added)
+        self._cached.keep_quotas()
 
     def fork(self, lease: Lease, num_computed: int) -> Lease | None:
         """Return a second lease on the same tokens: full blocks shared, the partial one copied.
@@ -420,6 +421,15 @@ class PrefixCache:
         """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
         if self._lower is not None:
             self._lower.close()
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Let the blocks of each owner (`Namespace.owner`) take so many on the device; others any number.
+
+        Whoever holds more loses own blocks at once, leaves first and the least recently used of them first,
+        except those that requests hold; these go when the requests end.
+        """
+        if self._cached is not None:
+            self._cached.set_quotas(quotas)
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
@@ -543,6 +553,8 @@ class PrefixCache:
         self._allocator.free(lease.block_table)
         self._tails.pop(lease, None)
         lease.num_blocks = lease.num_committed = 0
+        if self._cached is not None:
+            self._cached.keep_quotas()
 
     def _free_loaded(self) -> None:
         """Free the blocks of freed leases whose load has ended."""

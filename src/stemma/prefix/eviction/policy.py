@@ -49,6 +49,8 @@ class BlockTraits:
     """Retention hint, 0 (drop first) to 100 (keep longest)."""
     ttl_s: float | None = None
     """Retention hint: after this many seconds unused, drop before anything else."""
+    owner: str = ""
+    """Whose blocks they are (`Namespace.owner`). The index sets it; callers leave it alone."""
     after: int = -1
     """The block before the first of them, -1 at the root. The index sets it; callers leave it alone."""
 

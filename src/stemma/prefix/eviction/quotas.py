@@ -1,0 +1,108 @@
+"""Owners with a quota: who holds more loses own blocks first, by last use; apart from that a policy decides.
+
+An index puts this around its policy while there are quotas. Only the blocks of owners that have one are
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.types import BlockIds
+
+
+@dataclass(slots=True)
+class _Owned:
+    quota: int
+    ranking: LRUPolicy = field(default_factory=LRUPolicy)
+    blocks: set[int] = field(default_factory=set)
+    candidates: set[int] = field(default_factory=set)
+
+    @property
+    def num_over(self) -> int:
+        return len(self.blocks) - self.quota
+
+
+class QuotaPolicy(EvictionPolicy):
+    """`base`, except that owners over their quota come first."""
+
+    name: ClassVar[str] = "quota"
+
+    def __init__(self, base: EvictionPolicy, quotas: Mapping[str, int]) -> None:
+        """`base` goes on as it is; `quotas` are blocks by owner. `adopt` tells of blocks that are there."""
+        self.base = base
+        self._owned = {owner: _Owned(quota) for owner, quota in quotas.items()}
+        self._of: dict[int, _Owned] = {}
+        """Block -> its owner, if that has a quota."""
+        self._over: dict[str, _Owned] = {}
+
+    @property
+    def num_over(self) -> int:
+        """Blocks that can be evicted now and whose owners hold too many."""
+        return sum(min(each.num_over, len(each.candidates)) for each in self._over.values())
+
+    def adopt(self, block_ids: BlockIds, traits: BlockTraits, now: float) -> None:
+        """Count blocks that `base` knows already, in order from the root."""
+        owned = self._owned.get(traits.owner)
+        if owned is None or not len(block_ids):
+            return
+        ids = block_ids.tolist()
+        owned.ranking.insert(block_ids, now, traits)
+        owned.blocks.update(ids)
+        self._of.update(dict.fromkeys(ids, owned))
+        if owned.num_over > 0:
+            self._over[traits.owner] = owned
+
+    def adopt_candidate(self, block_id: int) -> None:
+        """Note that a block may be evicted, as `base` knows already."""
+        owned = self._of.get(block_id)
+        if owned is not None:
+            owned.candidates.add(block_id)
+            owned.ranking.offer(block_id)
+
+    def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Count the blocks."""
+        self.adopt(block_ids, traits, now)
+        self.base.insert(block_ids, now, traits)
+
+    def access(self, block_ids: BlockIds, now: float) -> None:
+        """Note a use of a chain, which has one owner."""
+        owned = self._of.get(int(block_ids[0])) if len(block_ids) else None
+        if owned is not None:
+            owned.ranking.access(block_ids, now)
+        self.base.access(block_ids, now)
+
+    def offer(self, block_id: int) -> None:
+        """Make the block a candidate."""
+        self.adopt_candidate(block_id)
+        self.base.offer(block_id)
+
+    def withdraw(self, block_id: int) -> None:
+        """Take the candidate back."""
+        owned = self._of.get(block_id)
+        if owned is not None:
+            owned.candidates.discard(block_id)
+            owned.ranking.withdraw(block_id)
+        self.base.withdraw(block_id)
+
+    def victim(self, now: float) -> int | None:
+        """Return the oldest candidate of an owner over its quota, or else what `base` says."""
+        for owned in self._over.values():
+            if owned.candidates:
+                return owned.ranking.victim(now)
+        return self.base.victim(now)
+
+    def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
+        """Count the block out."""
+        owned = self._of.pop(block_id, None)
+        if owned is not None:
+            owned.blocks.discard(block_id)
+            owned.candidates.discard(block_id)
+            owned.ranking.drop(block_id, now, evicted=evicted)
+            if owned.num_over <= 0:
+                self._over = {name: each for name, each in self._over.items() if each is not owned}
+        self.base.drop(block_id, now, evicted=evicted)
