@@ -21,7 +21,7 @@ $(VENV)/.demo: $(VENV)/.base
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(INSTALL) -e '.[dev,lab,demo,redis,mooncake]'
+	$(INSTALL) -e '.[dev,clients,lab,demo,redis,mooncake]'
 	.ci/system-packages
 	touch $@
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 from fastapi import FastAPI
 
@@ -132,6 +133,19 @@ async def test_pages_cannot_ask_a_local_server(
 async def test_local_programs_can(make: MakeClient, headers: dict[str, str]) -> None:
     response = await make().post("/v1/completions", json=PROMPT, headers=headers)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 200), ({"origin": "http://localhost"}, 415), ({"sec-fetch-site": "cross-site"}, 415)],
+)
+async def test_a_body_of_no_declared_type_is_a_programs(
+    make: MakeClient, headers: dict[str, str], status: int
+) -> None:
+    """tritonclient declares none; a page can't send one without telling that it is a page."""
+    body = orjson.dumps(PROMPT)
+    response = await make().post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == status, response.text
 
 
 async def test_allowed_origins(make: MakeClient) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.model.tokenizer import Tokenizer
+from stemma.server.answers.events import CallArguments, CallStart, Content, Reasoning
 from stemma.server.app import create_app
 from stemma.server.chat_turn import continued
 from stemma.server.responses.items import chat_messages
+from stemma.server.responses.output import OutputItems
 from stemma.types import as_tokens
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -127,6 +129,24 @@ async def test_a_failure_ends_a_stream_with_an_event(
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"] == {"code": "server_error", "message": "step failed"}
     assert (await client.get(f"/v1/responses/{events[-1]['response']['id']}")).status_code == 404
+
+
+def test_reasoning_text_and_calls_become_items() -> None:
+    items = OutputItems(None)
+    told = items.feed([Reasoning("h"), Reasoning("m"), Content("I add."), CallStart(0, "add")])
+    told += items.feed([CallArguments(0, '{"a"'), CallArguments(0, ": 1}")])
+    told += items.end("completed")
+
+    assert [item["type"] for item in items.items] == ["reasoning", "message", "function_call"]
+    assert items.reasoning == "hm"
+    assert (items.items[2]["name"], items.items[2]["arguments"]) == ("add", '{"a": 1}')
+    assert {item["status"] for item in items.items} == {"completed"}
+    done = [each["item"] for each in told if each["type"] == "response.output_item.done"]
+    assert done == items.items
+    assert [each["output_index"] for each in told] == sorted(each["output_index"] for each in told)
+    [last] = [each for each in told if each["type"] == "response.function_call_arguments.done"]
+    assert (last["name"], last["arguments"]) == ("add", '{"a": 1}')
+    assert chat_messages(items.items)[0]["tool_calls"][0]["id"] == items.items[2]["call_id"]
 
 
 def test_items_of_one_answer_become_one_message() -> None:

@@ -76,7 +76,8 @@ class Access:
             return
         if self._is_local:
             _check_host(request)
-            _check_media_type(request, (JSON_TYPE,))
+            if _may_be_a_page(request):
+                _check_media_type(request, (JSON_TYPE,))
         self._check_origin(request)
 
     def check_admin(self, request: Request, media_type: str = JSON_TYPE) -> None:
@@ -175,6 +176,11 @@ def _check_bearer(request: Request, key: str, what: str) -> None:
     # Headers are bytes; Starlette shows them as Latin-1.
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
         raise Unauthorized(f"missing or wrong {what}; send it as 'Authorization: Bearer KEY'")
+
+
+def _may_be_a_page(request: Request) -> bool:
+    """Whether a web page may have sent `request`: browsers tell `Origin`, and only programs no type."""
+    return any(name in request.headers for name in ("content-type", "origin", "sec-fetch-site"))
 
 
 def _check_host(request: Request) -> None:

@@ -112,6 +112,6 @@ class OutputItems:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
-    def _event(self, name: str, **fields: Any) -> StreamEvent:
+    def _event(self, kind: str, **fields: Any) -> StreamEvent:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {"type": name, **place, **fields}
+        return {"type": kind, **place, **fields}
