@@ -46,7 +46,7 @@ def main(url: str) -> None:
 
     answer = client.messages.create(
         model=model,
-        max_tokens=64,
+        max_tokens=256,
         tools=[TOOL],
         tool_choice={"type": "tool", "name": "water_level"},
         messages=[{"role": "user", "content": "Is there a flood in Vienna?"}],

@@ -28,11 +28,12 @@ class Report(BaseModel):
 def main(url: str) -> None:
     """Chat, call the tool, and ask for a report."""
     name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=name, max_tokens=128)
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=name, max_tokens=256)
 
     print("answer:", model.invoke("How long is the Rhine?", max_tokens=24).text)
 
-    answer = model.bind_tools([water_level], tool_choice="water_level").invoke("Is there a flood in Vienna?")
+    bound = model.bind_tools([water_level], tool_choice="water_level", strict=True)
+    answer = bound.invoke("Is there a flood in Vienna?")
     [call] = answer.tool_calls
     print("call:", call["name"], call["args"], "->", water_level.invoke(call["args"]))
 

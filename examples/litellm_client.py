@@ -33,7 +33,7 @@ def main(url: str) -> None:
     print("stream:", "".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
     wanted = {"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA, "strict": True}}
-    report = litellm.completion(**server, messages=messages, max_tokens=64, response_format=wanted)
+    report = litellm.completion(**server, messages=messages, max_tokens=256, response_format=wanted)
     print("report:", json.loads(report.choices[0].message.content))
 
 

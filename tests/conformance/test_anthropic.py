@@ -53,7 +53,7 @@ def test_stop_sequences(client: Anthropic) -> None:
 def test_a_tool_and_its_result(client: Anthropic) -> None:
     choices: Any = ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "level"})
     for choice in choices:
-        asked: Any = {"model": "tiny", "max_tokens": 64, "tools": [TOOL], "tool_choice": choice}
+        asked: Any = {"model": "tiny", "max_tokens": 256, "tools": [TOOL], "tool_choice": choice}
         answer = client.messages.create(**asked, messages=ASK)
         assert answer.stop_reason == "tool_use"
         [call] = answer.content

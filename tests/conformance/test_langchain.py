@@ -36,7 +36,8 @@ def test_chat_and_stream_say_what_was_cached(model: ChatOpenAI) -> None:
 
 def test_a_tool_and_its_result(model: ChatOpenAI) -> None:
     question = HumanMessage("Is there a flood in Vienna?")
-    answer = model.bind_tools([Report], tool_choice="any").invoke([question], parallel_tool_calls=False)
+    bound = model.bind_tools([Report], tool_choice="any", strict=True)
+    answer = bound.invoke([question], parallel_tool_calls=False)
     [call] = answer.tool_calls
     assert Report.model_validate(call["args"])
     result = ToolMessage("noted", tool_call_id=call["id"])
@@ -45,7 +46,8 @@ def test_a_tool_and_its_result(model: ChatOpenAI) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output(model: ChatOpenAI, method: Any) -> None:
-    found = model.with_structured_output(Report, method=method).invoke("The level at Vienna is 241 cm.")
+    asked = model.with_structured_output(Report, method=method, strict=True)
+    found = asked.invoke("The level at Vienna is 241 cm.")
     assert isinstance(found, Report)
 
 

@@ -101,7 +101,9 @@ def test_a_response_with_a_call_and_its_result(client: OpenAI) -> None:
 
 
 def test_a_conversation_is_a_cached_prefix(client: OpenAI) -> None:
-    first = client.responses.create(model="tiny", input="Tell me of rivers.", max_output_tokens=24)
+    first = client.responses.create(
+        model="tiny", input="Tell me of rivers.", max_output_tokens=24, temperature=0
+    )
     assert first.usage is not None
     held = first.usage.input_tokens + first.usage.output_tokens
     second = client.responses.create(

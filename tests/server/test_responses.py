@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stemma.config.settings import Settings
 from stemma.model.tokenizer import Tokenizer
@@ -213,9 +215,7 @@ def test_a_prompt_begins_with_the_ids_that_were_computed(tokenizer: Tokenizer) -
         """'ab' is one token, 300; a model may still write 'a' and 'b'."""
 
         def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
-            return as_tokens(
-                [300 if part == "ab" else ord(part) for part in text.replace("ab", "\0").split("\0")]
-            )
+            return as_tokens([ord(char) for char in text.replace("ab", chr(300))])
 
         def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
             return "".join("ab" if token == 300 else chr(token) for token in ids)
@@ -224,3 +224,17 @@ def test_a_prompt_begins_with_the_ids_that_were_computed(tokenizer: Tokenizer) -
     assert continued(Merging(), earlier, fresh).tolist() == [97, 98, 99]  # type: ignore[arg-type]
     assert continued(Merging(), as_tokens([120]), fresh).tolist() == [300, 99]  # type: ignore[arg-type]
     assert continued(Merging(), as_tokens([300]), fresh).tolist() == [300, 99]  # type: ignore[arg-type]
+    longer = as_tokens([97, 98, 99, 100])
+    assert continued(Merging(), longer, fresh).tolist() == [97, 98, 99]  # type: ignore[arg-type]
+
+
+@given(st.text(max_size=12), st.text(max_size=12), st.integers(0, 20))
+def test_a_continued_prompt_keeps_its_text(
+    tokenizer: Tokenizer, said: str, more: str, num_earlier: int
+) -> None:
+    """The byte-level tokenizer cuts characters: what the model wrote may end within one."""
+    earlier = tokenizer.encode(said)[:num_earlier]
+    tokens = tokenizer.encode(said + more)
+    found = continued(tokenizer, earlier, tokens)
+
+    assert found.tolist() == tokens.tolist()

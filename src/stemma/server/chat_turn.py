@@ -47,7 +47,7 @@ async def chat_turn(
 
 
 def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> TokenArray:
-    """Return ids of the text of `tokens` that begin with `earlier`; `tokens` where that can't be.
+    """Return ids of the text of `tokens` that begin with as much of `earlier` as that text does.
 
     A model doesn't always write the ids that a tokenizer makes of its text. The blocks of an answer are
     cached under the ids that it wrote, so the next turn finds them only by these.
@@ -55,10 +55,33 @@ def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> 
     if len(earlier) <= len(tokens) and np.array_equal(tokens[: len(earlier)], earlier):
         return tokens
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-    head = tokenizer.decode(earlier.tolist(), skip_special_tokens=False)
-    if not text.startswith(head):
-        return tokens
+    num_kept, head = _within(tokenizer, earlier, text)
     rest = tokenizer.encode(text[len(head) :], add_special_tokens=False)
-    joined = np.concatenate((earlier, rest))
+    joined = np.concatenate((earlier[:num_kept], rest))
     same = tokenizer.decode(joined.tolist(), skip_special_tokens=False) == text
     return joined if same else tokens
+
+
+_MAX_PIECES = 4
+"""Tokens that one character may be cut into."""
+_INCOMPLETE = "\ufffd"
+"""What a character decodes to whose bytes aren't all there."""
+
+
+def _within(tokenizer: Tokenizer, ids: TokenArray, text: str) -> tuple[int, str]:
+    """Return (number, text) of the leading `ids` that `text` begins with; found by halving."""
+
+    def head(number: int) -> str:
+        return tokenizer.decode(ids[:number].tolist(), skip_special_tokens=False)
+
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(head(middle).rstrip(_INCOMPLETE)):
+            low = middle
+        else:
+            high = middle - 1
+    for number in range(low, max(0, low - _MAX_PIECES), -1):
+        if text.startswith(found := head(number)):
+            return number, found
+    return 0, ""
