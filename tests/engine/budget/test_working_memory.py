@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from stemma import LLM, SamplingParams
-from stemma.config.settings import TierSettings
+from stemma.config.settings import SpeculationSettings, TierSettings
 from stemma.engine.budget import working_memory
+from stemma.engine.drafts.index_memory import reserved_bytes
 from stemma.errors import ConfigError
 from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.tiers.reserved import planned_bytes
@@ -21,13 +22,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_kv_gets_what_the_others_leave(checkpoint: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch):
-    """Beside libraries, weights and two steps: the tiers, the policy, and what the index notes."""
+    """Beside libraries, weights and two steps: tiers, drafts, the policy, and what the index notes."""
     layout = model.layout(16)
     monkeypatch.setattr(working_memory, "resident_bytes", lambda: 1_000_000_000)
     monkeypatch.setattr(working_memory, "step_bytes", lambda *_: 10_000_000)
     tiers = planned_bytes(TierSettings(host_cache=4_000_000), None, layout, "hazard")
     for_kv = 6_000_000 + fixed_bytes("hazard")
     limit = 1_020_000_000 + working_memory.PREPARED_BYTES + tiers + for_kv
+    limit += reserved_bytes(SpeculationSettings())
     llm = LLM(checkpoint, block_size=16, memory_limit=limit, host_cache="4MB")
     kv_bytes = llm.engine.cache.num_blocks * llm.engine.runner.kv.layout.block_bytes
     share = layout.block_bytes / (layout.block_bytes + bytes_per_block(16, "hazard"))

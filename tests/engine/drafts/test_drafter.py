@@ -12,6 +12,7 @@ from tests.engine.sampling.test_sampler import chi_square_fits
 
 from stemma.config.settings import SpeculationSettings
 from stemma.engine.drafts.drafter import Drafter, make_drafter
+from stemma.engine.drafts.index_memory import IndexMemory
 from stemma.engine.drafts.prompt_lookup import PromptLookup
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.drafts.suffix import SuffixCorpus
@@ -181,7 +182,7 @@ def test_a_full_batch_asks_for_no_drafts_and_a_small_one_does() -> None:
         return now
 
     settings = SpeculationSettings(mode="prompt_lookup")
-    drafter = Drafter(lambda _: [PromptLookup()], settings, SuffixCorpus(), clock)
+    drafter = Drafter(lambda _: [PromptLookup(IndexMemory())], settings, SuffixCorpus(), clock)
     for _ in range(200):  # ask, so that it is known what asking takes
         drafter.propose(1, DEFAULT_NAMESPACE, as_tokens([1, 2, 3, 4] * 3), 8)
     for step in range(400):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.contracts.draft_source import PERIOD, DraftSourceContract
 
-from stemma.engine.drafts.lookahead import Lookahead
+from stemma.engine.drafts.index_memory import SUFFIX_TOKEN_BYTES, IndexMemory
+from stemma.engine.drafts.lookahead import NGRAM_BYTES, Lookahead
 from stemma.engine.drafts.prompt_lookup import PromptLookup
 from stemma.engine.drafts.source import DraftSource, Proposal, num_accepted
 from stemma.engine.drafts.suffix import NGRAM, SuffixCorpus, SuffixIndex
@@ -38,7 +40,7 @@ def tree_of(namespace: Namespace, *texts: TokenArray) -> RadixIndex:
 
 class TestPromptLookup(DraftSourceContract):
     def make_source(self) -> DraftSource:
-        return PromptLookup()
+        return PromptLookup(IndexMemory())
 
     def test_a_text_that_repeats_takes_few_steps(self) -> None:
         part = random_text(1, 120)
@@ -48,11 +50,11 @@ class TestPromptLookup(DraftSourceContract):
         assert num_proposed <= 130
 
     def test_a_loop_goes_on_beyond_what_was_seen(self) -> None:
-        proposal = PromptLookup().propose(as_tokens(PERIOD + PERIOD[:3]), 14)
+        proposal = PromptLookup(IndexMemory()).propose(as_tokens(PERIOD + PERIOD[:3]), 14)
         assert proposal == Proposal((PERIOD * 3)[3:17], "lookup-short")
 
     def test_a_long_prompt_is_caught_up_with_over_several_steps(self) -> None:
-        source, text = PromptLookup(), np.concatenate([random_text(6, 2500), random_text(6, 50)])
+        source, text = PromptLookup(IndexMemory()), np.concatenate([random_text(6, 2500), random_text(6, 50)])
         proposals = [source.propose(text[: 2540 + i], 2) for i in range(4)]
         assert [p.token_ids if p else None for p in proposals] == [
             None,
@@ -124,7 +126,7 @@ class TestBranchLookup(DraftSourceContract):
 
 class TestLookahead(DraftSourceContract):
     def make_source(self) -> DraftSource:
-        return Lookahead()
+        return Lookahead(IndexMemory())
 
     def test_a_repetitive_text_fills_the_pool(self) -> None:
         text = as_tokens(PERIOD * 20)
@@ -133,7 +135,7 @@ class TestLookahead(DraftSourceContract):
 
     def test_diagonals_of_the_iterations_become_n_grams(self) -> None:
         """Level 3: what went in at p, came out behind it, and came out behind that one step later."""
-        source = Lookahead(level=3, window=3)
+        source = Lookahead(IndexMemory(), level=3, window=3)
         source.observe(as_tokens([1]), (20, 30, 40), (10, 21, 31, 41))
         source.observe(as_tokens([1, 10]), (21, 31, 60), (11, 22, 32, 61))
         # 20 -> 21 came out in the first iteration and went into the second, out of which came 22.
@@ -145,7 +147,7 @@ class TestLookahead(DraftSourceContract):
         assert proposal.evidence == "window"
 
     def test_the_pool_keeps_the_latest_guesses_of_a_token(self) -> None:
-        source = Lookahead(level=2, window=1, guess_set_size=2)
+        source = Lookahead(IndexMemory(), level=2, window=1, guess_set_size=2)
         proposal = source.propose(as_tokens([1, 5, 1, 6, 1, 7, 1, 7, 1]), 1)
         assert proposal == Proposal((7,), "pool")
         assert all(len(guesses) <= 2 for guesses in source._pool.values())
@@ -205,3 +207,57 @@ def test_no_draft_crosses_from_one_sequence_into_the_next() -> None:
 @pytest.mark.parametrize(("drawn", "expected"), [([4, 5, 6, 9], 3), ([4, 5, 7, 9], 2), ([1, 5, 6, 9], 0)])
 def test_a_draft_holds_up_to_the_first_difference(drawn: list[int], expected: int) -> None:
     assert num_accepted([4, 5, 6], drawn) == expected
+
+
+@pytest.mark.parametrize("num_tokens", [2800, 11_000, 44_000])
+def test_a_suffix_index_takes_no_more_than_is_counted(num_tokens: int) -> None:
+    """Sizes just behind those at which a dict grows, where a token costs most."""
+    text = random_text(3, num_tokens, 100_000).tolist()
+    assert allocated(lambda: SuffixIndex().extend(text)) <= num_tokens * SUFFIX_TOKEN_BYTES
+
+
+@pytest.mark.parametrize("level", [2, 16])
+def test_a_pool_of_ngrams_takes_no_more_than_is_counted(level: int) -> None:
+    text = random_text(3, 5500, 100_000)
+    assert allocated(lambda: Lookahead(IndexMemory(), level=level).propose(text, 8)) <= 5500 * NGRAM_BYTES
+
+
+def test_the_corpus_of_all_namespaces_is_bounded() -> None:
+    corpus = SuffixCorpus(max_tokens=100, max_total_tokens=150)
+    text = random_text(4, 60)
+    for name in ("a", "b", "c"):
+        corpus.add(Namespace(name), text)
+    held = [corpus.propose(Namespace(name), text[:10].tolist(), 4)[1] for name in ("a", "b", "c")]
+    assert held == [0, 10, 10]
+
+
+def test_without_room_a_lookup_frees_its_index_for_others() -> None:
+    memory = IndexMemory(2000 * SUFFIX_TOKEN_BYTES)
+    part = random_text(5, 700)
+    text = np.concatenate([part, part])
+    first, second = PromptLookup(memory), PromptLookup(memory)
+    assert first.propose(text[:1000], 4) is not None
+    assert [second.propose(text[:1000], 4) is not None, second.propose(text[:1001], 4)] == [True, None]
+    assert first.propose(text, 4) is not None
+    first.close()
+    assert second.propose(text, 4) is None
+    assert memory.take(2000 * SUFFIX_TOKEN_BYTES)
+
+
+def test_without_room_lookahead_goes_on_with_the_pool_it_has() -> None:
+    memory = IndexMemory(10 * NGRAM_BYTES)
+    source = Lookahead(memory, level=2, window=1)
+    assert source.propose(as_tokens([*range(40), 0]), 4) is not None
+    assert not memory.take(NGRAM_BYTES)
+    source.close()
+    assert memory.take(10 * NGRAM_BYTES)
+
+
+def allocated(work: Callable[[], object]) -> int:
+    """Return the most bytes that `work` had allocated at a time."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

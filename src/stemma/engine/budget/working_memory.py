@@ -13,6 +13,7 @@ import torch
 
 from stemma.config.settings import EngineSettings
 from stemma.config.sizes import format_size
+from stemma.engine.drafts.index_memory import reserved_bytes
 from stemma.engine.sampling.sampler import rows_at_once
 from stemma.errors import ConfigError
 from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
@@ -72,14 +73,16 @@ def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> 
     layout = model.layout(settings.cache.block_size)
     eviction = settings.cache.eviction
     lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction)
-    left = limit_bytes - held - working - lower - fixed_bytes(eviction)
+    drafts = reserved_bytes(settings.speculation)
+    left = limit_bytes - held - working - lower - drafts - fixed_bytes(eviction)
     # What the index notes of a block takes memory with each block.
     kv_share = layout.block_bytes / (layout.block_bytes + bytes_per_block(layout.block_size, eviction))
     if (kv_bytes := int(left * kv_share)) <= 0:
         raise ConfigError(
             f"memory_limit is {format_size(limit_bytes)}, but libraries and weights take "
-            f"{format_size(held)}, steps {format_size(working)}, lower tiers {format_size(lower)}, the "
-            f"eviction policy {format_size(fixed_bytes(eviction))}: nothing is left for KV"
+            f"{format_size(held)}, steps {format_size(working)}, lower tiers {format_size(lower)}, "
+            f"drafts {format_size(drafts)}, the eviction policy "
+            f"{format_size(fixed_bytes(eviction))}: nothing is left for KV"
         )
     return MemoryPlan(kv_bytes, _MAX_DRAFT_TOKENS, HeapGuard(limit_bytes - step // 2, step // 2))
 

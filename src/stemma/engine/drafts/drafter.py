@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from stemma.config.settings import SpeculationSettings
 from stemma.engine.drafts.adaptive import Acceptance, AcceptanceTable, Probe, StepCost, best_length
+from stemma.engine.drafts.index_memory import IndexMemory
 from stemma.engine.drafts.lookahead import Lookahead
 from stemma.engine.drafts.prompt_lookup import PromptLookup
 from stemma.engine.drafts.source import DraftSource, Proposal, num_accepted
@@ -135,7 +136,9 @@ class Drafter:
 
         `num_known`: leading tokens that came from the cache, thus from a sequence that is known already.
         """
-        self._running.pop(key, None)
+        speculation = self._running.pop(key, None)
+        for source in speculation.sources if speculation is not None else ():
+            source.close()
         if self._settings.mode in ("auto", "tree"):
             self._corpus.add(namespace, tokens[num_known:])
 
@@ -144,17 +147,18 @@ def make_drafter(settings: SpeculationSettings, continuation: Continuation) -> D
     """Return the drafter that the settings ask for; None if speculation is off."""
     if settings.mode == "off":
         return None
-    corpus = SuffixCorpus()
+    corpus, memory = SuffixCorpus(), IndexMemory()
 
     def sources(namespace: Namespace) -> list[DraftSource]:
         made: list[DraftSource] = []
         if settings.mode in ("auto", "tree"):
             made += [TreeContinuation(namespace, continuation), BranchLookup(namespace, corpus)]
         if settings.mode in ("auto", "prompt_lookup"):
-            made.append(PromptLookup())
+            made.append(PromptLookup(memory))
         if settings.mode == "la":
             made.append(
                 Lookahead(
+                    memory,
                     level=settings.la_level,
                     window=settings.la_window,
                     guess_set_size=settings.la_guess_set_size,

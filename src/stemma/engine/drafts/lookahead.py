@@ -18,18 +18,24 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from stemma.engine.drafts.index_memory import IndexMemory
 from stemma.engine.drafts.source import Proposal
 from stemma.types import TokenArray
+
+NGRAM_BYTES = 640
+"""Of one n-gram of the pool that is alone with its first token; measured, see the test."""
 
 
 class Lookahead:
     """A `DraftSource` with an n-gram pool of its own.
 
     `level` N >= 2: length of the n-grams. `window` W >= 1: positions iterated. `guess_set_size` G >= 1:
-    n-grams kept for each first token.
+    n-grams kept for each first token. Where `memory` has no room, the pool stops growing.
     """
 
-    def __init__(self, *, level: int = 4, window: int = 5, guess_set_size: int = 5) -> None:
+    def __init__(
+        self, memory: IndexMemory, *, level: int = 4, window: int = 5, guess_set_size: int = 5
+    ) -> None:
         self._level = level
         self._window = window
         self._guess_set_size = guess_set_size
@@ -38,6 +44,8 @@ class Lookahead:
         self._iterations: deque[tuple[dict[int, int], dict[int, int]]] = deque(maxlen=level - 1)
         """Of the last iterations: position -> token that went in, and position -> token that came out."""
         self._num_pooled = 0
+        self._memory = memory
+        self._num_ngrams = 0
 
     def propose(self, tokens: TokenArray, max_tokens: int) -> Proposal | None:
         """Return the pool's n-gram for the last token, then the window's tokens behind it."""
@@ -68,6 +76,12 @@ class Lookahead:
             if rest:
                 self._add(token_id, rest)
 
+    def close(self) -> None:
+        """Free the pool."""
+        self._memory.free(self._num_ngrams * NGRAM_BYTES)
+        self._num_ngrams = 0
+        self._pool = {}
+
     def _diagonal(self, position: int, token_id: int) -> tuple[int, ...]:
         """Return what came out behind `position`, one position further in each later iteration.
 
@@ -93,7 +107,14 @@ class Lookahead:
         self._num_pooled = max(0, len(tokens) - level + 1)
 
     def _add(self, first: int, rest: tuple[int, ...]) -> None:
-        guesses = self._pool.setdefault(first, OrderedDict())
+        guesses = self._pool.get(first)
+        is_larger = guesses is None or (rest not in guesses and len(guesses) < self._guess_set_size)
+        if is_larger:
+            if not self._memory.take(NGRAM_BYTES):
+                return
+            self._num_ngrams += 1
+        if guesses is None:
+            guesses = self._pool[first] = OrderedDict()
         guesses[rest] = guesses.pop(rest, 0) + 1
         if len(guesses) > self._guess_set_size:
             guesses.popitem(last=False)

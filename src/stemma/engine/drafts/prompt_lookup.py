@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stemma.engine.drafts.index_memory import SUFFIX_TOKEN_BYTES, IndexMemory
 from stemma.engine.drafts.source import Proposal
 from stemma.engine.drafts.suffix import SuffixIndex, evidence_of, last_tokens
 from stemma.types import TokenArray
@@ -17,22 +18,38 @@ _TOKENS_PER_CALL = 1024
 
 
 class PromptLookup:
-    """A `DraftSource` over the sequence's own tokens."""
+    """A `DraftSource` over the sequence's own tokens.
 
-    def __init__(self) -> None:
-        self._index = SuffixIndex()
+    Where `memory` has no room for all of them, it drops its index and proposes nothing any more.
+    """
+
+    def __init__(self, memory: IndexMemory) -> None:
+        self._memory = memory
+        self._index: SuffixIndex | None = SuffixIndex()
 
     def propose(self, tokens: TokenArray, max_tokens: int) -> Proposal | None:
         """Return what followed the longest earlier occurrence of the last tokens."""
-        num_indexed = len(self._index)
-        self._index.extend(tokens[num_indexed : num_indexed + _TOKENS_PER_CALL].tolist())
-        if len(self._index) < len(tokens):
+        index = self._index
+        if index is None:
             return None
-        found = self._index.find(last_tokens(tokens), is_own=True)
+        new = tokens[len(index) : len(index) + _TOKENS_PER_CALL].tolist()
+        if not self._memory.take(len(new) * SUFFIX_TOKEN_BYTES):
+            self.close()
+            return None
+        index.extend(new)
+        if len(index) < len(tokens):
+            return None
+        found = index.find(last_tokens(tokens), is_own=True)
         if found is None:
             return None
-        token_ids = self._index.continuation(found.position, max_tokens, is_own=True)
+        token_ids = index.continuation(found.position, max_tokens, is_own=True)
         return Proposal(token_ids, evidence_of("lookup", found.length)) if token_ids else None
 
     def observe(self, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
         """Nothing to learn: the tokens that held come back with the next call."""
+
+    def close(self) -> None:
+        """Free the index."""
+        if self._index is not None:
+            self._memory.free(len(self._index) * SUFFIX_TOKEN_BYTES)
+            self._index = None

@@ -32,6 +32,9 @@ class DraftSource(Protocol):
         `tokens` are those that were there when the draft was made; `drawn` has one entry more than `draft`.
         """
 
+    def close(self) -> None:
+        """Free what it indexed: the sequence is over."""
+
 
 def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """Return how many leading tokens of a draft hold, given what was drawn at each of its positions.

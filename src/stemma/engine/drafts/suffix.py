@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stemma.engine.drafts.index_memory import MAX_CORPUS_TOKENS
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 
@@ -120,12 +121,19 @@ class SuffixCorpus:
     """Recently finished sequences by namespace: tokens of one tenant are never proposed to another.
 
     Bounded: a namespace has two generations of up to `max_tokens` tokens, the older of which is dropped
-    whole; beyond `max_namespaces` the namespace used least recently is forgotten. A token costs some 150
-    bytes.
+    whole; beyond `max_namespaces`, or `max_total_tokens` of all, the namespaces used least recently are
+    dropped.
     """
 
-    def __init__(self, *, max_tokens: int = 32_768, max_namespaces: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int = 32_768,
+        max_namespaces: int = 16,
+        max_total_tokens: int = MAX_CORPUS_TOKENS,
+    ) -> None:
         self._max_tokens = max_tokens
+        self._max_total_tokens = max_total_tokens
         self._max_namespaces = max_namespaces
         self._generations: OrderedDict[Namespace, list[SuffixIndex]] = OrderedDict()
 
@@ -135,14 +143,19 @@ class SuffixCorpus:
             return
         generations = self._generations.setdefault(namespace, [SuffixIndex()])
         self._generations.move_to_end(namespace)
-        if len(self._generations) > self._max_namespaces:
-            self._generations.popitem(last=False)
         kept = tokens[-min(self._max_tokens, _LONGEST_ADDED) :]
         if len(generations[0]) + len(kept) > self._max_tokens and len(generations[0]):
             generations.insert(0, SuffixIndex())
             del generations[2:]
         generations[0].start_sequence()
         generations[0].extend(kept.tolist())
+        while len(self._generations) > 1 and (
+            len(self._generations) > self._max_namespaces or self._num_tokens() > self._max_total_tokens
+        ):
+            self._generations.popitem(last=False)
+
+    def _num_tokens(self) -> int:
+        return sum(len(index) for generations in self._generations.values() for index in generations)
 
     def propose(
         self, namespace: Namespace, suffix: Sequence[int], max_tokens: int

@@ -61,6 +61,9 @@ class TreeContinuation:
     def observe(self, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
         """Nothing to learn: leaving the path shows at the next call."""
 
+    def close(self) -> None:
+        """Nothing to free: a few tokens are read ahead."""
+
 
 class BranchLookup:
     """A `DraftSource` over finished sequences of the same namespace, found by their last tokens."""
@@ -76,3 +79,6 @@ class BranchLookup:
 
     def observe(self, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
         """Nothing to learn: sequences are added to the corpus when they finish."""
+
+    def close(self) -> None:
+        """Nothing to free: the corpus stays."""
