@@ -31,7 +31,6 @@ from stemma.memory.tiers import transfer
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.model.tiny import write_tiny_model
-from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.types import TokenArray
 
 NUM_SESSIONS = 40
@@ -44,15 +43,15 @@ BREAK_EVERY_S = 110.0
 BROKEN_FOR_S = 3.0
 """The disk tier waits for half a minute more after the last error, so most of the time it works."""
 DRAIN_TIMEOUT_S = 30.0
+EVICTION = f"hazard:max_ghosts={1 << 12}"
 
 
 def remember_little() -> None:
-    """Make the tables that remember evicted blocks small.
+    """Make the table that remembers evicted blocks of lower tiers small, as `EVICTION` does on the device.
 
     They are bounded, but would take hours to fill here; what grows after the warm-up is then a leak.
     """
     transfer._MAX_KEYS_REMEMBERED = 1 << 12
-    HazardPolicy.__init__.__defaults__ = (1 << 12,)
 
 
 class FlakyFiles(FileLayer):
@@ -90,6 +89,7 @@ class Soak:
                 write_tiny_model(folder / "model", hidden_size=96, num_layers=2),
                 kv_cache_memory="1MB",
                 block_size=16,
+                eviction=EVICTION,
                 num_threads=1,
                 host_cache="4MB",
                 disk_cache=folder / "cache",

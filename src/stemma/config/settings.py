@@ -97,7 +97,7 @@ class CacheSettings(SettingsModel):
     index: Literal["radix", "hash"] = "radix"
     """How prefixes are found: a radix tree, or a table of chained hashes."""
     eviction: str = "hazard"
-    """Policy by name (`prefix/eviction/registry.py`)."""
+    """Policy by name (`prefix/eviction/registry.py`), options after it: ``hazard:max_ghosts=4096``."""
     eviction_cost: Literal["blocks", "prefill-time"] = "blocks"
     """What a device block is worth to `hazard` and `gdsf`: all the same, or the time to recompute it."""
     attention_equal_at: float = Field(default=32_768.0, gt=0.0)

@@ -38,12 +38,26 @@ def policy_names() -> list[str]:
     return sorted(POLICIES)
 
 
-def make_policy(name: str, **options: Any) -> EvictionPolicy:
-    """Build a policy. Raises ConfigError for an unknown name or option."""
+def make_policy(spec: str) -> EvictionPolicy:
+    """Build a policy from its name, which options may follow: ``hazard:max_ghosts=4096``.
+
+    An option is a parameter of the policy's class, a whole number above 0. Raises ConfigError for an unknown
+    name or option.
+    """
+    name, *texts = spec.split(":")
     policy = POLICIES.get(name)
     if policy is None:
         raise ConfigError(f"unknown eviction policy {name!r}; known: {', '.join(policy_names())}")
     try:
+        options: dict[str, Any] = dict(map(_option, texts))
         return policy(**options)
-    except TypeError as error:
-        raise ConfigError(f"eviction policy {name!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"eviction policy {spec!r}: {error}") from error
+
+
+def _option(text: str) -> tuple[str, int]:
+    """Return name and value of ``name=value``; raise ValueError if it is no such thing."""
+    name, _, value = text.partition("=")
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ValueError(f"write NAME=NUMBER with a whole number above 0 for {text!r}")
+    return name, int(value)
