@@ -31,6 +31,7 @@ KeyFile = Annotated[
     Path | None, typer.Option(help="With --dir: file with the secret that signs exported files.")
 ]
 Salt = Annotated[str, typer.Option(help="Namespace, as `cache_salt` in requests.")]
+TenantName = Annotated[str, typer.Option(help="Whose blocks, on a server with --api-keys-file.")]
 
 
 @app.command("ls")
@@ -125,6 +126,7 @@ def export_command(
     token_ids: Annotated[Path | None, typer.Option(help="File with token ids, by spaces or commas.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoint; with --dir and text, to tokenize.")] = None,
     salt: Salt = "",
+    tenant: TenantName = "",
     admin_key: AdminKey = None,
     key_file: KeyFile = None,
 ) -> None:
@@ -136,7 +138,7 @@ def export_command(
             tokens = _tokens(given, model)
             count = _export_from_directory(draft, directory, space, tokens, salt, key_file)
         elif url is not None:
-            count = _export_from_server(draft, url, {"prompt": given, "cache_salt": salt}, admin_key)
+            count = _export_from_server(draft, url, {"prompt": given, **_where(salt, tenant)}, admin_key)
         else:
             raise ConfigError("say where from: --url or --dir")
         draft.replace(output)
@@ -154,6 +156,7 @@ def import_command(
         str | None, typer.Option(help="With --dir: its size limit; default: what the file needs more.")
     ] = None,
     salt: Salt = "",
+    tenant: TenantName = "",
     admin_key: AdminKey = None,
     key_file: KeyFile = None,
     trust_imports: Annotated[
@@ -169,7 +172,7 @@ def import_command(
         limit = None if size is None else parse_size(size)
         count = _import_to_directory(file, directory, limit, key_file, trust_imports)
     elif url is not None:
-        count = _import_to_server(file, url, salt, admin_key)
+        count = _import_to_server(file, url, _where(salt, tenant), admin_key)
     else:
         raise ConfigError("say where to: --url or --dir")
     typer.echo(f"{count} new blocks")
@@ -306,14 +309,19 @@ def _export_from_server(draft: Path, url: str, body: dict[str, Any], admin_key: 
         raise StorageError(f"{url}: {error}") from error
 
 
-def _import_to_server(path: Path, url: str, salt: str, admin_key: str | None) -> int:
+def _where(salt: str, tenant: str) -> dict[str, str]:
+    """Return the fields of a request that name a namespace."""
+    return {"cache_salt": salt, **({"tenant": tenant} if tenant else {})}
+
+
+def _import_to_server(path: Path, url: str, where: dict[str, str], admin_key: str | None) -> int:
     import httpx
 
     with _open(path) as file:
         try:
             response = httpx.post(
                 f"{url}/admin/cache/import",
-                params={"cache_salt": salt},
+                params=where,
                 content=file,
                 headers={**_headers(admin_key), "content-type": "application/octet-stream"},
                 timeout=600.0,

@@ -1,0 +1,136 @@
+"""Tenants over a real engine: what time tells, and quotas of bytes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from stemma.cli import make_app
+from stemma.server.tenants.keyfile import add_key
+from tests.e2e.conftest import BLOCK_SIZE, Served, start_server
+
+NUM_PROMPT_TOKENS = 1024
+
+
+@pytest.fixture
+def start(tiny_model: Path) -> Iterator[Callable[..., Served]]:
+    """Return a starter of servers; all are stopped at the end."""
+    stops: list[Callable[[], None]] = []
+
+    def run(**flags: object) -> Served:
+        served, stop = start_server(tiny_model, **flags)
+        stops.append(stop)
+        return served
+
+    yield run
+    for stop in stops:
+        stop()
+
+
+class Tenant:
+    """A client with a key and a connection."""
+
+    def __init__(self, url: str, key: str) -> None:
+        headers = {"authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
+
+    def ask(self, prompt: list[int]) -> tuple[float, int]:
+        """Return the seconds to the first token, which is the only one, and how many tokens were cached."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        began = time.perf_counter()
+        response = self.http.post("/v1/completions", json=body)
+        took_s = time.perf_counter() - began
+        assert response.status_code == 200, response.text
+        return took_s, response.json()["usage"]["prompt_cache_hit_tokens"]
+
+
+def random_prompt(rng: random.Random, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
+    return [rng.randrange(10, 200) for _ in range(num_tokens)]
+
+
+@pytest.mark.slow
+def test_time_does_not_tell_what_another_tenant_has_cached(
+    start: Callable[..., Served], tmp_path: Path
+) -> None:
+    """A prompt that another tenant has cached takes as long as a new one: a paired sign test over 60 rounds.
+
+    If the two don't differ, more than 43 or fewer than 17 of 60 go one way with probability 0.0004. Their
+    medians differ by half of what a hit saves at most, and the tenant's own prompt is faster.
+    """
+    path = tmp_path / "keys.toml"
+    ada_key, bob_key = add_key(path, "ada"), add_key(path, "bob")
+    served = start(api_keys_file=path, kv_cache_memory="64MB")
+    ada, bob = Tenant(served.url, ada_key), Tenant(served.url, bob_key)
+    rng = random.Random(7)
+    for _ in range(5):
+        ada.ask(random_prompt(rng))
+        bob.ask(random_prompt(rng))
+    others, colds, own = [], [], []
+    for _ in range(60):
+        shared, fresh = random_prompt(rng), random_prompt(rng)
+        ada.ask(shared)
+        for prompt in rng.sample([shared, fresh], 2):
+            took_s, num_cached = bob.ask(prompt)
+            assert num_cached < 4  # own prompts may begin with the same token or two
+            (others if prompt is shared else colds).append(took_s)
+        took_s, num_cached = ada.ask(shared)
+        assert num_cached == NUM_PROMPT_TOKENS - 1
+        own.append(took_s)
+    num_faster = int(np.sum(np.array(others) < np.array(colds)))
+    cold_s, other_s, own_s = map(statistics.median, (colds, others, own))
+    figures = f"{num_faster} of 60; cold {cold_s:.5f} other {other_s:.5f} own {own_s:.5f}"
+    print(figures)
+    assert 17 <= num_faster <= 43, figures
+    assert own_s < 0.8 * cold_s, figures
+    assert abs(other_s - cold_s) <= 0.5 * (cold_s - own_s), figures
+
+
+def test_a_tenant_over_its_bytes_loses_its_own_blocks(start: Callable[..., Served], tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    ada_key, bob_key = add_key(path, "ada"), add_key(path, "bob")
+    served = start(api_keys_file=path, kv_cache_memory="8MB")
+    layout = served.engine.parts.model.layout(BLOCK_SIZE)
+    path.write_text(path.read_text() + f"cache_bytes = {{ device = {5 * layout.block_bytes + 1} }}\n")
+    time.sleep(1.1)  # the file is looked at once a second
+    ada, bob = Tenant(served.url, ada_key), Tenant(served.url, bob_key)
+    rng = random.Random(3)
+    mine = random_prompt(rng, 10 * BLOCK_SIZE)
+    ada.ask(mine)
+    prompts = [random_prompt(rng, 4 * BLOCK_SIZE) for _ in range(8)]
+    for prompt in prompts:
+        bob.ask(prompt)
+    assert ada.ask(mine)[1] == len(mine) - 1
+    assert bob.ask(prompts[-1])[1] > 0
+    assert bob.ask(prompts[0])[1] == 0
+
+
+def test_an_operator_carries_a_tenants_prefix_in_a_file(start: Callable[..., Served], tmp_path: Path) -> None:
+    """`stemma cache export` and `import` find the namespace of the tenant that they name, and no other."""
+    path, bundle = tmp_path / "keys.toml", str(tmp_path / "prefix.kv")
+    ada_key, bob_key = add_key(path, "ada"), add_key(path, "bob")
+    first, second = (start(api_keys_file=path, admin_key="root", trust_imports=True) for _ in range(2))
+    prompt = random_prompt(random.Random(5), 4 * BLOCK_SIZE)
+    ids = tmp_path / "ids.txt"
+    ids.write_text(" ".join(map(str, prompt)))
+    Tenant(first.url, ada_key).ask(prompt)
+
+    def run(*arguments: str) -> int:
+        command = ["cache", *arguments, "--admin-key", "root"]
+        return CliRunner().invoke(make_app(), command).exit_code
+
+    export = ("export", bundle, "--url", first.url, "--token-ids", str(ids))
+    assert run(*export) != 0
+    assert run(*export, "--tenant", "bob") != 0
+    assert run(*export, "--tenant", "ada") == 0
+    assert run("import", bundle, "--url", second.url, "--tenant", "bob") != 0
+    assert run("import", bundle, "--url", second.url, "--tenant", "ada") == 0
+    assert Tenant(second.url, bob_key).ask(prompt)[1] == 0
+    assert Tenant(second.url, ada_key).ask(prompt)[1] > 0
