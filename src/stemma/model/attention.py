@@ -2,8 +2,8 @@
 
 A model whose implementation is `ATTENTION` hands its rotated q, k and v of a flat batch [1, T] to
 `paged_attention`; the step's context travels as the keyword `STEP_KEYWORD` of the model call. Two contexts
-exist: `AttentionStep` (model/paged.py) really attends over the blocks, `AttentionProbe` runs once at load and
-records what each layer passes, so that a model we would serve wrongly is refused instead.
+exist: `AttentionStep` (model/paged.py) attends over the blocks; `AttentionProbe` runs once at load and
+records what each layer passes, so that a model we would serve wrongly is refused.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class AttentionCall:
     sliding_window: int | None
     """Tokens a query sees, itself included; None: all."""
     softcap: float | None
-    """Scores are squashed to +-softcap by tanh; None: not at all."""
+    """Scores are limited to +-softcap by tanh; None: no limit."""
     latent: LatentProjection | None
     """Set for a layer that caches a compressed latent; `key` and `value` then are that latent."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
-    """[H] float32: a score of each head that takes part in the softmax and has no value; None: none."""
+    """[H] float32, attention sinks: one extra softmax score per head, without a value; None: none."""
 
 
 class StepContext(Protocol):

@@ -1,4 +1,4 @@
-"""One step's flattened batch: what the attention function needs to know beside q, k and v."""
+"""One step's flattened batch: what the attention function needs in addition to q, k and v."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ForwardBatch:
     query_starts: list[int]
     """S + 1 entries."""
     context_lens: list[int]
-    """S entries: tokens of the sequence that have KV once this step has written its own."""
+    """S entries: tokens of the sequence that have KV after this step has written its own."""
     block_tables: torch.Tensor
     """[S, max_blocks] int32, on CPU; rows padded with 0."""
     logits_rows: torch.Tensor
-    """[L] int64: rows of which logits are wanted."""
+    """[L] int64: rows that need logits."""
 
     @property
     def num_seqs(self) -> int:

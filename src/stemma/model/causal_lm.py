@@ -20,7 +20,7 @@ from stemma.native.library import Kernels
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """KV of one token in one layer, as the layers themselves showed it when the model was loaded."""
+    """KV of one token in one layer, as the layers passed it in the probe at load."""
 
     num_layers: int
     num_parts: int
@@ -41,16 +41,16 @@ class ModelInfo:
     """Tokens of prompt plus output."""
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float | int]
-    """temperature, top_k, top_p, min_p, repetition_penalty, as far as generation_config.json has them."""
+    """temperature, top_k, top_p, min_p and repetition_penalty, if generation_config.json has them."""
     fingerprint: str
-    """Names the weights (`model/fingerprint.py`)."""
+    """Identifies the weights (`model/fingerprint.py`)."""
     weight_bytes: int
     numeric_path: str = "torch"
     """Names the order of sums: machines on which it is equal compute the same bits."""
 
 
 class Decoder(Protocol):
-    """Computes logits; how depends on architecture and machine."""
+    """Computes logits. The implementation depends on architecture and machine."""
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab]."""

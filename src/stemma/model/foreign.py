@@ -1,4 +1,4 @@
-"""Code of others: of transformers, and of checkpoints. Whatever it raises becomes a ModelError."""
+"""Calls of foreign code, transformers' or a checkpoint's: any exception becomes a ModelError."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from stemma.errors import ModelError, StemmaError
 
 _MAX_MESSAGE = 600
-"""Characters of the other's message that are worth printing."""
+"""Maximum number of characters printed of the original message."""
 
 
 @contextmanager
 def foreign_code(doing: str, advice: str = "") -> Iterator[None]:
-    """Turn what transformers or a checkpoint's own code raises into a ModelError: `doing`: why; `advice`."""
+    """Turn an exception of foreign code into a ModelError with the text `doing`, the error and `advice`."""
     try:
         yield
     except (StemmaError, MemoryError):

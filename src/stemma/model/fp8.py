@@ -1,8 +1,8 @@
 """FP8 checkpoints (DeepSeek-V3's format and MXFP8) as plain weights: a weight times the scale of its block.
 
-transformers' own conversion takes the block size from the number of scales, which is wrong wherever a weight
-isn't a whole number of blocks (576 rows in blocks of 128). Here weights are multiplied out once, at load, on
-every device: right, and twice the file's bytes in memory.
+transformers' own conversion derives the block size from the number of scales, which is wrong if a weight
+isn't a whole number of blocks (576 rows in blocks of 128). Here weights are dequantized once, at load, on
+every device: correct, but twice the file's bytes in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ METHODS = ("fp8", "mxfp8")
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _WEIGHT_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
-"""For products in FP8; in plain numbers activations need none."""
+"""Scales of activations, for products in FP8; without them activations need no scale."""
 _E8M0_BIAS = 127
 
 
 def read_dequantized(path: Path, quantization: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return all weights of an FP8 checkpoint under their names, the FP8 ones multiplied out to `dtype`.
+    """Return all weights of an FP8 checkpoint by name, the FP8 ones dequantized to `dtype`.
 
     Raises ModelError naming the tensor whose scales are missing or don't fit.
     """
@@ -78,8 +78,8 @@ def _scale_of(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor])
 def _multiply(
     path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """FP8 [rows, columns] and its scales -> float32 [rows, columns]; the last blocks may be cut off."""
-    # uint8 holds the exponents of E8M0, of which torch's own dtype is `float8_e8m0fnu`.
+    """FP8 [rows, columns] and its scales -> float32 [rows, columns]; the last blocks may be partial."""
+    # uint8 holds the exponents of E8M0; torch's own dtype for it is `float8_e8m0fnu`.
     factor = (scale.float() - _E8M0_BIAS).exp2() if scale.dtype == torch.uint8 else scale.float()
     if factor.numel() == 1:
         return weight.float() * factor.reshape(())

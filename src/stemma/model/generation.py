@@ -21,7 +21,7 @@ _SAMPLING_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 
 def default_sampling(generation: dict[str, Any]) -> dict[str, float | int]:
-    """Return the checkpoint's sampling defaults; what no request may say is left out, and logged."""
+    """Return the checkpoint's sampling defaults; values invalid in a request are ignored and logged."""
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
     defaults: dict[str, float | int] = {}

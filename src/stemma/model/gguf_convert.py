@@ -1,7 +1,7 @@
 """Converts a Llama model in one GGUF file into a Hugging Face checkpoint directory.
 
-Reading and dequantizing is the `gguf` package's work. What is left is to rename tensors, to undo llama.cpp's
-row order of query and key weights, and to build config and tokenizer from the file's metadata.
+The `gguf` package reads and dequantizes. This module renames tensors, undoes llama.cpp's row order of query
+and key weights, and builds config and tokenizer from the file's metadata.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def convert(source: Path, target: Path) -> None:
 def _half_rotated(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Reorder the rows of a query or key weight [num_heads * dim, in].
 
-    llama.cpp stores pairs that rotate together side by side; transformers half a head apart.
+    llama.cpp stores rows that rotate together next to each other; transformers half a head apart.
     """
     pairs = weight.shape[0] // num_heads // 2
     by_pair = weight.reshape(num_heads, pairs, 2, *weight.shape[1:])

@@ -1,9 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2/V3 and its kin): the compressed latent is what is cached.
+"""Multi-head latent attention (DeepSeek-V2/V3 and similar): the compressed latent is cached.
 
 transformers' MLA layers project a token to one latent vector and one shared rotary key, and expand them to
 keys and values of all heads in `expand_kv`. `cache_latents` replaces that expansion by a no-op: attention
-then receives the latent itself, [latent ; rotary key], as a single head of key. What to do with it depends
-on the number of queries:
+then receives the latent itself, [latent ; rotary key], as a single key head. There are two ways to attend:
 
 - absorbed (DeepSeek-V2, arXiv:2405.04434, 2.1.2): fold the key expansion into the query and the value
   expansion into the output; attention is then multi-query attention over latents, and the context is never
@@ -28,8 +27,8 @@ class LatentProjection:
     def __init__(self, weight: torch.Tensor, *, nope_dim: int, rope_dim: int, value_dim: int) -> None:
         """Take `kv_b_proj.weight`, [H * (nope + value), rank].
 
-        The halves are kept a second time in the order that makes small products four to eight times faster on
-        CPU; that is less than one percent of such a model's weights.
+        A second copy of both halves is kept in the order that makes small products four to eight times
+        faster on CPU; it takes less than one percent of such a model's weights.
         """
         self.weight = weight.view(-1, nope_dim + value_dim, weight.shape[1])
         self._key_weight = self.weight[:, :nope_dim].transpose(1, 2).contiguous().transpose(1, 2)
@@ -71,7 +70,7 @@ def _keep_latent(
 
 
 def cache_latents(model: nn.Module) -> int:
-    """Make every MLA layer of `model` hand out latents; return how many there are."""
+    """Make every MLA layer of `model` pass latents to attention; return the number of such layers."""
     num_layers = 0
     modules: Iterable[Any] = model.modules()
     for module in modules:

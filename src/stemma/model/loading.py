@@ -1,9 +1,9 @@
 """From a checkpoint directory to a `CausalLM`, or to one clear error.
 
-What can't be served right is found here, not by a wrong answer later: the directory (directory.py), its
-architecture and weights (pretrained.py), by a probe of two tokens whether every layer really goes through our
-attention and keeps no other state than the KV it shows us, and by a self-check (selfcheck.py) whether the
-logits over paged KV are the model's own.
+What can't be served correctly is refused here, not found by a wrong answer later. The checks: the directory
+(directory.py); architecture and weights (pretrained.py); a probe of two tokens, which shows whether every
+layer goes through our attention and keeps no state other than its KV; and a self-check (selfcheck.py), which
+compares the logits over paged KV with the model's own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     device = resolve_device(settings.device)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    # Compiling takes five seconds, once a machine; hashing reads what loading reads. Both go on beside it.
+    # Compiling takes five seconds, once per machine; hashing reads the same files. Both run during the load.
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         hashing = beside.submit(model_fingerprint, path, remote_code=runs_remote_code(settings))
@@ -91,7 +91,7 @@ def _make_servable(
 
     def reporting(stage: str) -> Callable[[float], None]:
         def dropping_pages(share: float) -> None:
-            checkpoint.drop_pages()  # or memory would hold every weight twice, as read and as packed
+            checkpoint.drop_pages()  # else memory would hold every weight twice, as read and as packed
             report(stage, share)
 
         return dropping_pages
@@ -146,8 +146,8 @@ def _max_model_len(settings: ModelSettings, config: Any) -> int:
 def context_limit(config: Any) -> int | None:
     """Return the longest context in which a token's KV depends on nothing after it; None if unknown.
 
-    Some rotary embeddings (dynamic NTK, LongRoPE) turn all keys anew once the context outgrows the length of
-    their training. KV computed before is then wrong, in any cache; such models end at that length here.
+    Some rotary embeddings (dynamic NTK, LongRoPE) rotate all keys differently once the context exceeds the
+    training length. KV computed before is then wrong, in any cache; such models are limited to that length.
     """
     whole = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -161,7 +161,7 @@ def context_limit(config: Any) -> int | None:
 
 
 def _rope_parameters(rope: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Return the parameters of all rotary embeddings: one for all layers, or one a layer type."""
+    """Return the parameters of all rotary embeddings: one for all layers, or one per layer type."""
     per_type = [value for value in rope.values() if isinstance(value, dict)]
     return per_type or [rope]
 
@@ -180,10 +180,10 @@ def _make_decoder(
 
 
 def probe(hf_model: Any, *, last_position: int = 1) -> tuple[KVShape, list[AttentionCall]]:
-    """Return the KV that the layers of a model keep, and the calls that they hand to attention.
+    """Return the shape of the KV that the layers of a model keep, and their attention calls.
 
-    Two tokens run through it, at positions 0 and `last_position`. Raises UnsupportedModel if a layer
-    bypasses attention, hides state from it, or differs from the others, ModelError without that position.
+    Two tokens run through the model, at positions 0 and `last_position`. Raises UnsupportedModel if a layer
+    bypasses attention, keeps other state, or differs from the others; ModelError without that position.
     """
     config = hf_model.config.get_text_config()
     name = type(hf_model).__name__
@@ -220,7 +220,7 @@ def probe(hf_model: Any, *, last_position: int = 1) -> tuple[KVShape, list[Atten
 
 
 def _check_windows(name: str, config: Any, passed: list[int | None]) -> None:
-    """Refuse a model that would apply its sliding window by a mask we never see."""
+    """Refuse a model that applies its sliding window by a mask that isn't passed to us."""
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:

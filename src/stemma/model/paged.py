@@ -1,7 +1,7 @@
 """Attention over paged KV with torch alone: the path for CUDA and fp32, and the reference of every kernel.
 
-`AttentionStep` is built once a step: which sequences decode, which prefill, their gather indices and masks
-are the same in all layers (they differ only by sliding window), so they are made on first use and kept.
+`AttentionStep` is built once per step. Its groups of decodes and prefills, gather indices and masks are the
+same in all layers with the same sliding window, so they are built on first use and kept.
 
 - A layer first writes the new tokens' KV into their slots, then reads through block tables.
 - Decodes of similar context length are batched: groups double in length, so padding is at most one half.
@@ -22,7 +22,7 @@ from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 
 PACKED_QUERIES = 32
-"""Chunks up to this many queries pack heads; longer ones let torch repeat K and V, which then is cheap."""
+"""Chunks up to this many queries pack heads; for longer ones torch repeats K and V, which is then cheap."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class PrefillChunk:
     num_keys: int
     """Tokens to read from those blocks."""
     mask: torch.Tensor | None
-    """[queries, num_keys] bool; None if plain causal attention over the chunk itself is meant."""
+    """[queries, num_keys] bool; None: plain causal attention over the chunk itself."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class AttentionStep:
         caches: tuple[torch.Tensor, torch.Tensor],
         output: torch.Tensor,
     ) -> None:
-        """Attend to KV that is written already; fills the rows of `output` [T, H, Dv] that are covered."""
+        """Attend to KV that is written already; fill the covered rows of `output` [T, H, Dv]."""
         cache_k, cache_v = caches
         latent = call.latent
         plan = self._plan(call.sliding_window)
@@ -210,7 +210,7 @@ def _prefill(
     values: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [n, H, D] over k, v [C, Hk, D] -> [n, H, Dv]; without a mask n equals C and causal is meant."""
+    """q [n, H, D] over k, v [C, Hk, D] -> [n, H, Dv]; without a mask attention is causal and n equals C."""
     num_queries, num_heads = query.shape[:2]
     num_kv_heads = keys.shape[1]
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
@@ -235,7 +235,7 @@ def _attend_dense(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [B, H, n, D] over k, v [B, Hk, C, D] -> [B, H, n, Dv]; without a mask causal is meant.
+    """q [B, H, n, D] over k, v [B, Hk, C, D] -> [B, H, n, Dv]; without a mask attention is causal.
 
     `sinks` are [H, n or 1, 1].
     """

@@ -1,9 +1,9 @@
 """From a checkpoint directory to a transformers model that holds exactly the checkpoint's weights.
 
-transformers fills in what is missing and ignores what is too much; either would be served as wrong text. So
-every tensor of the file must find its place, unless transformers' own list for the architecture, or the
-config's count of layers for multi-token prediction, says that it has none. Code of others runs here, some of
-it from the checkpoint: whatever it raises becomes a ModelError.
+transformers initializes missing weights and ignores surplus ones; either would be served as wrong text. So
+every tensor of the file must have a place in the model. Exceptions are tensors on transformers' own ignore
+list for the architecture, and layers that the config counts for multi-token prediction. Foreign code runs
+here, some of it from the checkpoint: any exception of it becomes a ModelError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tenso
 from stemma.model.foreign import foreign_code
 
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called with what is going on and the share of it that is done, 0..1."""
+"""Called with the name of the current stage and the share of it that is done, 0..1."""
 
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
@@ -161,7 +161,7 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 
 def _check_method(settings: ModelSettings, quantization: dict[str, Any]) -> str | None:
-    """Return the quantization's name, None without one; raise ModelError if nothing here can read it."""
+    """Return the quantization's name, or None; raise ModelError if neither we nor transformers read it."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     if not quantization:
@@ -179,7 +179,7 @@ def _check_method(settings: ModelSettings, quantization: dict[str, Any]) -> str 
 
 
 def _dtype(settings: ModelSettings, config: Any, stored: list[StoredTensor]) -> torch.dtype:
-    """Return the dtype asked for, else the config's, else that of most bytes in the file."""
+    """Return the requested dtype, else the config's, else that of most bytes in the file."""
     if settings.dtype != "auto":
         return TORCH_DTYPES[settings.dtype]
     for source in (config, config.get_text_config()):
@@ -218,7 +218,7 @@ def _check_surplus(
     *,
     quantized: bool,
 ) -> None:
-    """Refuse a file that holds more than the model has a place for, or numbers that nobody scaled."""
+    """Refuse a file with tensors that the model has no place for, or with unscaled quantized weights."""
     config = model.config.get_text_config()
     unexpected = sorted(name for name in loaded["unexpected_keys"] if not _is_prediction(name, config))
     codes = [] if quantized else sorted(_unscaled_weights(model, stored))
@@ -249,7 +249,7 @@ def _is_prediction(name: str, config: Any) -> bool:
 
 
 def _unscaled_weights(model: Any, stored: Iterable[StoredTensor]) -> Iterator[str]:
-    """Return the names of weights that are integers or FP8: numbers that mean nothing without scales."""
+    """Return the names of integer or FP8 weights, which are meaningless without scales."""
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     for tensor in stored:
         is_code = tensor.dtype not in _STORED_DTYPES and tensor.dtype != "BOOL"
@@ -277,7 +277,7 @@ def _why_unexpected(names: list[str], config: Any) -> str:
 
 @contextmanager
 def _transformers_reports(report: Progress) -> Iterator[None]:
-    """Turn transformers' own progress bar into calls of `report`; its log of a load is said by our errors."""
+    """Turn transformers' progress bar into calls of `report`; silence its load log."""
     silent: Any = hf_logging.EmptyTqdm
 
     def hook(_factory: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -1,10 +1,10 @@
-"""The self-check at load: what this server computes is what the model itself computes.
+"""The self-check at load: this server must compute what the model itself computes.
 
-Whether an architecture counts positions itself, looks ahead, masks in a way that we never see, or brings a
-forward of its own that our fast path would skip can't be read off its class. So the model, as transformers
-runs it, computes a few tokens before anything is changed in it; and once it is ready to serve, the same
-tokens go through paged KV in two chunks. Architectures on `TESTED` are held against transformers by our tests
-and skip the comparison. For all of them, weights and logits must be finite.
+A class doesn't show whether an architecture counts positions itself, looks ahead, applies a mask that isn't
+passed to us, or has its own forward that our fast path would skip. So transformers runs the unchanged model
+on a few tokens; once the model is ready to serve, the same tokens run over paged KV in two chunks, and the
+logits are compared. Architectures on `TESTED` are compared with transformers by our tests and skip this. For
+all architectures, weights and logits must be finite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TESTED = frozenset(
         "Qwen3MoeForCausalLM",
     }
 )
-"""Held against plain transformers in tests/model, logits of every path."""
+"""Architectures whose logits tests/model compares with plain transformers, on every path."""
 
 _BLOCK_SIZE = 8
 _CHUNKS = (7, 6)
@@ -43,15 +43,15 @@ _CHUNKS = (7, 6)
 _NUM_TOKENS = sum(_CHUNKS)
 _REPORT_BYTES = 1 << 28
 _LIMITS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
-"""Largest error of a chunk's median token, as a share of its logits' spread.
+"""Maximum error of a chunk's median token, as a share of its logits' spread.
 
-Of 75 classes with random weights, served rightly: at most 1e-6 in float32; in bfloat16 0.03 with 2 layers,
-0.02 to 0.08 with 24 and 48, 0.15 for the wildest mixture of experts. Wrong ones: 0.46 and more."""
+Measured on 75 classes with random weights. Served correctly: at most 1e-6 in float32; in bfloat16 0.03 with 2
+layers, 0.02 to 0.08 with 24 and 48, 0.15 for the worst mixture of experts. Served wrongly: 0.46 and more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the model itself says about the tokens of the check."""
+    """The model's own logits of the check's tokens."""
 
     token_ids: torch.Tensor
     """[T] int64, on CPU."""
@@ -60,14 +60,14 @@ class Reference:
 
 
 def needs_check(hf_model: Any) -> bool:
-    """Whether a model's answers are to be compared: all but plain models of the tested classes."""
+    """Whether a model's logits must be compared: all but plain models of the tested classes."""
     model_class = type(hf_model)
     is_known = model_class.__name__ in TESTED and model_class.__module__.startswith("transformers.models.")
     return not is_known or getattr(hf_model, "hf_quantizer", None) is not None
 
 
 def check_weights(hf_model: nn.Module, progress: Callable[[float], None]) -> None:
-    """Raise ModelError naming the first weight that isn't all finite numbers."""
+    """Raise ModelError naming the first weight with NaN or infinite values."""
     parameters = list(hf_model.named_parameters())
     unreported_bytes = 0
     for number, (name, parameter) in enumerate(parameters):
@@ -75,8 +75,8 @@ def check_weights(hf_model: nn.Module, progress: Callable[[float], None]) -> Non
         if unreported_bytes > _REPORT_BYTES:
             progress(number / len(parameters))
             unreported_bytes = 0
-        # A sum reads memory as fast as it goes (torch's isfinite: a fortieth of that), and NaN and infinity
-        # show in it; so may an overflow, which the slow look then clears.
+        # A sum reads at memory speed (torch's isfinite: a fortieth of that), and NaN and infinity show in it.
+        # So may an overflow, which the slow check then rules out.
         if parameter.is_floating_point() and not torch.isfinite(parameter.sum()):
             bad = int((~torch.isfinite(parameter)).sum())
             if bad:
@@ -89,13 +89,13 @@ def check_weights(hf_model: nn.Module, progress: Callable[[float], None]) -> Non
 
 @torch.inference_mode()
 def take_reference(hf_model: Any) -> Reference:
-    """Run the check's tokens through the model as transformers does; it must not be changed yet.
+    """Run the check's tokens through the unchanged model, as transformers does.
 
     Raises UnsupportedModel if it doesn't run on token ids alone, or if a token's logits depend on later ones.
     """
     name = type(hf_model).__name__
     vocab_size = int(hf_model.config.get_text_config().vocab_size)
-    # Two prompts, equal in the first chunk: whatever differs there has looked ahead.
+    # Two prompts, equal in the first chunk: if logits differ there, the model looked ahead.
     tokens = _prompt(hf_model.config, vocab_size)
     other = torch.cat((tokens[: _CHUNKS[0]], tokens[_CHUNKS[0] :].flip(0)))
     both = torch.stack((tokens, other)).to(hf_model.device)
@@ -149,7 +149,7 @@ def check_served(model: CausalLM, reference: Reference | None) -> None:
 
 
 def _prompt(config: Any, vocab_size: int) -> torch.Tensor:
-    """Return token ids all over the vocabulary, without those that some models treat apart."""
+    """Return token ids from the whole vocabulary, without special ones that some models treat differently."""
     special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
     ids = [number * 7919 % vocab_size for number in range(1, 20 * _NUM_TOKENS)]
     plain = [token_id for token_id in dict.fromkeys(ids) if token_id not in special and token_id > 3]

@@ -1,9 +1,9 @@
-"""Decodes whose block tables begin alike: the KV of what they share is read once a step for all of them.
+"""Decodes whose block tables share leading blocks: their shared KV is read once per step for all of them.
 
 (Cascade attention; Hydragen, arXiv:2402.05099.) A group's queries are stacked and attend to the shared keys
 in one pass, each sequence attends to its own keys in another, and the results are joined by log-weights.
-Groups are found from the tables alone. Here a sequence is in one group at most: where prefixes branch, the
-level that saves most is taken; the CPU kernels (`native/plan.h`) follow the tree.
+Groups are computed from the block tables alone. A sequence is in one group at most: if prefixes branch, the
+level that saves most is used. (The CPU kernels, `native/plan.h`, follow the whole tree.)
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from stemma.model.batch import ForwardBatch
 
 MAX_GROUPS = 8
-"""Of a step; further ones save least and are left alone."""
+"""Maximum number of groups per step; further ones save least and are ignored."""
 MIN_SAVED_KEYS = 1024
-"""Keys of one KV head that a group need not read again; fewer don't pay for a second pass. A guess: not
+"""Minimum number of keys per KV head that a group saves; fewer don't pay for a second pass. A guess: not
 measured on a GPU."""
 
 
@@ -33,14 +33,14 @@ class PrefixGroup:
 
     @property
     def num_saved_blocks(self) -> int:
-        """Blocks that are read once instead of again and again."""
+        """Number of block reads that the group saves."""
         return (len(self.members) - 1) * self.num_blocks
 
 
 def find_groups(batch: ForwardBatch, block_size: int) -> list[PrefixGroup]:
     """Return up to MAX_GROUPS groups of decodes (sequences with one query) that are worth it.
 
-    A shared block lies wholly before the queries of all members.
+    A shared block is wholly before the queries of all members.
     """
     starts, lens = batch.query_starts, batch.context_lens
     num_full = {
@@ -62,7 +62,7 @@ def find_groups(batch: ForwardBatch, block_size: int) -> list[PrefixGroup]:
 def _best(
     seqs: list[int], depth: int, tables: npt.NDArray[np.int32], num_full: dict[int, int]
 ) -> list[PrefixGroup]:
-    """Group sequences that agree on all blocks before `depth`, so that most is saved."""
+    """Group sequences that agree on all blocks before `depth` so that the most reads are saved."""
     branches: dict[int, list[int]] = {}
     for seq in seqs:
         if num_full[seq] > depth:
@@ -87,17 +87,17 @@ class SharedTensors:
     """Groups as the kernels read them: S sequences, M members in all, G groups; int32 on the device."""
 
     first_keys: torch.Tensor
-    """[S]: keys that the pass over the group reads for the sequence; it goes on from there itself."""
+    """[S]: keys that the pass over the group reads for the sequence; its own pass starts after them."""
     member_of: torch.Tensor
     """[S]: its place in `members`, -1 for none."""
     members: torch.Tensor
-    """[M + 1]: numbers of sequences, group after group; the last entry only pads."""
+    """[M + 1]: numbers of sequences, group after group; the last entry is padding."""
     member_starts: torch.Tensor
     """[G + 1]; a group may be empty."""
     num_keys: torch.Tensor
     """[G]: keys that the members share."""
     max_members: int
-    """No group has more."""
+    """Maximum number of members of a group."""
     num_groups: int
     """G."""
 
@@ -105,7 +105,7 @@ class SharedTensors:
     def of(
         cls, groups: Sequence[PrefixGroup], num_seqs: int, block_size: int, device: torch.device
     ) -> SharedTensors:
-        """Copy groups to the device, without waiting for it."""
+        """Copy groups to the device asynchronously."""
         host = SharedArrays(num_seqs, max(1, len(groups)))
         host.fill(groups, block_size)
         packed = torch.from_numpy(host.packed).to(device, non_blocking=True)
@@ -113,7 +113,7 @@ class SharedTensors:
 
 
 class SharedArrays:
-    """The same on the host, packed so that one copy moves it."""
+    """The same on the host, packed so that one copy transfers it."""
 
     def __init__(self, num_seqs: int, num_groups: int) -> None:
         self._num_groups = num_groups
@@ -122,7 +122,7 @@ class SharedArrays:
         self.packed: npt.NDArray[np.int32] = np.zeros(sum(sizes), dtype=np.int32)
 
     def fill(self, groups: Sequence[PrefixGroup], block_size: int) -> None:
-        """Write groups down; those that are missing are empty."""
+        """Write the groups; missing ones are empty."""
         first_keys, member_of, members, member_starts, num_keys = np.split(self.packed, self._ends[:-1])
         self.packed[:] = 0
         member_of[:] = -1
@@ -137,7 +137,7 @@ class SharedArrays:
         member_starts[len(groups) + 1 :] = end
 
     def tensors(self, packed: torch.Tensor, max_members: int) -> SharedTensors:
-        """Return the parts of a tensor that is laid out as `packed`; no group has more than `max_members`."""
+        """Return the parts of a tensor with the layout of `packed`; no group has more than `max_members`."""
         begins = [0, *self._ends[:-1]]
         first_keys, member_of, members, member_starts, num_keys = (
             packed[begin:end] for begin, end in zip(begins, self._ends, strict=True)

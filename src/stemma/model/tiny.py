@@ -101,7 +101,7 @@ def save_checkpoint(
 def write_tiny_model(path: Path, *, seed: int = 0, hidden_size: int = 192, num_layers: int = 4) -> Path:
     """Write a Qwen2 checkpoint (float32, some 7 MB, context 8192) into `path` and return `path`.
 
-    Tokens that are no printable text get an all-zero output row: they never win, so the text stays readable.
+    Tokens that aren't printable text get an all-zero output row and are never chosen: text stays readable.
     """
     tokenizer = build_tokenizer()
     config = Qwen2Config(

@@ -44,7 +44,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence where the checkpoint's configs name none; maybe none here either."""
+        """Ids that end a sequence if the checkpoint's configs name none; may be empty."""
         return () if self.eos_token_id is None else (self.eos_token_id,)
 
     @cached_property
@@ -65,7 +65,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's text; None without one. Of several by name, that for tools, else the default."""
+        """The template's text; None without one. Of several: the one for tools, else the default."""
         template = self._hf.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default")
@@ -133,7 +133,7 @@ class Tokenizer:
             )
         except MemoryError:
             raise
-        except Exception as error:  # a template is a program of the checkpoint's: anything may come out of it
+        except Exception as error:  # a template is a program from the checkpoint and may raise anything
             named = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise InvalidRequest(
                 f"the chat template refuses these messages: {named[:_MAX_REASON_CHARS]}", param="messages"

@@ -1,8 +1,8 @@
-"""Why the first token of a prompt that wasn't served from cache wasn't.
+"""Explains why the first token of a prompt that wasn't served from cache missed.
 
-Peers' users ask for this most ("0 % hit, and no word why"). The answer is a reason that programs can count
-and a sentence that people can read. It needs three facts: how far the prompt matched, what the cache knows
-to follow at that point, and whether the missing block is a *ghost*: a block that was here and was evicted.
+Users of other servers often ask for this ("0 % hit, and no reason given"). The answer is a reason that
+programs can count and a sentence that people can read. It needs three facts: how far the prompt matched,
+what follows at that point in the cache, and whether the missing block is a *ghost*, a block that was evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stemma.types import BlockKey, TokenArray
 
 
 class MissReason(StrEnum):
-    """Machine-readable reasons, most telling first."""
+    """Machine-readable reasons, most specific first."""
 
     DISABLED = "disabled"
     """The prefix cache is off."""
@@ -61,7 +61,7 @@ class Ghosts:
     """The last `capacity` blocks that left the index, by key; the oldest are dropped first.
 
     Keyed by the first 8 bytes of the block key: a collision could only give a wrong explanation. About 250
-    bytes an entry.
+    bytes per entry.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -106,7 +106,7 @@ class Ghosts:
 
 @dataclass(frozen=True, slots=True)
 class MissFacts:
-    """What is known where the match ended."""
+    """What is known about the point where the match ended."""
 
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -1,10 +1,10 @@
 """HashIndex: a table of chained SHA-256 keys, after vLLM's automatic prefix caching.
 
 Full blocks are found by their key, which names the block and everything before it, so no tree is walked:
-one hash and one look-up a block. vLLM stops there; to reuse *part* of a block, and to know which blocks are
-leaves, this index also remembers the children of each block. The children are sorted by their tokens, as
-big-endian bytes, for then the child that shares the longest run of tokens with a prompt is next to where
-the prompt itself would be: one bisection.
+one hash and one lookup per block. vLLM stops there. To reuse *part* of a block, and to know which blocks are
+leaves, this index also stores the children of each block. They are sorted by their tokens, as big-endian
+bytes: the child that shares the longest run of tokens with a prompt is then adjacent to the prompt's own
+position, found by one bisection.
 
 Among the children of a block, a partial one is never a prefix of another: the longer supersedes it.
 """
@@ -28,7 +28,7 @@ from stemma.types import BlockIds, BlockKey, TokenArray
 
 
 class _Contents:
-    """What each block holds and what it hangs on, by id. Rows of ids that aren't in the index are stale."""
+    """Tokens and parent of each block, by id. Rows of ids that aren't in the index are stale."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -252,7 +252,7 @@ class HashIndex(LedgerIndex):
                 raise IntegrityError("children are out of order, or one supersedes another")
 
     def _look_up(self, key: bytes, tokens: TokenArray) -> list[int]:
-        """Return the ids of the leading full blocks that are in the table. One SHA-256 a block."""
+        """Return the ids of the leading full blocks that are in the table. One SHA-256 per block."""
         data = np.ascontiguousarray(tokens, dtype="<i4").data.cast("B")
         stride = 4 * self.block_size
         get = self._table.get
@@ -313,7 +313,7 @@ class HashIndex(LedgerIndex):
         self._spare_roots.append(root)
 
     def _link(self, parent: int, tokens: TokenArray, block_ids: BlockIds, keys: list[BlockKey]) -> None:
-        """Hang a chain of new blocks below `parent`; `keys` are those of its full blocks."""
+        """Attach a chain of new blocks below `parent`; `keys` are those of its full blocks."""
         contents, ids = self._contents, block_ids.tolist()
         contents.reserve(max(ids) + 1)
         contents.parents[block_ids] = [parent, *ids[:-1]]

@@ -1,17 +1,17 @@
 """The contract of a prefix index: which leading blocks of a token sequence have KV, and under which id.
 
-An index holds *blocks* of `block_size` tokens. A block id is the caller's business (a slot in a tier); the
-index knows only that a chain of ids carries the KV of a chain of tokens. The last block of a chain may be
+An index holds *blocks* of `block_size` tokens. A block id is chosen by the caller (a slot in a tier); the
+index knows only that a chain of ids holds the KV of a chain of tokens. The last block of a chain may be
 *partial* (fewer tokens than `block_size`); a fuller block that starts with the same tokens supersedes it.
 
 Rules that every implementation keeps, and that `check()` proves:
 
 * Prefix-closed: a block is present only if all blocks before it are.
 * Leaves first: `evict` takes a block only after all its descendants.
-* A pinned block is never evicted. Pins are taken on chains from the root, so no pinned block hangs below
-  an unpinned one. Only full blocks can be pinned: a request that reuses part of a block copies it.
+* A pinned block is never evicted. Pins are taken on chains from the root, so no pinned block is below an
+  unpinned one. Only full blocks can be pinned: a request that reuses part of a block copies it.
 * `match` changes nothing: no split, no recency, no counters.
-* A policy that raises, at whatever call, breaks nothing of this: the call succeeds, and LRU takes over.
+* A policy that raises, in any call, breaks none of these rules: the call succeeds, and LRU takes over.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Inserted:
     """What `insert` did with each block offered to it."""
 
     canonical: BlockIds
-    """Same length as the blocks offered: the id under which the index now holds each of them. Where it
-    differs from the id offered, that block was a duplicate and stays the caller's."""
+    """Same length as the blocks offered: the id under which the index now holds each of them. If it
+    differs from the id offered, that block was a duplicate and still belongs to the caller."""
     added: BlockIds
     """Offered ids that entered the index by this call; the index owns a reference to each."""
     dropped: BlockIds
@@ -102,11 +102,11 @@ class PrefixIndex(ABC):
 
     @abstractmethod
     def unpin(self, block_ids: BlockIds) -> None:
-        """Take back one `pin` of each block. Raises ValueError if a block isn't pinned."""
+        """Undo one `pin` of each block. Raises ValueError if a block isn't pinned."""
 
     @abstractmethod
     def evict(self, num_blocks: int, now: float) -> BlockIds:
-        """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+        """Evict up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` before; empty if none did. Read-only.
@@ -138,9 +138,9 @@ class PrefixIndex(ABC):
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Blocks in the index, pinned ones included."""
+        """Number of blocks in the index, pinned ones included."""
 
     @property
     @abstractmethod
     def num_evictable(self) -> int:
-        """Blocks that a large enough `evict` would drop now: those that aren't pinned. O(1)."""
+        """Number of blocks that a large enough `evict` would evict now: those that aren't pinned. O(1)."""

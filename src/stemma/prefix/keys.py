@@ -35,7 +35,7 @@ DEFAULT_NAMESPACE = Namespace()
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """What all keys of one engine have in common; two engines share KV exactly if these are equal."""
+    """What all keys of one engine have in common; two engines share KV if and only if these are equal."""
 
     model_fingerprint: str
     kv_layout: str
@@ -64,7 +64,7 @@ class KeySpace:
 def chain_keys(parent: BlockKey, tokens: TokenArray, block_size: int) -> list[BlockKey]:
     """Return the keys of all *full* blocks of `tokens`, which follow the block named `parent`.
 
-    `tokens` must start at a block boundary. Costs one SHA-256 of ``32 + 4 * block_size`` bytes a block.
+    `tokens` must start at a block boundary. Costs one SHA-256 of ``32 + 4 * block_size`` bytes per block.
     """
     data = memoryview(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
     stride = 4 * block_size

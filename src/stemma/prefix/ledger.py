@@ -1,4 +1,4 @@
-"""What an index notes of each block by its id, apart from where it hangs: presence, kind, pins.
+"""What an index records for each block id apart from its place in the structure: presence, kind, pins.
 
 Ids are small, dense ints, so these are plain arrays that grow on demand. The structure of a tree may change
 (split, merge, trim) without touching them, and pinning a chain of thousands of blocks is a few array
@@ -52,16 +52,16 @@ class BlockLedger:
             raise ValueError(f"block {present[0]} is already in the index elsewhere")
 
     def add(self, block_ids: BlockIds) -> None:
-        """Enter full blocks that `require_new` let pass."""
+        """Enter full blocks that `require_new` accepted."""
         self.states[block_ids] = FULL
         self.num_blocks += len(block_ids)
 
     def set_partial(self, block_id: int, partial: bool) -> None:
-        """Note whether a block that is present is partial."""
+        """Set whether a present block is partial."""
         self.states[block_id] = PARTIAL if partial else FULL
 
     def remove(self, block_ids: BlockIds | list[int]) -> None:
-        """Take out blocks that are present and unpinned."""
+        """Remove blocks that are present and unpinned."""
         self.states[block_ids] = ABSENT
         self.num_blocks -= len(block_ids)
 
@@ -86,7 +86,7 @@ class BlockLedger:
         return fresh
 
     def unpin(self, block_ids: BlockIds) -> list[int]:
-        """Take back one pin of each (distinct) block; return those that have none left."""
+        """Remove one pin of each (distinct) block; return those that have none left."""
         self.states_of(block_ids)
         if not self.pins[block_ids].all():
             raise ValueError("a block isn't pinned")
@@ -119,10 +119,9 @@ class BlockLedger:
 
 
 class LedgerIndex(PrefixIndex):
-    """What the indexes share: pins, uses, counts and the policy, by block id. A subclass owns the structure.
+    """Base of the indexes: pins, uses, counts and the policy, by block id. A subclass owns the structure.
 
-    `_tails` holds the blocks without descendants; those of them that nobody pins are what the policy is
-    offered.
+    `_tails` holds the blocks without descendants; the unpinned ones are offered to the policy.
     """
 
     _tails: Container[int]
@@ -161,7 +160,7 @@ class LedgerIndex(PrefixIndex):
                 self._policy_failed(error)
 
     def unpin(self, block_ids: BlockIds) -> None:
-        """Take back one `pin` of each block. Raises ValueError if a block isn't pinned."""
+        """Undo one `pin` of each block. Raises ValueError if a block isn't pinned."""
         if len(block_ids):
             unpinned = self._ledger.unpin(block_ids)
             try:
@@ -172,7 +171,7 @@ class LedgerIndex(PrefixIndex):
                 self._policy_failed(error)
 
     def evict(self, num_blocks: int, now: float) -> BlockIds:
-        """Drop up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
+        """Evict up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
         evicted: list[int] = []
         while True:
             try:
@@ -187,9 +186,9 @@ class LedgerIndex(PrefixIndex):
 
     @abstractmethod
     def _evict(self, num_blocks: int, now: float, evicted: list[int]) -> None:
-        """Take blocks out of the structure and add them to `evicted` until it holds `num_blocks`.
+        """Remove blocks from the structure and add them to `evicted` until it holds `num_blocks`.
 
-        The structure is whole, and has lost exactly what is in `evicted`, also if the policy raises.
+        Even if the policy raises, the structure is consistent and lacks exactly the blocks in `evicted`.
         """
 
     def _tell_policy(
@@ -207,7 +206,7 @@ class LedgerIndex(PrefixIndex):
             self._policy_failed(error)
 
     def _policy_failed(self, error: Exception) -> None:
-        """Go on with LRU; the structure is whole. Raises `error` if LRU was in use already."""
+        """Continue with LRU; the structure is consistent. Raises `error` if LRU was in use already."""
         blocks: list[int] = []
         tails: list[int] = []
         for _, _, chain in self.walk():
@@ -242,12 +241,12 @@ class LedgerIndex(PrefixIndex):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the index, pinned ones included."""
+        """Number of blocks in the index, pinned ones included."""
         return self._ledger.num_blocks
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that a large enough `evict` would drop now. O(1)."""
+        """Number of blocks that a large enough `evict` would evict now. O(1)."""
         return self._ledger.num_blocks - self._ledger.num_pinned
 
     def _require_lengths(self, num_tokens: int, block_ids: BlockIds, traits: BlockTraits) -> None:

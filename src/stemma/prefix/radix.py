@@ -1,16 +1,16 @@
 """RadixIndex: a radix tree over tokens, after SGLang's RadixAttention (arXiv 2312.07104).
 
-An edge holds a run of tokens and the ids of the blocks that lie in it; we store an edge in the node below
-it. Prompts may part anywhere, so an edge may start and end in the middle of a block:
+An edge holds a run of tokens and the ids of the blocks in it; an edge is stored in the node below it. Prompts
+may diverge anywhere, so an edge may start and end in the middle of a block:
 
 * A block belongs to the node that holds its *last* token. Block `i` of a chain is thus
   ``node.blocks[i - node.start // block_size]``.
-* Where prompts part inside a block, each of them has a block of its own (the caller copied the head), and
-  the node above the parting owns none for that block. A match that ends there is served by the block of any
-  descendant: all of them hold the same head.
+* If prompts diverge inside a block, each of them has its own block (the caller copied the head), and the node
+  above the branch owns none for it. A match that ends there is served by the block of any descendant: all of
+  them hold the same head.
 * A leaf may end in a partial block; an inner node never does, since a longer insert supersedes it.
-* An inner node has two children or more (the root may have fewer): a chain without branches is one node,
-  however it grew and whatever was evicted.
+* An inner node has at least two children (the root may have fewer): a chain without branches is one node,
+  regardless of how it grew and what was evicted.
 
 Tokens and block ids of a node are growable int arrays, so a chain that grows block by block costs
 amortised O(new tokens) of copying.
@@ -48,7 +48,7 @@ class _Node:
         self.blocks = blocks
         self.children: dict[int, _Node] = {}
         self.recent: _Node | None = None
-        """The child that was inserted along most recently."""
+        """The child on the most recently inserted path."""
 
     def next_child(self) -> _Node | None:
         """Return the child used last (or any, if that one is gone); None for a leaf."""
@@ -116,7 +116,7 @@ class RadixIndex(LedgerIndex):
 
         first = num_present // self.block_size
         offered = block_ids[first:]
-        # A leaf that ends exactly here, in a partial block: that block is superseded, or it has grown.
+        # If a leaf ends exactly here in a partial block, that block is superseded or has grown.
         partial = -1
         if num_present % self.block_size and self._ends_in_leaf(path, num_present):
             partial = int(present[-1])
@@ -157,7 +157,7 @@ class RadixIndex(LedgerIndex):
                 self._trim(leaf)
 
     def _trim(self, leaf: _Node) -> None:
-        """Bring a leaf, and the tree around it, in line with the blocks that it has left."""
+        """Shorten a leaf, and adjust the tree around it, to the blocks that it has left."""
         if not leaf.blocks:
             self._remove(leaf)
             return
@@ -170,7 +170,7 @@ class RadixIndex(LedgerIndex):
     ) -> int | None:
         """Evict blocks from the end of `leaf` while the policy names them; return the victim after them.
 
-        This is the hot loop of eviction: the tree is brought up to date once for all these blocks.
+        This is the hot loop of eviction: the tree is updated once for all these blocks.
         """
         policy, pins, blocks = self._policy, self._ledger.pins, leaf.blocks
         while True:
@@ -190,7 +190,7 @@ class RadixIndex(LedgerIndex):
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` before; empty if `tokens` aren't cached.
 
-        Where several sequences go on from there, the one inserted last is followed. Read-only.
+        If several sequences continue from there, the one inserted last is followed. Read-only.
         """
         path, num_tokens = self._walk(self._roots.get(namespace), tokens)
         found = array("i")
@@ -321,9 +321,9 @@ class RadixIndex(LedgerIndex):
         return bool(path) and not path[-1].children and num_tokens == path[-1].start + len(path[-1].tokens)
 
     def _attach(self, node: _Node, tokens: TokenArray, start: int, block_ids: BlockIds) -> int:
-        """Hang ``tokens[start:]`` and their blocks below token `start` of the chain that ends in `node`.
+        """Attach ``tokens[start:]`` and their blocks below token `start` of the chain that ends in `node`.
 
-        Returns the block that is no candidate any more because it has a descendant now, or -1.
+        Returns the block that is no longer a candidate because it now has a descendant, or -1.
         """
         covered = -1
         rest, blocks = _int_array(tokens[start:]), _int_array(block_ids)
@@ -368,7 +368,7 @@ class RadixIndex(LedgerIndex):
         return upper
 
     def _remove(self, leaf: _Node) -> None:
-        """Take out a leaf that has no block left; join its parent with an only child."""
+        """Remove a leaf that has no block left; join its parent with an only child."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
@@ -414,8 +414,8 @@ def _int_array(values: TokenArray | BlockIds) -> array[int]:
 def _common_length(edge: array[int], tokens: TokenArray, offset: int) -> int:
     """Return how many tokens `edge` and ``tokens[offset:]`` share from their start; the first is known to.
 
-    Short edges mostly match as a whole, which comparing bytes tells at once. Otherwise we compare runs of
-    growing length, so the cost is that of the common part, not of the whole edge.
+    Short edges mostly match as a whole, so their bytes are compared first. Otherwise runs of growing length
+    are compared, so the cost is proportional to the common part, not to the whole edge.
     """
     length = len(edge)
     if length <= _SHORT_EDGE and tokens[offset : offset + length].tobytes() == edge.tobytes():

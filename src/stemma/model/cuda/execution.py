@@ -1,6 +1,6 @@
 """How a model runs on CUDA: its own modules, Triton kernels for attention, graphs for decode.
 
-Without Triton (it comes with CUDA builds of torch on Linux) attention goes through torch, slower but right.
+Without Triton (part of CUDA builds of torch on Linux) attention runs through torch: slower but correct.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TritonDecoder:
         return self._modules.run(batch, step)
 
     def decode_step(self, tensors: StepTensors, kv: DeviceKV) -> Any:
-        """Return the context of a step that holds nothing but decodes."""
+        """Return the context of a decode-only step."""
         return self._step_type(tensors, kv, batch=None, num_multiprocessors=self._num_multiprocessors)
 
 

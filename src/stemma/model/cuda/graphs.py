@@ -1,16 +1,16 @@
-"""Decode steps recorded as CUDA graphs: one launch instead of some hundred a step.
+"""Decode steps recorded as CUDA graphs: one launch instead of about a hundred per step.
 
-A step of decodes alone is the same sequence of kernels whatever the lengths, as long as the number of
-sequences is the same. So numbers are rounded up to a bucket, inputs are copied into tensors that stay where
-they are, rows that only pad write no KV and see no context, and the step of a bucket is recorded when it
-first comes: it runs once as usual, which is its answer and warms up what must not happen while recording
-(compilers, allocations, plans), and is then recorded without running. All other steps run as usual.
+A decode-only step is the same sequence of kernels for any lengths, as long as the number of sequences is the
+same. So this number is rounded up to a bucket, and inputs are copied into tensors at fixed addresses. Padding
+rows write no KV and see no context. The step of a bucket is recorded on its first use: it first runs as
+usual, which gives its result and completes what must not happen while recording (compilation, allocations,
+plans), and is then recorded without running. All other steps run as usual.
 
-Steps whose sequences share prefixes have recordings of their own, made for any groups of up to all sequences:
-which there are is read from tensors, and work for groups that aren't there ends at once.
+Steps whose sequences share prefixes have their own recordings, valid for any grouping: the kernels read the
+groups from tensors, and work for absent groups ends at once.
 
-Whatever can't be recorded (a model that branches on values, as loops over routed experts do) is noticed at
-the first try; graphs are then off for good, and the log says so.
+A step that can't be recorded (a model that branches on values, as loops over routed experts do) fails at the
+first try; graphs are then disabled, with a warning in the log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stemma.model.shared_prefix import MAX_GROUPS, PrefixGroup, SharedArrays, fi
 logger = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of sequences that are recorded; fewer than half of the rows ever pad."""
+"""Numbers of sequences that are recorded; padding is always less than half of the rows."""
 
 RunStep: TypeAlias = Callable[[ForwardBatch, StepContext], torch.Tensor]
 """Batch and context -> logits [L, vocab]."""
@@ -43,14 +43,14 @@ class GraphRecorder(Protocol):
     """Records device work."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Record the work of `run` without doing it; return what does it again, into the same tensor.
+        """Record the work of `run` without executing it; return a function that replays it into one tensor.
 
         Raises RuntimeError if it can't be recorded.
         """
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs that share one pool of memory, since only one of them runs at a time."""
+    """Records CUDA graphs. They share one memory pool, since only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -58,7 +58,7 @@ class CudaGraphRecorder:
     def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See `GraphRecorder`."""
         graph = torch.cuda.CUDAGraph()
-        # Threads that load blocks from lower tiers use CUDA meanwhile: only this thread is restricted.
+        # Other threads may use CUDA to load blocks from lower tiers, so only this thread is restricted.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         self._pool = graph.pool()
@@ -71,7 +71,7 @@ class CudaGraphRecorder:
 
 
 class DecodeInputs:
-    """Tensors of a fixed place that hold the inputs of decode steps of up to `max_seqs` sequences."""
+    """Tensors at fixed addresses with the inputs of decode steps of up to `max_seqs` sequences."""
 
     def __init__(self, max_seqs: int, max_blocks: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -91,9 +91,9 @@ class DecodeInputs:
     def fill(
         self, batch: ForwardBatch, num_rows: int, groups: Sequence[PrefixGroup] = (), block_size: int = 1
     ) -> None:
-        """Copy the decodes of `batch`, and make the rows from there up to `num_rows` padding.
+        """Copy the decodes of `batch`, and fill the rows after them up to `num_rows` with padding.
 
-        `groups`: prefixes that they share, for steps that read them.
+        `groups`: prefixes that they share, for steps that use them.
         """
         num_seqs = batch.num_seqs
         if groups:
@@ -125,7 +125,7 @@ class DecodeInputs:
         )
 
     def batch(self, num_rows: int) -> ForwardBatch:
-        """Return the first rows as the modules read them; lengths and tables are `tensors`' affair."""
+        """Return the first rows as the modules read them; lengths and tables come from `tensors`."""
         return ForwardBatch(
             token_ids=self._token_ids[:num_rows],
             positions=self._positions[:num_rows],
@@ -138,7 +138,7 @@ class DecodeInputs:
 
 
 class GraphDecoder:
-    """Replays recorded steps where they fit, and leaves all others to another decoder.
+    """Replays recorded steps where they fit, and passes all others to another decoder.
 
     The logits that `forward` returns may be overwritten by the next call.
     """
@@ -146,7 +146,7 @@ class GraphDecoder:
     def __init__(
         self, eager: Decoder, run: RunStep, make_step: MakeStep, recorder: GraphRecorder, *, max_context: int
     ) -> None:
-        """`max_context`: the most tokens of a sequence, which sizes the block tables."""
+        """`max_context`: maximum tokens of a sequence, which sizes the block tables."""
         self._eager = eager
         self._run = run
         self._make_step = make_step
@@ -189,7 +189,7 @@ class GraphDecoder:
         return BUCKETS[bisect_left(BUCKETS, num_seqs)]
 
     def _inputs_for(self, kv: DeviceKV) -> DecodeInputs:
-        """Return the inputs; graphs hold addresses of `kv`, so another one starts afresh."""
+        """Return the inputs. Graphs hold addresses of `kv`, so another `kv` drops them."""
         if self._inputs is None or self._kv is not kv:
             max_blocks = -(-self._max_context // kv.layout.block_size)
             self._kv, self._inputs = kv, DecodeInputs(BUCKETS[-1], max_blocks, kv.device)

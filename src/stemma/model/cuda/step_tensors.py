@@ -1,7 +1,7 @@
-"""What attention kernels on a device read of a batch beside q, k and v: all of it on the device.
+"""Inputs of the attention kernels on a device in addition to q, k and v, all in device memory.
 
-Kernels see lengths and tables only through these tensors. So a recorded step serves other lengths once the
-tensors are filled anew.
+Kernels see lengths and tables only through these tensors. So a recorded step serves other lengths after the
+tensors are refilled.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from stemma.model.shared_prefix import SharedTensors
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What the kernels read of a batch of T tokens in S sequences, on the device."""
+    """Inputs of the kernels for a batch of T tokens in S sequences, on the device."""
 
     slots: torch.Tensor
     """[T] int64; negative: nothing is written for the token."""
     query_starts: torch.Tensor
     """[S + 1] int32."""
     context_lens: torch.Tensor
-    """[S] int32; 0 for a row that only pads, whose output is zeros."""
+    """[S] int32; 0 for a padding row, whose output is zeros."""
     block_tables: torch.Tensor
     """[S, max_blocks] int32."""
     num_queries: tuple[int, ...]
-    """S numbers of query tokens, known to the host."""
+    """Query tokens of each sequence, S entries, on the host."""
     shared: SharedTensors | None = None
-    """Prefixes that several decodes share; None: none are worth a pass of their own."""
+    """Prefixes that several decodes share; None: none are worth a separate pass."""
 
     @classmethod
     def of(

@@ -1,14 +1,14 @@
-"""Paged attention by Triton kernels: what a CUDA device runs where Triton is installed.
+"""Paged attention by Triton kernels, used on a CUDA device if Triton is installed.
 
 `TritonAttentionStep` covers a whole step: one launch for sequences with few queries (decodes, drafts) and one
-for longer chunks, no gather and no mask. Latent layers go absorbed; chunks with more queries than absorbing
-pays for go through torch, expanded, as in `model/paged.py`, whose results are the reference of all of it.
+for longer chunks, without gather and mask. Latent layers are absorbed; chunks with too many queries for that
+to pay off are expanded and run through torch, as in `model/paged.py`, which is the reference for all results.
 
-Where decodes share prefixes (`shared_prefix.py`), a launch over their stacked queries reads those once; not
-in layers with a window, where a prefix is soon out of sight.
+If decodes share prefixes (`shared_prefix.py`), one launch over their stacked queries reads each prefix once.
+Layers with a sliding window don't do this, because a prefix soon leaves the window.
 
-What a launch looks like follows from numbers of queries alone, never from lengths of contexts. That is what
-lets `model/cuda_graphs.py` record a decode once and replay it as contexts grow.
+The shape of a launch depends only on numbers of queries, never on context lengths. So `model/cuda/graphs.py`
+can record a decode once and replay it as contexts grow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stemma.model.paged import AttentionStep
 from stemma.model.shared_prefix import SharedTensors
 
 SHORT_QUERIES = 16
-"""Sequences with up to so many queries share a launch with small tiles."""
+"""Maximum number of queries of sequences that share a launch with small tiles."""
 
 _MIN_DIM = 16
 """The smallest side of a matrix product on tensor cores."""
@@ -64,7 +64,7 @@ class Partials:
     sums: torch.Tensor
     weights: torch.Tensor
     num_pieces: int
-    """Of each row."""
+    """Log2 weight of each row."""
 
     @classmethod
     def empty(cls, num_rows: int, num_pieces: int, value_dim: int, device: torch.device) -> Partials:
@@ -80,9 +80,9 @@ class Partials:
 def launch_shape(num_rows: list[int], num_kv_heads: int, row_bytes: int, num_programs: int) -> LaunchShape:
     """Choose tile sizes and how often to cut contexts.
 
-    `num_rows`: for each sequence, queries times heads a KV head; `row_bytes`: of one key. `num_programs` is
-    how many programs keep the device busy. A tile of keys has to fit shared memory, so long keys make it
-    short.
+    `num_rows`: for each sequence, queries times heads per KV head; `row_bytes`: bytes of one key.
+    `num_programs` is how many programs keep the device busy. A tile of keys must fit in shared memory, so
+    long keys make it short.
     """
     is_wide = row_bytes >= 512
     block_m = max(_MIN_DIM, min(64 if is_wide else 128, _next_power_of_2(max(num_rows))))
@@ -99,7 +99,7 @@ class TritonAttentionStep:
     def __init__(
         self, tensors: StepTensors, kv: DeviceKV, *, batch: ForwardBatch | None, num_multiprocessors: int
     ) -> None:
-        """`batch` is needed where a latent layer may get more queries than absorbing pays for."""
+        """`batch` is needed if a latent layer may get too many queries to be absorbed."""
         self._tensors = tensors
         self._kv = kv
         self._batch = batch
@@ -232,7 +232,7 @@ class TritonAttentionStep:
         query: torch.Tensor,
         caches: tuple[torch.Tensor, torch.Tensor],
     ) -> Partials:
-        """Attend the members of all groups to what they share; results lie by member, KV head and row."""
+        """Attend the members of all groups to what they share; results are by member, KV head and row."""
         num_kv_heads = caches[0].shape[2]
         group = query.shape[1] // num_kv_heads
         num_rows = shared.max_members * group

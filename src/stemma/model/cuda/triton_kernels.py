@@ -1,20 +1,20 @@
 """Triton kernels over our block layout [block, layer, part, token, head, dim]; see `triton_attention`.
 
-One kernel serves decode, drafts, prefill chunks and absorbed latents, because they differ in shape only:
+One kernel serves decode, drafts, prefill chunks and absorbed latents, which differ only in shape:
 
 - A tile holds `BLOCK_M` rows of one sequence and one KV head. A row is a query of a query head; rows run over
   the heads that share the KV head first. So each key is read once for all of them, whatever their number.
 - Keys are read through the block table, `BLOCK_N` at a time, with a running softmax (FlashAttention-2,
   arXiv:2307.08691).
-- Few rows over a long context leave a GPU idle, so the context is cut in `NUM_SPLITS` pieces whose results
-  `reduce_kernel` joins (Flash-Decoding). Pieces follow from each sequence's own length inside the kernel:
-  the launch does not depend on lengths, and a CUDA graph of it stays right as contexts grow.
+- Few rows over a long context leave a GPU idle, so the context is cut into `NUM_SPLITS` pieces whose results
+  `reduce_kernel` joins (Flash-Decoding). The kernel computes the pieces from each sequence's own length: the
+  launch does not depend on lengths, and a CUDA graph of it stays valid as contexts grow.
 - A prefix that several decodes share is attended to once for all of them (`IS_PREFIX`): the rows of such a
   tile are queries of the members of a group. Their own keys come in a pass with `IS_SUFFIX`, and
   `reduce_kernel` joins both.
-- A head dim that is no power of two is cut in a power of two and a padded rest: 576 is 512 + 64, not 1024.
+- A head dim that isn't a power of two is cut into a power of two and a padded rest: 576 is 512 + 64.
 
-Softmax and sums are float32. In this file only, functions are Triton's language, not Python.
+Softmax and sums are float32. Functions in this file are written in Triton's language, not Python.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def attend_kernel(
     not read, and all results go to `partial`, by member. IS_SUFFIX: keys before `first_keys` [S] are left to
     that pass, and all results go to `partial`. For the rest of the groups see `shared_prefix.SharedTensors`.
 
-    `WIDEN` multiplies in float32: Triton's interpreter knows no products of bfloat16.
+    `WIDEN` multiplies in float32: Triton's interpreter has no bfloat16 products.
     `tiles` [., 2] int32: sequence and number of the tile in it. `scale` includes log2(e) unless there is a
     softcap. With NUM_SPLITS > 1 weighted sums go to `partial` and their log2 weights to `partial_weight`.
     """
@@ -199,7 +199,7 @@ def attend_kernel(
             scores += tl.dot(q_rest, k_rest, input_precision="ieee")
         scores = scores * scale
         if HAS_SOFTCAP:
-            # tanh by exponents; 1.4427 turns the natural logarithm into that of 2.
+            # tanh by exponents; 1.4427 is log2(e).
             squashed = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0)
             scores = squashed * (softcap * 1.4426950408889634)
         seen = in_piece[None, :] & (keys_at[None, :] <= positions[:, None])
@@ -287,7 +287,7 @@ def reduce_kernel(
             member = tl.load(member_of + seq)
             shared_places = ((member * tl.num_programs(1) + kv_head) * GROUP + row).to(tl.int64)
             shared_places = shared_places * NUM_SHARED + tl.arange(0, NUM_SHARED)
-            # Members have one query, so `row` is below GROUP; of others nothing is read.
+            # Members have one query, so `row` is below GROUP; nothing is read for others.
             is_member = (shared_places >= 0) & (member >= 0)
             shared_weights = tl.load(shared_weight + shared_places, mask=is_member, other=float("-inf"))
             highest = tl.maximum(highest, tl.max(shared_weights, 0))

@@ -4,9 +4,9 @@ Two LRU lists, *recent* (blocks used once) and *frequent* (used again), and the 
 recent list that returns says that list was too short, so its target grows; a ghost of the frequent list
 shrinks it. A block that returns enters the frequent list.
 
-Differences to the paper: a policy isn't told the capacity, so it is the number of blocks present; and room
-is made before the new blocks are known, so the target moves after the eviction, not before it. Without
-fingerprints there are no ghosts, and the recent list is always emptied first.
+Differences from the paper: a policy isn't told the capacity, so the number of blocks present stands for it;
+and eviction happens before the new blocks are known, so the target changes after the eviction, not before it.
+Without fingerprints there are no ghosts, and the recent list is always emptied first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ARCPolicy(StampedPolicy):
         self._target_recent = 0.0
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
-        """Enter new blocks in the recent list, blocks evicted lately in the frequent one."""
+        """Enter new blocks in the recent list, recently evicted ones in the frequent list."""
         self._reserve(block_ids)
         self._stamp(block_ids)
         self._is_frequent[block_ids] = False
@@ -77,7 +77,7 @@ class ARCPolicy(StampedPolicy):
         self._list_of(block_id).offer(block_id)
 
     def withdraw(self, block_id: int) -> None:
-        """Take the candidate back."""
+        """Withdraw the candidate."""
         self._list_of(block_id).withdraw(block_id)
 
     def victim(self, now: float) -> int | None:
@@ -104,7 +104,7 @@ class ARCPolicy(StampedPolicy):
             self._recent_ghosts.remember(fingerprint, capacity - self._num_recent)
 
     def _returns(self, fingerprint: int) -> bool:
-        """Tell whether the block was evicted lately; learn from it which list was too short."""
+        """Return whether the block was recently evicted; adapt the target accordingly."""
         num_recent, num_frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if fingerprint in self._recent_ghosts:
             self._recent_ghosts.recall(fingerprint)

@@ -1,9 +1,9 @@
 """CandidateHeap: eviction candidates by rank, with lazy deletion.
 
-Ranks are ints (unbounded, so that several criteria can be packed into one), and the lowest goes first. A heap
-entry is ``rank << 32 | block_id``: one int compares faster than a tuple. Entries of withdrawn blocks stay in
-the heap until they reach its top or outnumber the live ones, whichever comes first; so every method is
-amortised O(log n), and memory is O(candidates).
+Ranks are ints (unbounded, so that several criteria can be packed into one); the lowest is evicted first. A
+heap entry is ``rank << 32 | block_id``: one int compares faster than a tuple. Entries of withdrawn blocks
+stay in the heap until they reach its top or outnumber the live ones. So every method is amortised O(log n),
+and memory is O(candidates).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CandidateHeap:
         heappush(self._heap, entry)
 
     def withdraw(self, block_id: int) -> None:
-        """Take the candidate back; nothing happens if it isn't one."""
+        """Withdraw the candidate; do nothing if it isn't one."""
         heap, live = self._heap, self._entry
         if live.pop(block_id, None) is None:
             return
@@ -50,7 +50,7 @@ class CandidateHeap:
             heapify(self._heap)
 
     def lowest(self) -> int | None:
-        """Return the candidate of lowest present rank, or None."""
+        """Return the candidate of lowest current rank, or None."""
         heap, live = self._heap, self._entry
         while heap:
             entry = heap[0]

@@ -1,8 +1,8 @@
-"""What an index does when its policy raises: it goes on with LRU, so that no block is lost.
+"""When its policy raises, an index continues with LRU, so that no block is lost.
 
-A ranking is advice. An index changes its own structure first and tells the policy afterwards, in one `try`.
-If the policy raises there, whatever it knows is worth nothing any more. A fresh LRU policy is told of every
-block that the structure holds and of every candidate, and takes over for good.
+A ranking is only advice. An index changes its own structure first and tells the policy afterwards, in one
+`try`. If the policy raises there, its state is no longer trusted. A fresh LRU policy is told every block and
+every candidate of the structure, and replaces it permanently.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def fall_back(
 ) -> EvictionPolicy:
     """Return an LRU policy that knows `block_ids` (parents first, oldest first) and offers `candidates`.
 
-    Logs `error` with its traceback. Raises it if `failed` is such a fallback already: LRU doesn't fail for a
-    reason that another LRU would cure.
+    Logs `error` with its traceback. Raises it if `failed` is such a fallback already: another LRU would fail
+    for the same reason.
     """
     if isinstance(failed, _Fallback):
         raise error

@@ -1,4 +1,4 @@
-"""First in, first out: uses don't matter. A baseline; it has the least bookkeeping of all."""
+"""First in, first out: uses don't matter. A baseline with the least bookkeeping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FIFOPolicy(RankedPolicy):
         self._stamp(block_ids)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
-        """Nothing: the order is that of entry."""
+        """Do nothing: the order is that of entry."""
 
     def _rank(self, block_id: int) -> int:
         return self._stamps.item(block_id)

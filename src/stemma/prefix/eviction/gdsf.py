@@ -1,7 +1,7 @@
 """Greedy-Dual-Size-Frequency (Cherkasova 1998): value = uses x cost, aged by the value of what was evicted.
 
-Blocks are of one size, so it drops out. With costs (`BlockTraits.costs_s`) deep blocks, which take longer to
-recompute, stay longer; without, each costs 1 and this is LFU whose counts age.
+All blocks have the same size, so size cancels. With costs (`BlockTraits.costs_s`) deep blocks, which take
+longer to recompute, stay longer; without, each costs 1 and this is LFU with aging counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stemma.types import BlockIds
 
 
 class GDSFPolicy(RankedPolicy):
-    """Evicts the candidate of least ``inflation at its last use + uses x cost``."""
+    """Evicts the candidate with the lowest ``inflation at its last use + uses x cost``."""
 
     name: ClassVar[str] = "gdsf"
 
@@ -30,7 +30,7 @@ class GDSFPolicy(RankedPolicy):
         # The bits of non-negative floats have the order of the floats.
         self._value_bits = self._values.view(np.int64)
         self._inflation = 0.0
-        """The value of the last block evicted: what a new block must at least be worth."""
+        """The value of the last evicted block: the base value of new blocks."""
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Count the first use."""
@@ -46,7 +46,7 @@ class GDSFPolicy(RankedPolicy):
         self._values[block_ids] = self._inflation + self._counts[block_ids] * self._costs[block_ids]
 
     def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
-        """Drop the candidate; if it was evicted, everything that enters from now on is worth more."""
+        """Drop the candidate; if it was evicted, its value becomes the base value of new blocks."""
         if evicted:
             self._inflation = max(self._inflation, self._values.item(block_id))
         super().drop(block_id, now, evicted=evicted)

@@ -1,4 +1,4 @@
-"""GhostQueue: what was evicted lately, by fingerprint, in bounded memory."""
+"""GhostQueue: recently evicted blocks by fingerprint, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class GhostQueue:
     """Fingerprints of evicted blocks, oldest first."""
 
     def __init__(self) -> None:
-        # Not a plain dict: taking its oldest key again and again costs O(keys deleted before).
+        # Not a plain dict: repeatedly taking its oldest key costs O(keys deleted before).
         self._queue: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:

@@ -1,17 +1,17 @@
-"""hazard: keep what is likely to be used again soon, as learned from the traffic itself.
+"""hazard: keep what is likely to be used again soon, as learned from the traffic.
 
-LRU assumes that a block is the less likely to return the longer it has waited. Chat isn't like that: right
-after an answer nobody returns, a minute later many do. This policy learns the hazard of reuse by age and kind
-of block (`reuse_model.py`) and evicts the candidate worth least per second of keeping. What it knows of a
-block outlives its eviction, in bounded memory. It sees only the past.
+LRU assumes that reuse becomes less likely the longer a block has waited. Chat is different: right after an
+answer nobody returns, a minute later many do. This policy learns the hazard of reuse by age and class of
+block (`reuse_model.py`) and evicts the candidate with the lowest value per second of keeping. Records of
+blocks survive eviction, in bounded memory. The policy uses only past events.
 
-A learned order can lose where the load changes or has nothing to learn. A sampled LRU runs beside it
-(`regret.py`), and while that one is ahead this policy is LRU.
+A learned order can lose if the load changes or has nothing to learn. A sampled LRU is simulated in parallel
+(`regret.py`), and while it is ahead this policy behaves as LRU.
 
-Candidates of one class lie in one queue. Within a class the least worthy is the one used longest ago or,
-where the hazard still rises, the newest; only these two ends are compared across classes. Ranks move with
-time, so the order of the ends is rebuilt once a second of the injected clock, in O(classes); everything else
-is amortised O(log n).
+Candidates of one class are in one queue. Within a class the lowest value is that of the least recently used
+block or, while the hazard still rises, of the newest; only these two ends are compared across classes. Ranks
+change with time, so the order of the ends is rebuilt once per second of the injected clock, in O(classes);
+everything else is amortised O(log n).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MIN_FIT_PROMPTS = 4
 """Minimum number of prompts between fits; each fit takes milliseconds."""
 _MIN_REUSES = 150
 _MIN_SPAN_S = 60.0
-"""Prompts that must have reused something, and time that must have passed, before the learned order rules."""
+"""Number of prompts with reuse, and time, before the learned order is used."""
 _MAX_OPEN_PROMPTS = 1024
 _MIN_STALE = 4096
 _MAX_DROPPED = 1 << 14
@@ -65,7 +65,7 @@ class HazardPolicy(StampedPolicy):
     name: ClassVar[str] = "hazard"
 
     def __init__(self, max_ghosts: int = 1 << 18) -> None:
-        """Remember up to `max_ghosts` evicted blocks (some 150 bytes each)."""
+        """Remember up to `max_ghosts` evicted blocks (about 150 bytes each)."""
         super().__init__()
         self._max_ghosts = max_ghosts
         self._records = RecordTable(max_ghosts)
@@ -78,9 +78,9 @@ class HazardPolicy(StampedPolicy):
         self._first_s: float | None = None
         self._shadow: LRUShadow | None = None
         self._capacity = 0
-        """Blocks that were left after the last eviction: the size that LRU is given too."""
+        """Number of blocks after the last eviction: the capacity of the shadow LRU."""
         self._unseen_hits: Int32 = _NO_RECORDS
-        """Hits that the shadow hasn't been told of: the same prompt's misses may follow."""
+        """Hits not yet reported to the shadow: misses of the same prompt may follow."""
         self._unclassified: tuple[int, Int32, int] | None = None
         """Last block, records and pause of the prompt used last: it is classified when it stops growing."""
         self._learned = False
@@ -93,9 +93,9 @@ class HazardPolicy(StampedPolicy):
         self._ends: list[tuple[float, int, int]] = []
         """Heap of (rank, entry, queue) with the ends of all queues; stale entries are skipped."""
         self._shown: dict[int, tuple[int, int]] = {}
-        """Queue -> the entries that stand for its ends in `_ends`."""
+        """Queue -> the entries that represent its ends in `_ends`."""
         self._rank_cache = (-1, -1.0, 0.0)
-        """Class, time of use and worth of the block ranked last."""
+        """Class, time of use and value of the block ranked last."""
         self._run_queue, self._run_used_s, self._run_stamp = -1, 0.0, 0
         """Class, time and stamp of use of the last victim, until the clock or the candidates change."""
         self._held = -1
@@ -104,7 +104,7 @@ class HazardPolicy(StampedPolicy):
         self._now = 0.0
 
     def reserved_bytes(self, num_blocks: int) -> int:
-        """Also what is remembered of evicted blocks, and lifetimes that are not counted yet."""
+        """Includes records of evicted blocks, and lifetimes that are not counted yet."""
         return super().reserved_bytes(num_blocks) + _GHOST_BYTES * self._max_ghosts + _UNCOUNTED_BYTES
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
@@ -169,7 +169,7 @@ class HazardPolicy(StampedPolicy):
             self._enqueue(entry, queue)
 
     def withdraw(self, block_id: int) -> None:
-        """Take the candidate back."""
+        """Withdraw the candidate."""
         if block_id == self._held:
             self._held = -1
         self._live.pop(block_id, None)
@@ -177,7 +177,7 @@ class HazardPolicy(StampedPolicy):
             self._rebuild_queues()
 
     def victim(self, now: float) -> int | None:
-        """Return the candidate worth least, or None."""
+        """Return the candidate of lowest value, or None."""
         if self._held >= 0:
             if now == self._now:
                 self._run_stamp = self._live[self._held] >> _ID_BITS
@@ -210,7 +210,7 @@ class HazardPolicy(StampedPolicy):
         raise AssertionError("a candidate is in no queue")
 
     def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
-        """Drop the block; if it was evicted, remember what is known of it."""
+        """Drop the block; if it was evicted, keep its record."""
         if self._unclassified is not None:
             self._classify_prompt()
         self.withdraw(block_id)
@@ -224,8 +224,8 @@ class HazardPolicy(StampedPolicy):
     def _hold(self, block_id: int) -> None:
         """Keep a candidate out of the queues: it follows the last victim.
 
-        Eviction runs up a prompt's chain. A block that was used together with the last victim and is of its
-        class is worth the same, or less where shallow blocks cost less, so it goes next.
+        Eviction goes up a prompt's chain. A block of the last victim's class that was used together with it
+        has the same value, or less if shallow blocks cost less, so it is the next victim.
         """
         if self._held >= 0:
             self._release()
@@ -260,7 +260,7 @@ class HazardPolicy(StampedPolicy):
         self._records.used_s[records] = now
 
     def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
-        """Note the chain of a prompt, which may still grow behind `tail`."""
+        """Record the chain of a prompt, which may still grow after `tail`."""
         self._unclassified = (tail, chain, pause)
         self._prompts_until_fit -= 1
         self._prompts[tail] = (chain, pause)
@@ -284,7 +284,7 @@ class HazardPolicy(StampedPolicy):
         table.weights[chain] = num_blocks**-0.5
 
     def _start_shadow(self) -> LRUShadow:
-        """Begin to compare with LRU: until the first eviction both hold the same."""
+        """Start the comparison with LRU: until the first eviction both hold the same blocks."""
         table = self._records
         shadow = LRUShadow(table.num_resident, self._clock)
         resident = table.resident()
@@ -303,7 +303,7 @@ class HazardPolicy(StampedPolicy):
             self._ranked_s = -math.inf
 
     def _rank(self, entry: int, queue: int) -> float:
-        """Return what the candidate is worth now; the lowest goes first."""
+        """Return the candidate's current value; the lowest is evicted first."""
         if queue >= NUM_CLASSES:
             return self._rank_hinted(entry, queue)
         if not self._learned:
@@ -326,7 +326,7 @@ class HazardPolicy(StampedPolicy):
         return self._rank(entry, queue % NUM_CLASSES) * hint.factor
 
     def _rank_ends(self) -> None:
-        """Rank the ends of all queues anew."""
+        """Recompute the ranks of the ends of all queues."""
         self._ranked_s = self._now
         self._ends = []
         self._shown.clear()

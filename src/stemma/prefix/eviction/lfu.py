@@ -1,4 +1,4 @@
-"""Least frequently used, counted since the block entered; the least recent of equals goes first."""
+"""Least frequently used, counted since the block entered; ties: least recently used first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Least recently used. Blocks used at once age from the end of the chain: the deepest goes first."""
+"""Least recently used. Of the blocks of one use, the deepest is evicted first."""
 
 from __future__ import annotations
 

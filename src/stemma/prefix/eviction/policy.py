@@ -1,11 +1,11 @@
 """The contract of an eviction policy: it ranks candidates, nothing else.
 
-The index owns the structure and knows *which* blocks may go: the tails of leaves that nobody pins. It
+The index owns the structure and knows *which* blocks may be evicted: the tails of leaves that nobody pins. It
 offers each such block to the policy (`offer`) and withdraws it when the block gets a descendant or a pin
-(`withdraw`). The policy says which candidate goes first (`victim`). It never sees tokens, nodes or tiers,
-so the same object runs in the live server, in a lower tier, and in trace replay.
+(`withdraw`). The policy says which candidate is evicted first (`victim`). It never sees tokens, nodes or
+tiers, so the same class runs in the live server, in a lower tier, and in trace replay.
 
-A policy that raises is replaced (`fallback.py`), so its errors cost a ranking and nothing else.
+A policy that raises is replaced (`fallback.py`), so its errors affect only the ranking.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from stemma.types import DEFAULT_PRIORITY, BlockIds, Fingerprints
 
 MAX_PRIORITY = 100
 MAX_TTL_S = 100 * 365 * 86400.0
-"""A longer time to live is this one: it fits every format that stores it, and means "never" to everybody."""
+"""Maximum time to live; longer ones are clamped. It fits every stored format; it means "never"."""
 
 
 def clamped_priority(priority: int) -> int:
-    """Return the nearest priority that there is."""
+    """Return the nearest valid priority."""
     return min(max(priority, 0), MAX_PRIORITY)
 
 
@@ -39,10 +39,10 @@ def clamped_ttl_s(ttl_s: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class BlockTraits:
-    """What is known of the blocks of one insert beyond their tokens. Arrays have one entry per block."""
+    """What is known of the blocks of one insert apart from their tokens. Arrays have one entry per block."""
 
     fingerprints: Fingerprints | None = None
-    """Identity across evictions; None: a policy with memory treats each insert as a first sight."""
+    """Identity across evictions; None: a policy with memory treats every inserted block as new."""
     costs_s: npt.NDArray[np.float32] | None = None
     """Time to recompute each block, in any unit, the same for all blocks; None: all equal."""
     priority: int = DEFAULT_PRIORITY
@@ -67,7 +67,7 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
 
     def reserved_bytes(self, num_blocks: int) -> int:
-        """Return about how much memory the policy takes at most while it ranks `num_blocks` blocks."""
+        """Return the approximate maximum bytes that the policy takes for `num_blocks` blocks."""
         return 200 * num_blocks
 
     @abstractmethod

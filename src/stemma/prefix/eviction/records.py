@@ -1,7 +1,7 @@
-"""RecordTable: what the hazard policy knows of each block, from its first use until its record is dropped.
+"""RecordTable: the hazard policy's record of each block, from its first use until the record is dropped.
 
-Records outlive evictions: a block that returns under the same fingerprint finds its record again. The oldest
-records of evicted blocks are dropped beyond a bound.
+Records survive evictions: a block that returns with the same fingerprint gets its record back. Beyond a
+limit, the oldest records of evicted blocks are dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stemma.prefix.eviction.stamped import resized
 from stemma.types import DEFAULT_PRIORITY, Fingerprints
 
 NO_PRINT = np.uint64(0)
-"""Stands for a block without an identity: its record ends with its residence."""
+"""Fingerprint of a block without identity: its record ends when the block leaves."""
 
 _FREE, _RESIDENT, _GHOST = 0, 1, 2
 _MAX_HINTS = 1024
@@ -27,10 +27,10 @@ _MAX_HINTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Retention hints, coarse enough that there are few different ones."""
+    """Retention hints, rounded so that there are few different ones."""
 
     factor: float
-    """Worth relative to a block without hints: doubles with each 10 points of priority."""
+    """Value relative to a block without hints: doubles with every 10 points of priority."""
     ttl_s: float
 
 
@@ -53,7 +53,7 @@ class RecordTable:
         self.weights: npt.NDArray[np.float64] = np.zeros(1024, dtype=np.float64)
         """Weight of the lifetime in what is learned."""
         self.costs: npt.NDArray[np.float64] = np.ones(1024, dtype=np.float64)
-        """Worth of a hit."""
+        """Value of a hit."""
         self.hints: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
         self.prints: Fingerprints = np.zeros(1024, dtype=np.uint64)
         self._states: npt.NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
@@ -72,7 +72,7 @@ class RecordTable:
     def enter(
         self, num_blocks: int, traits: BlockTraits, depth: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Make blocks resident, the first at `depth`; return all their records, and those known before."""
+        """Make blocks resident, the first at `depth`; return all their records, and the known ones."""
         prints = np.zeros(num_blocks, dtype=np.uint64) if traits.fingerprints is None else traits.fingerprints
         ghosts = self._ghosts
         found = [ghosts.pop(identity, -1) for identity in prints.tolist()] if ghosts else [-1] * num_blocks
@@ -100,7 +100,7 @@ class RecordTable:
         return records, np.asarray(known, dtype=np.int32)
 
     def leave(self, record: int, *, remember: bool) -> None:
-        """End a residence; a remembered block is dropped once too many others left after it."""
+        """End a residence; the record of a remembered block is dropped once too many others have left."""
         self.num_resident -= 1
         identity = self.prints.item(record)
         if not remember or identity == NO_PRINT or not self._max_ghosts:

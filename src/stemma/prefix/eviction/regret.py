@@ -1,15 +1,15 @@
-"""Regret: would LRU have done better so far? Asked of a sample of blocks, cheaply, all the time.
+"""Regret: would LRU have done better so far? Measured continuously and cheaply on a sample of blocks.
 
 A shadow LRU holds the identities of one block in 2^k, at the real cache's size divided by 2^k (spatial
-sampling; Waldspurger et al., FAST'15). The same sampled blocks are counted in the real cache, so that the two
-hit counts differ by the policies alone. Blocks are sampled one by one, not prompt by prompt: leaves-first LRU
+sampling; Waldspurger et al., FAST'15). The same sampled blocks are counted in the real cache, so the two hit
+counts differ only because of the policies. Blocks are sampled individually, not by prompt: leaves-first LRU
 keeps prefixes closed by itself.
 
-The learned order is on trial. Its *regret* is the number of hits by which LRU is ahead, all told, gains
-included up to a bound. The learned order rules while the regret is below a small share of all lookups, plus
-what chance explains; beyond, LRU does. A lost trial leaves its regret on the account, and the next one waits
-until further lookups make it small. Everything fades with time alike. So what can be lost to LRU is about
-that share, over any span that isn't short.
+The learned order is used in trials. Its *regret* is the number of hits by which LRU is ahead in total, with
+gains counted up to a limit. The learned order is used while the regret is below a small share of all lookups
+plus what chance explains; otherwise LRU is used. The regret of a lost trial is kept, and the next trial waits
+until further lookups make it small in proportion. All counts fade at the same rate. So the loss against LRU
+is limited to about that share of the lookups, except over short spans.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MAX_REGRET_SHARE = 0.001
 """Regret, as a share of the lookups, that ends a trial of the learned order."""
 _NUM_SIGMAS, _MAX_CHANCE_SHARE, _MAX_CHANCE = 2.0, 0.012, 60.0
-"""What chance may explain beyond that: standard deviations of the regret, at most this share of the lookups,
-at most so many sampled hits. One long prompt may be most of it."""
+"""Tolerance for chance in addition: standard deviations of the regret, limited to this share of the lookups
+and to this number of sampled hits. One long prompt may account for most of it."""
 _MAX_LEAD_SHARE = 0.1
-"""A lead is remembered up to this share of the lookups, so that a change of load shows in time."""
+"""A lead is counted up to this share of the lookups, so that a change of load shows soon."""
 _HALF_LIFE = 65_536.0
-"""Sampled lookups after which half of the account has faded."""
+"""Sampled lookups after which counts have faded by half."""
 _STRICTER, _MAX_LOST = 0.75, 8
-"""After n lost trials in a row the next one waits for `_STRICTER`^n of what is allowed; n is capped."""
+"""After n lost trials in a row the next waits for regret below `_STRICTER`^n of the limit; n is capped."""
 
 
 class LRUShadow:
@@ -55,27 +55,27 @@ class LRUShadow:
         self._regret = 0.0
         """Sampled hits by which LRU is ahead, faded."""
         self._variance = 0.0
-        """Sum of the squares of what single prompts added to the regret, faded."""
+        """Sum of the squares of each prompt's contribution to the regret, faded."""
         self._trial_lookups = 0
-        """Sampled lookups of the present trial."""
+        """Sampled lookups of the current trial."""
         self._num_lost = 0
         """Trials lost in a row."""
         self.prefers_lru = False
         """Whether the real cache should be LRU now."""
 
     def fill(self, prints: Fingerprints) -> None:
-        """Take over what the real cache holds; the first of `prints` was used last."""
+        """Copy the contents of the real cache; the first of `prints` was used last."""
         for identity in reversed(prints[self._sampled(prints)].tolist()):
             self._held[identity] = None
 
     def look_up(self, prints: Fingerprints, num_hits: int, capacity_blocks: int) -> None:
-        """Count a prompt of which the real cache had the first `num_hits` blocks, and use all of them."""
+        """Count a prompt whose first `num_hits` blocks were in the real cache, and mark all as used."""
         places = self._sampled(prints)
         if not len(places):
             return
         held = self._held
         num_shadow_hits = 0
-        # The root side is stamped last, so that deeper blocks go first.
+        # The root side is stamped last, so that deeper blocks are evicted first.
         for identity in reversed(prints[places].tolist()):
             if identity in held:
                 num_shadow_hits += 1
@@ -89,7 +89,7 @@ class LRUShadow:
             held.popitem(last=False)
 
     def _sampled(self, prints: Fingerprints) -> npt.NDArray[np.int64]:
-        """Return the places of the sampled ones."""
+        """Return the positions of the sampled ones."""
         chosen: npt.NDArray[np.bool_] = prints != NO_PRINT
         if self._mask_shift is not None:
             chosen &= (prints * _MULTIPLIER) >> self._mask_shift == 0

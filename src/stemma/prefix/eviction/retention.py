@@ -1,8 +1,7 @@
-"""Retention hints: what has outlived its time first, then the lowest priority, then LRU.
+"""Retention hints: evicts expired blocks first, then by lowest priority, then LRU.
 
-`BlockTraits.ttl_s` counts from the last use, and each use starts it anew; `BlockTraits.priority` runs from 0
-to 100. Without hints this is LRU. A block that has outlived its time may still be a hit until its room is
-needed.
+`BlockTraits.ttl_s` counts from the last use; `BlockTraits.priority` is 0 to 100. Without hints this is LRU.
+An expired block can still be a hit until it is evicted.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class RetentionPolicy(RankedPolicy):
         """The candidates that have a time to live, by its end."""
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
-        """Note the hints and start the blocks' time."""
+        """Store the hints and start the blocks' time to live."""
         self._reserve(block_ids)
         ttl_s = clamped_ttl_s(traits.ttl_s)
         self._priorities[block_ids] = clamped_priority(traits.priority)
@@ -42,7 +41,7 @@ class RetentionPolicy(RankedPolicy):
         self.access(block_ids, now)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
-        """Start the blocks' time anew."""
+        """Restart the blocks' time to live."""
         self._stamp(block_ids)
         self._expiries_s[block_ids] = now + self._ttls_s[block_ids]
 
@@ -53,12 +52,12 @@ class RetentionPolicy(RankedPolicy):
             self._mortal.offer(block_id)
 
     def withdraw(self, block_id: int) -> None:
-        """Take the candidate back."""
+        """Withdraw the candidate."""
         super().withdraw(block_id)
         self._mortal.withdraw(block_id)
 
     def victim(self, now: float) -> int | None:
-        """Return a candidate that outlived its time, or else the least worthy."""
+        """Return an expired candidate, or else the one of lowest priority and oldest use."""
         first = self._mortal.lowest()
         if first is not None and self._expiries_s[first] <= now:
             return first

@@ -1,19 +1,19 @@
 """ReuseModel: how likely a block is to be used again, by age and kind, learned online.
 
 A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by four features:
-how often the block was used, whether it is the last of its prompt, how long the prompt is, and how long the
-conversation paused before. For each class the model keeps the hazard of reuse per second in age bins (log
-scale), as actuaries do: reuses in a bin over time spent at risk in it; lifetimes still open count as
-survivors up to their age.
+how often the block was used, whether it is the last of its prompt, how long the prompt is, and the
+conversation's last pause. For each class the model keeps the hazard of reuse per second in age bins (log
+scale), as in actuarial life tables: reuses in a bin divided by the time at risk in it. Open lifetimes count
+as survivors up to their age.
 
 Few classes have enough lifetimes of their own, so hazards are composed: a hazard common to all, times a
 factor per level and age bin of each feature (iterative proportional fitting; Deming and Stephan, 1940), each
-factor shrunk towards 1 as a gamma prior would. The blocks of a prompt live and die together, so a lifetime of
-a prompt of n blocks weighs 1/sqrt(n), and priors are measured in typical reuses.
+factor shrunk towards 1 as by a gamma prior. The blocks of a prompt are reused together, so a lifetime of a
+prompt of n blocks has weight 1/sqrt(n), and priors are measured in typical reuses.
 
-What a block is worth per second of keeping it is its Gittins index: over all horizons, the largest ratio of
-the probability of reuse to the expected time until reuse or horizon (J. Gittins, 1979). A hazard that first
-rises, as with humans who read and type, is seen ahead of its peak.
+The value of a block per second of keeping it is its Gittins index: over all horizons, the largest ratio of
+the probability of reuse to the expected time until reuse or horizon (J. Gittins, 1979). It accounts for a
+hazard that first rises, as with humans who read and type, before the peak is reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Int64 = npt.NDArray[np.int64]
 _GROWTH = 1.35
 _NUM_BINS = 40
 AGE_EDGES_S: Float64 = np.concatenate([[0.0], 0.5 * _GROWTH ** np.arange(_NUM_BINS - 1)])
-"""Starts of the age bins; the last begins after some 12 hours."""
+"""Starts of the age bins; the last begins after about 12 hours."""
 _WIDTHS_S: Float64 = np.diff(np.append(AGE_EDGES_S, AGE_EDGES_S[-1] * _GROWTH))
 _EDGE_LIST = AGE_EDGES_S.tolist()
 
@@ -88,7 +88,7 @@ class OpenLifetimes:
 
     classes: npt.NDArray[np.int32]
     starts_s: Float64
-    """When each was used last."""
+    """Time of the last use of each."""
     weights: Float64
 
 
@@ -99,14 +99,14 @@ class ReuseModel:
         self._reuses: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
         """Weighted reuses by class and age bin; weights are relative to the time `_origin_s`."""
         self._ended: list[tuple[npt.NDArray[np.int32], Float64, Float64, float]] = []
-        """What `learn` was told and `_count_ended` has not yet counted."""
+        """What `learn` was told and `_count_ended` hasn't counted yet."""
         self._num_ended = 0
         """Lifetimes in it."""
         self._origin_s = 0.0
         self._typical_reuse = 1.0
         """Moving average of the weight of all blocks that are reused at once."""
         self._censored: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
-        """The same of lifetimes that were dropped before they ended."""
+        """The same for lifetimes that were dropped before they ended."""
         self.num_reuses = 0
         """Prompts that reused something."""
         self.is_fitted = False
@@ -129,11 +129,11 @@ class ReuseModel:
         self._add(self._censored, lifetimes, now)
 
     def index_of(self, class_id: int) -> list[float]:
-        """Return the worth per second of a block of this class in each age bin."""
+        """Return the value per second of a block of this class in each age bin."""
         return self._index.get(class_id, self._default)
 
     def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
-        """Estimate all hazards anew. Costs some milliseconds; grows with the number of lifetimes."""
+        """Estimate all hazards again. Takes some milliseconds; grows with the number of lifetimes."""
         self._fade(now)
         self._count_ended()
         reuses = self._reuses.reshape(NUM_CLASSES, _NUM_BINS)
@@ -154,7 +154,7 @@ class ReuseModel:
         self._index = dict(zip(present.tolist(), index, strict=True))
 
     def _fade(self, now: float) -> None:
-        """Let what was counted so far fade. Comes before counting, so that no weight ever exceeds 1."""
+        """Fade the counts so far. Must precede counting, so that no weight exceeds 1."""
         fade = np.exp2((self._origin_s - now) / _HALF_LIFE_S)
         self._reuses *= fade
         self._censored *= fade
@@ -188,7 +188,7 @@ class ReuseModel:
 def _common_hazard(reuses: Float64, at_risk_s: Float64, prior: float) -> Float64:
     """Return the hazard of all classes together, shape [num_bins].
 
-    Where little was seen, the hazard of the bin before goes on, falling as 1 / age.
+    Bins with little data continue the hazard of the previous bin, falling as 1 / age.
     """
     hazard = np.empty(_NUM_BINS)
     expected = max(float(reuses.sum() / max(at_risk_s.sum(), 1e-9)), _MIN_RATE)

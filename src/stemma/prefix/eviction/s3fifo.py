@@ -1,11 +1,11 @@
 """S3-FIFO (Yang et al., SOSP 2023): a small queue that filters what is used once, a main queue, ghosts.
 
-New blocks enter the small queue, a tenth of the cache. Those used twice while they were in it move on to the
-main queue, the others are evicted but remembered by fingerprint; a block that returns while it is
-remembered enters the main queue at once. The main queue gives each block one more round per use, up to 3.
+New blocks enter the small queue, a tenth of the cache. Blocks used twice while in it move to the main queue;
+the others are evicted but remembered by fingerprint. A block that returns while it is remembered enters the
+main queue directly. The main queue keeps each block for one more round per use, up to 3.
 
-The paper's sizes are shares of the capacity. A policy isn't told the capacity, so they are shares of the
-blocks present, which is the same once evictions begin. Only candidates can move or go.
+The paper's sizes are shares of the capacity. A policy isn't told the capacity, so here they are shares of the
+blocks present, which is the same once evictions begin. Only candidates can be moved or evicted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class S3FIFOPolicy(StampedPolicy):
         self._num_main = 0
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
-        """Append blocks to the small queue, or to the main queue if they were evicted lately."""
+        """Append blocks to the small queue, or to the main queue if they were evicted recently."""
         self._reserve(block_ids)
         self._stamp(block_ids)
         self._uses[block_ids] = 0
@@ -68,11 +68,11 @@ class S3FIFOPolicy(StampedPolicy):
         self._queue_of(block_id).offer(block_id)
 
     def withdraw(self, block_id: int) -> None:
-        """Take the candidate back."""
+        """Withdraw the candidate."""
         self._queue_of(block_id).withdraw(block_id)
 
     def victim(self, now: float) -> int | None:
-        """Move blocks that earned it; return the first that didn't."""
+        """Move blocks with enough uses; return the first without."""
         while True:
             num_blocks = self._num_small + self._num_main
             if len(self._small) and (self._num_small >= _SMALL_SHARE * num_blocks or not len(self._main)):
@@ -93,7 +93,7 @@ class S3FIFOPolicy(StampedPolicy):
             self._restamp(block_id)
 
     def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
-        """Drop the block; remember it if it left the small queue for room."""
+        """Drop the block; remember it if it was evicted from the small queue."""
         self.withdraw(block_id)
         if self._in_main[block_id]:
             self._num_main -= 1

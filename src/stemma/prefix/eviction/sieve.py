@@ -1,11 +1,11 @@
-"""SIEVE (Zhang et al., NSDI 2024): a queue in order of entry, a hand, and one bit a block.
+"""SIEVE (Zhang et al., NSDI 2024): a queue in order of entry, a hand, and one bit per block.
 
-A use sets the bit. To evict, the hand moves from older to newer blocks, clears the bits that are set, and
-takes the first block whose bit isn't; after the newest it starts again at the oldest. Blocks never move.
-Only candidates can be taken, so the hand passes over the others without a look.
+A use sets the bit. To evict, the hand moves from older to newer blocks, clears set bits, and takes the first
+block whose bit isn't set; after the newest it starts again at the oldest. Blocks never move. Only candidates
+can be taken, so the hand skips the others.
 
-Here a block's place is its stamp, and its *lap* says in which round of the hand its turn comes, so the next
-in turn is the candidate of lowest (lap, stamp).
+Here a block's position is its stamp, and its *lap* is the round in which the hand reaches it, so the victim
+is the candidate of lowest (lap, stamp).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stemma.types import BlockIds
 
 
 class SievePolicy(RankedPolicy):
-    """Evicts the first candidate before the hand that wasn't used since the hand passed it last."""
+    """Evicts the first candidate ahead of the hand that wasn't used since the hand last passed it."""
 
     name: ClassVar[str] = "sieve"
 
@@ -44,7 +44,7 @@ class SievePolicy(RankedPolicy):
         self._visited[block_ids] = True
 
     def offer(self, block_id: int) -> None:
-        """Make the block a candidate; if the hand has passed its place, its turn is in the next lap."""
+        """Make the block a candidate; if the hand has passed its position, it belongs to the next lap."""
         lap = self._hand >> STAMP_BITS
         self._laps[block_id] = lap
         if self._rank(block_id) < self._hand:

@@ -1,4 +1,4 @@
-"""What most policies share: a logical clock, one stamp a block, and a heap of candidates by rank."""
+"""Base classes of most policies: a logical clock, one stamp per block, and a heap of candidates by rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stemma.types import BlockIds
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 STAMP_BITS = 64
-"""``rank << STAMP_BITS | stamp`` ranks by `rank` and, where it is equal, by age."""
+"""``rank << STAMP_BITS | stamp`` ranks by `rank` and, if equal, by age."""
 
 
 def resized(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
@@ -27,10 +27,10 @@ def resized(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
 
 
 class StampedPolicy(EvictionPolicy):
-    """Notes by block id when a block was stamped last, on a clock that ticks once a block.
+    """Records when each block was stamped last, on a clock that ticks once per block.
 
-    Stamps are unique. Of the blocks of one call the deepest gets the lowest: it is the oldest and goes
-    first. So the order is total: two indexes that see the same calls evict the same blocks.
+    Stamps are unique. Of the blocks of one call the deepest gets the lowest stamp: it is evicted first. So
+    the order is total: two indexes that see the same calls evict the same blocks.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class RankedPolicy(CandidateHeap, StampedPolicy):
         """Return the candidate of lowest rank."""
         heap = self._heap
         if heap:
-            # Nearly always the top of the heap is live and its rank is as it was.
+            # Nearly always the top of the heap is live and its rank is unchanged.
             entry = heap[0]
             block_id = entry & ID_MASK
             if self._entry.get(block_id) == entry == self._rank_of(block_id) << ID_BITS | block_id:
