@@ -218,7 +218,6 @@ async def test_unknown_fields_are_logged_once(
                 "suffix": "end",
                 "structured_outputs": {"structural_tag": "x"},
                 "prompt_logprobs": 0,
-                "truncate_prompt_tokens": 5,
                 "return_token_ids": True,
             }.items()
         ),

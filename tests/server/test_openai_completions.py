@@ -196,3 +196,15 @@ async def test_engine_failure_in_mid_stream_is_an_error_event(
 
     assert len(chunks) == 3
     assert chunks[-1]["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("prompt", ["abcdef", [97, 98, 99, 100, 101, 102], ["abcdef"]])
+async def test_a_prompt_may_be_cut_to_its_last_tokens(
+    client: httpx.AsyncClient, engine: ScriptedEngine, prompt: str | list[int]
+) -> None:
+    found = await complete(client, prompt=prompt, truncate_prompt_tokens=2, max_tokens=1, echo=True)
+    assert found["usage"]["prompt_tokens"] == 2
+    expected_echo = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist())
+    assert found["choices"][0]["text"].startswith(expected_echo)
+    expected = [101, 102] if prompt[0] == 97 else engine.tokenizer.encode("ef").tolist()
+    assert engine.requests[-1].prompt_token_ids.tolist() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from stemma.server.app import create_app
 from stemma.server.chat_turn import continued
 from stemma.server.responses.items import chat_messages
 from stemma.server.responses.output import OutputItems
+from stemma.server.tenants.keyfile import add_key
 from stemma.types import as_tokens
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -208,6 +210,26 @@ async def test_a_server_that_stores_nothing(engine: ScriptedEngine, settings: Se
         first = await create(http, input="Hello")
         assert first["store"] is False
         assert (await http.get(f"/v1/responses/{first['id']}")).status_code == 404
+
+
+async def test_a_stored_response_is_its_tenants_alone(
+    engine: ScriptedEngine, settings: Settings, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    ada, bob = add_key(path, "ada"), add_key(path, "bob")
+    server = settings.server.model_copy(update={"api_keys_file": path})
+    transport = httpx.ASGITransport(app=create_app(engine, settings.model_copy(update={"server": server})))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        http.headers["authorization"] = f"Bearer {ada}"
+        first = await create(http, input="Hello")
+        http.headers["authorization"] = f"Bearer {bob}"
+        found = f"/v1/responses/{first['id']}"
+        assert (await http.get(found)).status_code == 404
+        assert (await http.delete(found)).status_code == 404
+        body = {"input": "x", "previous_response_id": first["id"]}
+        assert (await http.post("/v1/responses", json=body)).status_code == 400
+        http.headers["authorization"] = f"Bearer {ada}"
+        assert (await http.get(found)).json() == first
 
 
 def test_a_prompt_begins_with_the_ids_that_were_computed(tokenizer: Tokenizer) -> None:

@@ -43,7 +43,10 @@ async def create_completion(request: Request) -> Response:
     if beam is None:
         wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
     prompts = await completion_prompts(
-        context, body.prompt, add_special_tokens=body.add_special_tokens is not False
+        context,
+        body.prompt,
+        add_special_tokens=body.add_special_tokens is not False,
+        keep_last=body.truncate_prompt_tokens,
     )
     response_id = new_request_id("cmpl")
     generations = [
@@ -88,10 +91,11 @@ async def _echoes(context: ServerContext, body: CompletionRequest, prompts: list
     """Return what precedes each prompt's text: the prompt itself if ``echo`` is set."""
     if not body.echo:
         return [""] * len(prompts)
-    if isinstance(body.prompt, str):
-        return [body.prompt]
-    if isinstance(body.prompt[0], str):
-        return list(body.prompt)
+    if body.truncate_prompt_tokens is None:
+        if isinstance(body.prompt, str):
+            return [body.prompt]
+        if isinstance(body.prompt[0], str):
+            return list(body.prompt)
     decode = context.engine.tokenizer.decode
     return await context.in_thread(lambda: [decode(tokens.tolist()) for tokens in prompts])
 

@@ -27,10 +27,17 @@ def check_model(context: ServerContext, name: str | None) -> None:
         raise UnknownModel(f"the model {name!r} does not exist; this server serves {served!r}", param="model")
 
 
-def check_tokens(context: ServerContext, tokens: Tokens, param: str = "prompt") -> Tokens:
-    """Return `tokens`; raise InvalidRequest if there are none, or more than the context can hold."""
+def check_tokens(
+    context: ServerContext, tokens: Tokens, param: str = "prompt", keep_last: int | None = None
+) -> Tokens:
+    """Return `tokens`, or the last `keep_last` of them.
+
+    Raises InvalidRequest if there are none, or more than the context can hold.
+    """
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty", param=param)
+    if keep_last is not None:
+        tokens = tokens[-keep_last:]
     tokens = fit_prompt(context.settings.requests, tokens, param)
     limit = context.engine.max_model_len
     if len(tokens) >= limit:
@@ -51,21 +58,26 @@ def check_length(context: ServerContext, num_chars: int, param: str) -> None:
 
 
 async def completion_prompts(
-    context: ServerContext, prompt: str | list[Any], *, add_special_tokens: bool = True
+    context: ServerContext,
+    prompt: str | list[Any],
+    *,
+    add_special_tokens: bool = True,
+    keep_last: int | None = None,
 ) -> list[TokenArray]:
     """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids."""
+    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "keep_last": keep_last}
     if isinstance(prompt, str):
-        return [await text_prompt(context, prompt, add_special_tokens=add_special_tokens)]
+        return [await text_prompt(context, prompt, **options)]
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if _all_of(prompt, int):
-        return [_token_prompt(context, prompt)]
+        return [_token_prompt(context, prompt, keep_last)]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
     if _all_of(prompt, str):
-        return [await text_prompt(context, text, add_special_tokens=add_special_tokens) for text in prompt]
+        return [await text_prompt(context, text, **options) for text in prompt]
     if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
-        return [_token_prompt(context, ids) for ids in prompt]
+        return [_token_prompt(context, ids, keep_last) for ids in prompt]
     raise InvalidRequest(
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
         param="prompt",
@@ -76,9 +88,9 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
 
 
-def _token_prompt(context: ServerContext, ids: list[int]) -> TokenArray:
+def _token_prompt(context: ServerContext, ids: list[int], keep_last: int | None) -> TokenArray:
     """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
-    ids = check_tokens(context, ids)
+    ids = check_tokens(context, ids, keep_last=keep_last)
     if min(ids) < 0 or max(ids) > MAX_INT32:
         raise InvalidRequest(
             "prompt: token ids are numbers from 0 to the size of the vocabulary", param="prompt"
@@ -87,9 +99,14 @@ def _token_prompt(context: ServerContext, ids: list[int]) -> TokenArray:
 
 
 async def text_prompt(
-    context: ServerContext, text: str, *, add_special_tokens: bool = True, param: str = "prompt"
+    context: ServerContext,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
+    keep_last: int | None = None,
 ) -> TokenArray:
-    """Return the token ids of one text."""
+    """Return the token ids of one text, or the last `keep_last` of them."""
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
     check_length(context, len(text), param)
@@ -97,7 +114,7 @@ async def text_prompt(
     work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
         text, add_special_tokens=add_special_tokens
     )
-    return check_tokens(context, await context.in_thread(work), param)
+    return check_tokens(context, await context.in_thread(work), param, keep_last)
 
 
 async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
@@ -112,7 +129,8 @@ async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
     )
-    return check_tokens(context, await conversation_tokens(context, body, conversation), "messages")
+    tokens = await conversation_tokens(context, body, conversation)
+    return check_tokens(context, tokens, "messages", body.truncate_prompt_tokens)
 
 
 def _template_message(message: Message, number: int) -> dict[str, Any]:

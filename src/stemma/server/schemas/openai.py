@@ -44,7 +44,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": (),
     "structural_tag": (),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -144,6 +143,8 @@ class OpenAIRequest(RequestModel):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
+    truncate_prompt_tokens: PositiveCount | None = None
+    """Keep only the last so many tokens of a prompt."""
     cache_salt: Salt | None = None
     """Prompts with different salts never share cached blocks."""
     priority: Priority | None = None
