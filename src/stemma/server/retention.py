@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Protocol
+
 from stemma.engine.api import GenerationRequest
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.prefix.keys import Namespace
@@ -25,4 +28,33 @@ def generation_request(
         priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
         ttl_s=body.cache_ttl_s,
         beam=beam,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long and how firmly a request's blocks should stay: hints for the eviction policy."""
+
+    priority: int
+    """0 to 100."""
+    ttl_s: float | None
+    """After this without use they go first; None: no such time."""
+
+
+class _Hinted(Protocol):
+    """A request body with retention hints; None where it has none."""
+
+    @property
+    def priority(self) -> int | None: ...
+
+    @property
+    def cache_ttl_s(self) -> float | None: ...
+
+
+def retained(generation: GenerationRequest, body: _Hinted, default: Retention) -> GenerationRequest:
+    """Return the request with the hints of `default`, but for those that the body brings itself."""
+    return replace(
+        generation,
+        priority=default.priority if body.priority is None else generation.priority,
+        ttl_s=default.ttl_s if body.cache_ttl_s is None else generation.ttl_s,
     )

@@ -23,6 +23,7 @@ from stemma.server.messages.output import ContentBlocks
 from stemma.server.openapi import takes
 from stemma.server.prompts import chat_prompt, check_model
 from stemma.server.responses.output import new_id
+from stemma.server.retention import Retention, retained
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.sse import EventStream, event
@@ -65,12 +66,8 @@ async def count_tokens(request: Request) -> Response:
 
 def _retained(body: MessagesRequest, marks: Marks, turn: ChatTurn) -> ChatTurn:
     """Return the turn with the marks' hint, unless the request brings its own."""
-    generation = turn.generation
-    if body.priority is None:
-        generation = replace(generation, priority=MARKED_PRIORITY)
-    if body.cache_ttl_s is None:
-        generation = replace(generation, ttl_s=marks.ttl_s)
-    return replace(turn, generation=generation)
+    hint = Retention(MARKED_PRIORITY, marks.ttl_s)
+    return replace(turn, generation=retained(turn.generation, body, hint))
 
 
 async def _num_marked(context: ServerContext, body: MessagesRequest, marks: Marks, turn: ChatTurn) -> int:

@@ -26,6 +26,7 @@ from stemma.server.prompts import check_model
 from stemma.server.responses.items import ChatMessage, chat_fields, chat_messages
 from stemma.server.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.responses.store import StoredResponse
+from stemma.server.retention import Retention, retained
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ResponsesRequest
 from stemma.server.sse import EventStream, event
@@ -107,14 +108,10 @@ def _is_stored(context: ServerContext, body: ResponsesRequest) -> bool:
 
 def _retained(context: ServerContext, body: ResponsesRequest, turn: ChatTurn) -> ChatTurn:
     """Return the turn with the hint that a stored conversation's blocks get, unless it brings its own."""
-    generation = turn.generation
     if not _is_stored(context, body):
         return turn
-    if body.priority is None:
-        generation = replace(generation, priority=STORED_PRIORITY)
-    if body.cache_ttl_s is None:
-        generation = replace(generation, ttl_s=context.responses.ttl_s)
-    return replace(turn, generation=generation)
+    hint = Retention(STORED_PRIORITY, context.responses.ttl_s)
+    return replace(turn, generation=retained(turn.generation, body, hint))
 
 
 @dataclass(slots=True)
