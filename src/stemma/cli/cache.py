@@ -1,4 +1,4 @@
-"""`stemma cache`: what lies in a disk cache, cleaning it, and carrying prefixes as files."""
+"""`stemma cache`: inspect and clean disk caches; export and import prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stemma.memory.tiers.disk.disk_store import DiskStore
     from stemma.types import TokenArray
 
-app = typer.Typer(no_args_is_help=True, help="Look into disk caches, clean them, export and import prefixes.")
+app = typer.Typer(no_args_is_help=True, help="Inspect and clean disk caches, export and import prefixes.")
 
 Directory = Annotated[Path, typer.Argument(help="Directory that --disk-cache names.")]
 Space = Annotated[
@@ -36,7 +36,7 @@ TenantName = Annotated[str, typer.Option(help="Whose blocks, on a server with --
 
 @app.command("ls")
 def ls_command(directory: Directory) -> None:
-    """List the models whose blocks lie in a directory."""
+    """List the models whose blocks are in a directory."""
     from stemma.memory.tiers.disk.existing import count_blocks
     from stemma.memory.tiers.disk.spaces import list_spaces
 
@@ -72,12 +72,12 @@ def verify_command(directory: Directory, space: Space = None) -> None:
 @app.command("gc")
 def gc_command(
     directory: Directory,
-    unused_for: Annotated[str | None, typer.Option(help="Drop what nobody used so long: 12h, 7d.")] = None,
+    unused_for: Annotated[str | None, typer.Option(help="Drop blocks unused for this time: 12h, 7d.")] = None,
     max_size: Annotated[
-        str | None, typer.Option(help="Delete the longest unused models until the rest fits, e.g. 50GB.")
+        str | None, typer.Option(help="Delete the least recently used models until the rest fits, e.g. 50GB.")
     ] = None,
 ) -> None:
-    """Remove damaged sub-directories, blocks out of use, and whole models that are. Spares what is in use."""
+    """Delete damaged sub-directories, unused blocks and unused models. Sub-directories in use are kept."""
     from stemma.memory.tiers.disk.existing import open_existing
     from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
 
@@ -101,7 +101,7 @@ def gc_command(
 
 @app.command("clear")
 def clear_command(directory: Directory, space: Space = None) -> None:
-    """Delete all blocks, of one model or of all. Spares what is in use."""
+    """Delete all blocks, of one model or of all. Sub-directories in use are kept."""
     from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
 
     for found in list_spaces(directory):
@@ -153,20 +153,20 @@ def import_command(
     url: Url = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="A disk cache instead of a server.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="With --dir: its size limit; default: what the file needs more.")
+        str | None, typer.Option(help="With --dir: its size limit; default: its size plus the file's.")
     ] = None,
     salt: Salt = "",
     tenant: TenantName = "",
     admin_key: AdminKey = None,
     key_file: KeyFile = None,
     trust_imports: Annotated[
-        bool, typer.Option("--trust-imports", help="With --dir: take a file that --key-file doesn't prove.")
+        bool, typer.Option("--trust-imports", help="With --dir: accept a file that --key-file can't verify.")
     ] = False,
 ) -> None:
-    """Give the blocks of an exported file to a running server, or put them into a disk cache.
+    """Import the blocks of an exported file into a running server or a disk cache.
 
-    Whoever wrote the file decides what the model says after its prompt. A server has settings of its own for
-    which files it takes.
+    Whoever wrote the file decides what the model says after its prompt. A server's own settings decide which
+    files it accepts.
     """
     if directory is not None:
         limit = None if size is None else parse_size(size)

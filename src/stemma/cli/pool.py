@@ -46,7 +46,7 @@ def plan_command(
     will_grow: Annotated[bool, typer.Option("--will-grow", help="Leave room for further machines.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell the device memory that links take, the fraction to give up for it, and the tokens that fit."""
+    """Print the device memory that links take, the fraction to set for it, and the tokens that fit."""
     plan = plan_pool(nodes, devices_per_node, memory_fraction=memory_fraction, will_grow=will_grow)
     if model is not None and bytes_per_token is not None:
         raise ConfigError("give --model or --bytes-per-token, not both")

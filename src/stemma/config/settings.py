@@ -26,7 +26,7 @@ class SettingsModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     flag_prefix: ClassVar[str] = ""
-    """Put before the names of these settings in flags and variables, where they say too little alone."""
+    """Prefix of these settings' names in flags and variables."""
 
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
@@ -42,13 +42,13 @@ class ModelSettings(SettingsModel):
     served_name: str | None = None
     """Name in the API; default: the directory's name."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of weights and KV; `auto` is what the checkpoint says."""
+    """dtype of weights and KV; `auto` is the checkpoint's."""
     device: str = "auto"
     """`auto` is CUDA if there is one, else CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Tokens of prompt plus output; default: what the checkpoint's config says."""
+    """Maximum tokens of prompt plus output; default: the limit in the checkpoint's config."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the step loop; default: all cores."""
     isa: Literal["auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = "auto"
@@ -72,9 +72,9 @@ class PoolSettings(SettingsModel):
     write: WritePolicy = "write_through"
     """When a block is copied to the pool: committed on the device, used often, or evicted."""
     staging: ByteSize = Field(default=192 * 2**20, gt=0)
-    """Memory for blocks on their way to and from the backend."""
+    """Memory for blocks in transfer to and from the backend."""
     deadline_s: float = Field(default=1.0, gt=0)
-    """Longest wait for one backend call (up to 64 blocks); then its blocks are misses."""
+    """Deadline of one backend call (up to 64 blocks); after it, its blocks are misses."""
 
 
 class CacheSettings(SettingsModel):
@@ -83,14 +83,14 @@ class CacheSettings(SettingsModel):
     enable_prefix_cache: bool = True
     """Reuse what earlier requests computed."""
     block_size: int = Field(default=64, ge=1, le=1024)
-    """Tokens a block."""
+    """Tokens per block."""
     kv_cache_memory: ByteSize | None = None
     """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
     memory_limit: ByteSize | None = Field(default=None, gt=0)
-    """On CPU, instead of both: what the whole process may take. KV gets what libraries, weights and steps
-    leave; a step of the largest size is run at the start to see what it needs."""
+    """On CPU, instead of both: memory limit of the whole process. KV gets what libraries, weights and steps
+    leave; a step of the largest size is run at the start to measure its need."""
     share_across_levels: bool = False
     """Let a disk or pool serve KV computed at another instruction-set level or version of the kernels: more
     hits among unlike machines, for answers that may differ in their last bits."""
@@ -99,9 +99,9 @@ class CacheSettings(SettingsModel):
     eviction: str = "hazard"
     """Policy by name (`prefix/eviction/registry.py`), options after it: ``hazard:max_ghosts=4096``."""
     eviction_cost: Literal["blocks", "prefill-time"] = "blocks"
-    """What a device block is worth to `hazard` and `gdsf`: all the same, or the time to recompute it."""
+    """Value of a device block to `hazard` and `gdsf`: all equal, or its recompute time."""
     attention_equal_at: float = Field(default=32_768.0, gt=0.0)
-    """For `prefill-time`: the position at which attending costs as much as the weights."""
+    """For `prefill-time`: the position at which attention costs as much as the weights."""
     record_trace: Path | None = None
     """Append each finished request to this file, as salted hashes without text, for `stemma replay`."""
     pool: PoolSettings | None = None
@@ -122,48 +122,48 @@ class TierSettings(SettingsModel):
     host_write: WritePolicy = "write_back"
     """When a block is copied to the host tier: evicted from the device, committed there, or used often."""
     host_exclusive: bool = False
-    """A block moved up from the host tier leaves it. By default the copy stays and spares the next write."""
+    """A block promoted from the host tier is removed there. By default the copy stays, saving a write."""
     disk_cache: Path | None = None
     """Directory of the disk tier; blocks in it outlive the server."""
     disk_cache_size: ByteSize = 10 * 10**9
     """Limit of all files in that directory."""
     disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
-    """Blocks on disk that nobody used for so long are dropped."""
+    """Blocks on disk that were unused for this time are dropped."""
     disk_write: WritePolicy = "write_through"
-    """As `host_write`, for the disk. Write-back forgets what a crash finds in memory."""
+    """As `host_write`, for the disk. With write-back, a crash loses the blocks that are only in memory."""
     write_through_uses: int = Field(default=2, ge=1)
-    """For `write_through_selective`: copy a block down on this use; being computed is the first."""
+    """For `write_through_selective`: copy a block down on this use; computing it is the first."""
     prefetch: Literal["best_effort", "timeout", "wait_complete"] = "timeout"
-    """Whether a request waits for blocks in slow tiers: never, up to `load_timeout_s`, or to the end."""
+    """Whether a request waits for blocks in slow tiers: never, up to `load_timeout_s`, or without limit."""
     load_when: Literal["faster", "always"] = "faster"
-    """Load a hit only where measurements predict that it beats computing, or always."""
+    """Load a hit only if measurements predict that it is faster than computing, or always."""
     load_timeout_s: float = Field(default=2.0, gt=0.0)
-    """What a load hasn't brought by then is computed."""
+    """Time limit of a load; blocks not loaded by then are computed."""
     load_failure: Literal["recompute", "fail"] = "recompute"
     """When a tier can't deliver what it holds: compute the tokens, or fail the request."""
     transfer_buffer: ByteSize = 128 * 2**20
-    """Host memory for blocks on their way to slow tiers; when it is full, writes are dropped."""
+    """Host memory for blocks in transfer to slow tiers; when it is full, writes are dropped."""
 
 
 class SchedulerSettings(SettingsModel):
     """How waiting requests become steps."""
 
     max_batch_tokens: int = Field(default=2048, ge=1)
-    """Tokens a step: decodes first, then prefill chunks."""
+    """Maximum tokens per step: decodes first, then prefill chunks."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences running at once."""
+    """Maximum number of sequences running at once."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests in the queue before new ones are refused as Overloaded."""
     order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
-    """Which waiting request goes next: the first that came, or the one with most tokens cached."""
+    """Which waiting request starts next: first come first served, or the one with most cached tokens."""
     ageing_s: float = Field(default=5.0, gt=0.0)
-    """A request is overtaken only by those that arrived less than this after it, whatever their prefix."""
+    """A request is overtaken only by requests that arrived less than this time after it."""
     overlap_schedule: Literal["auto", "on", "off"] = "auto"
     """Launch the next step before the tokens of the running one are known. `auto`: on CUDA without drafts."""
 
 
 class SpeculationSettings(SettingsModel):
-    """Drafts: tokens guessed at no cost and verified in the step that runs anyway. Never changes the text."""
+    """Drafts: tokens proposed at little cost and verified in the next step. They never change the text."""
 
     flag_prefix: ClassVar[str] = "speculation_"
 
@@ -173,7 +173,7 @@ class SpeculationSettings(SettingsModel):
     max_draft_tokens: int = Field(default=16, ge=1, le=64)
     """Longest draft."""
     adaptive: bool = True
-    """Draft as many tokens as pay by measured cost and acceptance, maybe none; False: all there are."""
+    """Choose the draft length, maybe 0, by measured cost and acceptance; False: always the longest."""
     la_level: int = Field(default=4, ge=2, le=16)
     """Length of lookahead's n-grams."""
     la_window: int = Field(default=5, ge=1, le=16)
@@ -190,7 +190,7 @@ class ServerSettings(SettingsModel):
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port."""
     drain_timeout_s: float = Field(default=30.0, ge=0.0)
-    """After SIGTERM, how long running requests may take to finish."""
+    """Time for running requests to finish after SIGTERM."""
     api_key: Key | None = Field(default=None, repr=False)
     """If set, every request but `/health` must carry it as a bearer token. A flag shows in the process list:
     take the variable or `api_key_file`."""
@@ -200,13 +200,13 @@ class ServerSettings(SettingsModel):
     """File of hashed API keys, each of a tenant with limits of its own (`stemma keys`), instead of `api_key`.
     Read again when it changes."""
     admin_key: Key | None = Field(default=None, repr=False)
-    """Bearer token of `/admin`. Without one, only this machine may ask there (docs/serving.md)."""
+    """Bearer token of `/admin`. Without one, only this machine has access (docs/serving.md)."""
     admin_key_file: Path | None = None
     """File that holds the admin key, instead of `admin_key`."""
     trust_imports: bool = False
-    """Take imported blocks that nobody signed, or with another secret."""
+    """Accept imported blocks that are unsigned or signed with another secret."""
     bundle_key_file: Path | None = None
-    """File with a secret of at least 32 bytes: exported prefixes are signed with it, and imports proved."""
+    """File with a secret of at least 32 bytes that signs exported prefixes and verifies imported ones."""
     pool_configs: NamedPaths = {}
     """Pools that `POST /admin/pool` may attach, by backend: ``redis=redis.json,mooncake=mooncake.json``."""
     ledger: str | None = Field(default=None, repr=False)
@@ -216,12 +216,12 @@ class ServerSettings(SettingsModel):
     report_granularity: Literal["token", "block"] = "token"
     """Whether responses count cached tokens exactly, or rounded down to whole blocks."""
     trust_request_chat_template: bool = False
-    """Render chat templates that requests bring along, in a process of its own."""
+    """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, mistral, deepseek, off; `auto`: as its chat
     template does."""
     reasoning_parser: Literal["auto", "on", "off"] = "auto"
-    """Whether answers are split at ``</think>``; `auto`: if the chat template knows it."""
+    """Whether answers are split at ``</think>``; `auto`: if the chat template contains it."""
     max_body_bytes: ByteSize = 64 * 2**20
     """Largest request body."""
     max_responses: int = Field(default=4096, ge=0)
@@ -233,41 +233,41 @@ class ServerSettings(SettingsModel):
     max_connections: int = Field(default=1024, ge=1)
     """Open connections; further ones are closed at once. Fewer if the process may open fewer files."""
     header_timeout_s: float = Field(default=10.0, gt=0.0)
-    """From the connection, or the end of the last answer, until a request's headers are complete."""
+    """Time limit from the connection or the last answer's end until a request's headers are complete."""
     body_timeout_s: float = Field(default=120.0, gt=0.0)
-    """From its headers until a request's body is complete."""
+    """Time limit from a request's headers until its body is complete."""
     keep_alive_s: float = Field(default=5.0, gt=0.0)
     """How long an idle connection stays open."""
     tokenize_timeout_s: float = Field(default=30.0, gt=0.0)
-    """Longest rendering and tokenizing of one prompt."""
+    """Time limit for rendering and tokenizing one prompt."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """A request that takes longer ends with an error; default: no limit."""
 
 
 class RequestSettings(SettingsModel):
-    """What requests may ask for, beyond what the model can hold, and how answers are shaped."""
+    """Limits of requests in addition to the model's own, and the form of answers."""
 
     max_input_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a prompt; what happens to a longer one is `truncation`."""
+    """Maximum tokens of a prompt; `truncation` says what happens to a longer one."""
     truncation: Literal["error", "left", "right"] = "error"
     """A longer prompt is refused, or loses its first (`left`) or its last (`right`) tokens."""
     max_output_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of an answer, whatever the request says."""
+    """Maximum tokens of an answer; overrides the request."""
     max_n: int | None = Field(default=None, ge=1)
     """Largest `n` and `best_of`; default: as many as can run at once."""
     dialect: Literal["stemma", "mindie"] = "stemma"
-    """Where clients of one API expect different things, e.g. a list of ids in an event: whose they are."""
+    """Whose clients to follow where those of one API differ, e.g. in a list of ids in an event."""
 
 
 class PlaneSettings(SettingsModel):
-    """Ports of their own for management and metrics; without them one port serves everything."""
+    """Separate ports for management and metrics; without them one port serves everything."""
 
     management_host: str | None = None
     """Address of both; default: `host`."""
     management_port: int | None = Field(default=None, ge=0, le=65535)
     """Health, configuration, administration. 0: any free port."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Prometheus' numbers. 0: any free port."""
+    """Prometheus metrics. 0: any free port."""
 
 
 class TLSSettings(SettingsModel):
@@ -276,13 +276,13 @@ class TLSSettings(SettingsModel):
     flag_prefix: ClassVar[str] = "tls_"
 
     cert: Path | None = None
-    """Certificate of the server, PEM, with those between it and the CA. Given: HTTPS."""
+    """Certificate of the server, PEM, with intermediate certificates. Enables HTTPS."""
     key: Path | None = None
     """Its private key, PEM."""
     key_password_file: Path | None = None
-    """Holds the passphrase of the key, if it is encrypted."""
+    """File with the passphrase of the key, if it is encrypted."""
     ca: PathList | None = None
-    """CA certificates, PEM, separated by colons. Given: clients must present a certificate."""
+    """CA certificates, PEM, separated by colons. If set, clients must present a certificate."""
     crl: PathList | None = None
     """Certificate revocation lists, PEM, separated by colons."""
 
@@ -314,7 +314,7 @@ class EngineSettings(SettingsModel):
 
     model: ModelSettings
     role: Role = "both"
-    """`prefill` computes prompts and publishes their KV to the pool; `decode` takes it from there."""
+    """`prefill` computes prompts and writes their KV to the pool; `decode` reads it from there."""
     cache: CacheSettings = CacheSettings()
     tiers: TierSettings = TierSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

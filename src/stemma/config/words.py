@@ -14,14 +14,14 @@ _MIN_SECRET_BYTES = 32
 
 
 def split_words(value: Any) -> Any:
-    """Return ``"a, b"`` as ``("a", "b")``; what is no text is left alone."""
+    """Return ``"a, b"`` as ``("a", "b")``; other types are returned unchanged."""
     if not isinstance(value, str):
         return value
     return tuple(word for word in (part.strip() for part in value.split(",")) if word)
 
 
 def split_named_paths(value: Any) -> Any:
-    """Return ``"a=x.json,b=y.json"`` as a mapping; what is no text is left alone."""
+    """Return ``"a=x.json,b=y.json"`` as a mapping; other types are returned unchanged."""
     if not isinstance(value, str):
         return value
     named: dict[str, str] = {}

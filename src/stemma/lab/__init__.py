@@ -1,1 +1,1 @@
-"""Trace replay and capacity planning on the very index and eviction code that serves."""
+"""Trace replay and capacity planning with the same index and eviction code as the server."""

@@ -1,10 +1,10 @@
 """Which evicted blocks are worth writing to the tier below.
 
 Most blocks are used once. A small lower tier gains by taking only blocks that were used again; a large one
-loses by it, since a block's first reuse may come from there. `AdaptiveAdmission` finds out by itself: two
-shadows of the tier, one that takes all and one that takes reused blocks only, are kept for a sample of blocks
-(spatial sampling; Waldspurger et al., FAST'15), and whichever would serve more lookups decides. This is set
-dueling (Qureshi et al., ISCA'07) on samples.
+loses by it, since a block's first reuse may come from there. `AdaptiveAdmission` measures this: it simulates
+two shadows of the tier on a sample of blocks (spatial sampling; Waldspurger et al., FAST'15). One takes all
+blocks, the other only reused ones. The shadow that would serve more lookups decides. This is set dueling
+(Qureshi et al., ISCA'07) on samples.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import ClassVar
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _TARGET_SHADOW_BLOCKS = 1024
 _FADE = 0.9995
-"""What is left of a shadow's lead after one more sampled lookup."""
+"""Factor by which a shadow's lead fades per sampled lookup."""
 _SWITCH_LEAD = 8.0
-"""Lead, in sampled hits, that a change of mind takes."""
+"""Lead, in sampled hits, that is needed to switch."""
 
 
 class Admission(ABC):
@@ -31,7 +31,7 @@ class Admission(ABC):
         """Say whether a block that was used `num_uses` times, its first computation included, moves down."""
 
     def looked_up(self, identity: int) -> None:
-        """Note that the tier was asked for a block. Does nothing unless the admission learns."""
+        """Record a lookup of a block in the tier. Does nothing unless the admission learns."""
         return None
 
 
@@ -41,7 +41,7 @@ class AdmitAll(Admission):
     name: ClassVar[str] = "all"
 
     def admits(self, identity: int, num_uses: int) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
 
@@ -51,12 +51,12 @@ class AdmitReused(Admission):
     name: ClassVar[str] = "reused"
 
     def admits(self, identity: int, num_uses: int) -> bool:
-        """Say whether the block was used again."""
+        """Return whether the block was used again."""
         return num_uses > 1
 
 
 class AdaptiveAdmission(Admission):
-    """All or reused only, whichever serves more at present."""
+    """All or only reused blocks, whichever currently serves more."""
 
     name: ClassVar[str] = "adaptive"
 
@@ -71,7 +71,7 @@ class AdaptiveAdmission(Admission):
         self.takes_all = True
 
     def admits(self, identity: int, num_uses: int) -> bool:
-        """Say what the better shadow says, and enter the block in the shadows that take it."""
+        """Return the better shadow's decision, and enter the block in the shadows that take it."""
         if self._is_sampled(identity):
             self._enter(self._all, identity)
             if num_uses > 1:

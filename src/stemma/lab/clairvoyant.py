@@ -1,9 +1,9 @@
-"""The bound no online policy can beat: Belady's MIN, exact for prefixes.
+"""The upper bound of every online policy: Belady's MIN, exact for prefixes.
 
-At each request the blocks with the farthest next use are dropped until the cache fits (L. Belady, IBM
-Systems Journal 5(2), 1966). A child's next use is never earlier than its parent's, so dropping the deepest
-first among equals never leaves a block behind whose predecessor is gone: MIN keeps prefixes closed by itself
-and is optimal for prefix caches too. A block just computed may be dropped at once, as in every replay here.
+At each request the blocks with the farthest next use are evicted until the cache fits (L. Belady, IBM Systems
+Journal 5(2), 1966). A child's next use is never earlier than its parent's. So evicting the deepest first
+among equals never leaves a block without its predecessor: MIN keeps prefixes closed and is optimal for prefix
+caches too. A block just computed may be evicted at once, as in every replay here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from stemma.errors import ConfigError
 LINK_BYTES = 4 * 10**6
 """Device memory of one link."""
 MAX_LINKS = 512
-"""Links one device can keep; beyond it links are torn down and built again all the time."""
+"""Maximum links of one device; beyond it links are constantly closed and opened again."""
 FRACTION_STEP = 0.01
 STEP_BYTES = 600 * 10**6
 """Device memory that one step of the fraction frees."""
@@ -35,9 +35,9 @@ class PoolPlan:
     """Device memory for links, on each device."""
     fraction_given_up: float
     memory_fraction: float
-    """What to set: the old fraction less what is given up."""
+    """The fraction to set: the old fraction minus `fraction_given_up`."""
     freed_bytes: int
-    """Device memory that giving it up frees, on each device."""
+    """Device memory that the lower fraction frees, on each device."""
 
 
 @dataclass(frozen=True, slots=True)

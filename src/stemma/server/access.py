@@ -1,7 +1,7 @@
-"""Who may ask: keys, and for servers without one the checks that keep foreign web pages out.
+"""Access control: keys, and for servers without a key the checks that keep other sites' web pages out.
 
-A browser on this machine can reach a server that listens on loopback only. Without a key three things tell
-its pages from programs: `Host` (a page of a foreign name that was pointed here, DNS rebinding), `Origin` (a
+A browser on this machine can reach a server that listens only on loopback. Without a key three things
+distinguish its pages from programs: `Host` (DNS rebinding: a page's own domain name points here), `Origin` (a
 page of another site) and the content type (a form can't send JSON).
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]{1,5}))?")
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
-"""Headers that proxies add: the peer is then not who asks."""
+"""Headers that proxies add: the peer is then not the client."""
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"

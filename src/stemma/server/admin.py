@@ -1,4 +1,4 @@
-"""The operator's plane of the cache: look, prewarm, pin, flush, export and import.
+"""The operator's plane of the cache: lookup, prewarm, pin, flush, export and import.
 
 A prompt is given as ``prompt`` (text or token ids) or as ``messages``; ``cache_salt``, as in the completion
 APIs, and ``tenant`` name its namespace. So what an operator pins is what a client will hit.
@@ -71,7 +71,7 @@ class PrewarmRequest(PinRequest):
 
 
 class UnpinRequest(RequestModel):
-    """What to give free."""
+    """What to unpin."""
 
     pin_id: Name
 
@@ -85,7 +85,7 @@ async def tiers(request: Request) -> Response:
 
 @router.post("/lookup", openapi_extra=takes(PrefixRequest))
 async def lookup(request: Request) -> Response:
-    """How many tokens of a prompt lie in which tier; computes and moves nothing."""
+    """How many tokens of a prompt are in which tier; computes and moves nothing."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
     tokens = await _tokens(context, body)
     found = await context.engine.cache_control.lookup(_where(context, body), tokens)
@@ -121,7 +121,7 @@ async def prewarm(request: Request) -> Response:
 
 @router.post("/pin", openapi_extra=takes(PinRequest))
 async def pin(request: Request) -> Response:
-    """Forbid eviction of what is cached of a prompt."""
+    """Forbid eviction of a prompt's cached blocks."""
     context, body = context_of(request), validate(PinRequest, await read_object(request))
     tokens = await _tokens(context, body)
     made = await context.engine.cache_control.pin(_where(context, body), tokens, body.ttl_s)

@@ -60,7 +60,7 @@ _MAX_PATH_CHARS = 200
 
 
 def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics | None = None) -> FastAPI:
-    """Return the application. It doesn't own the engine: whoever made it closes it."""
+    """Return the application. It doesn't own the engine: the caller closes it."""
     context = ServerContext(engine, settings, metrics or ServerMetrics())
 
     @asynccontextmanager
@@ -104,6 +104,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """Answer what nobody foresaw; Starlette logs the traceback."""
+    """Answer an unexpected error; Starlette logs the traceback."""
     detail = {"message": "internal error", "type": "server_error", "param": None, "code": None}
     return json_response({"error": detail}, 500)

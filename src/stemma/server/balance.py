@@ -1,9 +1,9 @@
-"""Which of several equal servers a prompt goes to: the one that had its beginning before, unless it is busy.
+"""Chooses one of several equal servers for a prompt: the one that had its beginning, unless it is busy.
 
-The beginnings of prompts are spread over the servers by rendezvous hashing: each server draws a number from
-the beginning and its own name, and the highest wins. So a conversation stays where its blocks are, nothing is
-remembered, and a server that leaves or comes moves only its own share. A server with far more requests under
-way than the least busy one is passed over: many users of one system prompt don't all wait for one machine.
+The beginnings of prompts are distributed over the servers by rendezvous hashing: the beginning is hashed with
+each server's name, and the highest hash wins. So a conversation stays where its blocks are, no state is kept,
+and adding or removing a server moves only its own share. A server with far more open requests than the least
+busy one is skipped, so that many users of one system prompt don't all wait for one machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Balance:
         self._under_way[url] += 1
 
     def end(self, url: str) -> None:
-        """It is answered, or failed."""
+        """The request was answered or failed."""
         self._under_way[url] -= 1
 
     def under_way(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ def beam_params(
 ) -> BeamParams | None:
     """Return the search that `body` asks for: `best_of` beams, or `n`; None if it asks for none.
 
-    temperature, top_k, top_p, min_p and seed have no part in it, as in vLLM. Raises InvalidRequest for stop
+    temperature, top_k, top_p, min_p and seed are ignored, as in vLLM. Raises InvalidRequest for stop
     strings, min_tokens and penalties, which would silently change nothing.
     """
     if not body.use_beam_search:

@@ -8,7 +8,7 @@ from stemma.server.generation import CollectedSequence
 
 
 def keep_best(sequences: Sequence[CollectedSequence], n: int) -> Sequence[CollectedSequence]:
-    """Return the `n` sequences with the highest mean log-probability a token, best first.
+    """Return the `n` sequences with the highest mean log-probability per token, best first.
 
     If there are no more than `n`, they keep their order. A sequence without tokens comes last.
     """

@@ -25,7 +25,7 @@ _MAX_MESSAGE_CHARS = 500
 _MAX_LOGGED_FIELDS = 256
 _MAX_FIELD_CHARS = 64
 _logged_fields: set[str] = set()
-"""Unknown fields that were logged; each is logged once a process."""
+"""Unknown fields that were logged; each is logged once per process."""
 
 
 async def read_bytes(request: Request) -> bytes:

@@ -1,9 +1,9 @@
-"""Chat templates: what a client may pass to the checkpoint's, and what happens to one of its own.
+"""Chat templates: what a client may pass to the checkpoint's, and how a client's own template is handled.
 
-A template is a program. The checkpoint's is trusted like its weights, but runs on what clients send. So the
-size of all that is bounded, and a client sets only variables that the template reads, never a parameter of
-the function that renders it. A client's own template is refused, or rendered in a process with a time and a
-memory limit (`template_process.py`).
+A template is a program. The checkpoint's is trusted like its weights, but its input comes from clients. So
+the size of the input is limited, and a client sets only variables that the template reads, never a parameter
+of the function that renders it. A client's own template is refused, or rendered in a process with a time
+and a memory limit (`template_process.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def num_chars(value: Any) -> int:
 def template_arguments(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
     """Return what the template gets besides messages and tools. Raises InvalidRequest naming the argument.
 
-    What this template doesn't read is left out: clients send ``enable_thinking`` to every model.
+    Variables that this template doesn't read are ignored: clients send ``enable_thinking`` to every model.
     """
     known = context.engine.tokenizer.template_variables
     arguments: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""One turn of a conversation, for the APIs that are other words for chat."""
+"""One turn of a conversation, for the APIs that are variants of chat."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def chat_turn(
 ) -> ChatTurn:
     """Return the turn that `body` asks for.
 
-    `earlier` are the ids of the conversation as it stood after the last answer: the prompt begins with them
-    where its text does.
+    `earlier` are the ids of the conversation after the last answer: the prompt begins with them if its text
+    begins with theirs.
     """
     params = chat_sampling(context, body)
     tokens = await chat_prompt(context, body)

@@ -1,7 +1,7 @@
 """Limits of connections before any key is read: their number, the size of headers, and time.
 
-uvicorn limits requests under way and idle connections, and waits for ever for the rest of a request. This is
-its HTTP protocol with deadlines.
+uvicorn limits open requests and idle connections, but waits without limit for the rest of a request. This
+module adds deadlines to its HTTP protocol.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_URL_BYTES = 16 * 1024
 _RESERVED_FILES = 128
 """Open files that aren't connections: tiers, libraries, logs; half of the limit, if that is less."""
 _ANSWERED_BODY_TIMEOUT_S = 5.0
-"""For the rest of a body whose request is answered already."""
+"""Time limit for the rest of a body whose request is answered already."""
 _REPEAT_AFTER_S = 10.0
 ACCEPT_BURST = 64
-"""Connections taken in one turn of the event loop: for a moment so many are open beyond the limit."""
+"""Connections accepted in one turn of the event loop, by which the limit may be exceeded for a moment."""
 
 
 def raise_file_limit() -> int:
@@ -57,7 +57,7 @@ def make_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its deadline is that of the part of a request which is being read."""
+    """One connection. Its deadline is that of the part of the request being read."""
 
     header_timeout_s: float
     body_timeout_s: float
@@ -71,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_is_open = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close at once what is one too many; else wait for headers, but not for ever."""
+        """Close a connection beyond the limit; else start the deadline of the headers."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             logger.warning("more than %d connections: closing new ones", self.max_connections)
@@ -95,7 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse("the request's headers are too large")
 
     def on_message_begin(self) -> None:
-        """A request begins, maybe behind another one."""
+        """A request begins, maybe pipelined after another one."""
         super().on_message_begin()
         self._is_reading_headers = True
 

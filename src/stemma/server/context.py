@@ -31,7 +31,7 @@ TOKENIZER_THREADS = 2
 MAX_CHARS_PER_TOKEN = 256
 """More than any common vocabulary's longest token: longer texts can't fit the context."""
 FOREIGN_TEMPLATE_TIMEOUT_S = 5.0
-"""For a template that a request brought."""
+"""Time limit of a template sent in a request."""
 _PARSE_TIMEOUT_S = 30.0
 
 
@@ -45,7 +45,7 @@ class ServerContext:
         self.started_at = int(time.time())
         self.draining = False
         self.stop: Callable[[float | None], None] | None = None
-        """Drains and stops the server, in so many seconds at most; None where whoever made it stops it."""
+        """Drains and stops the server within the given seconds; None if only its creator can stop it."""
         self.access = Access(settings.server)
         self.rates = RateLimits()
         self._quotas: dict[str, int] = {}
@@ -102,7 +102,7 @@ class ServerContext:
         return await self._parser.run(work, limit_s=_PARSE_TIMEOUT_S, what="reading the body")
 
     async def render_foreign(self, template: str, conversation: Conversation) -> str:
-        """Render `conversation` by a client's own template; raise InvalidRequest where that is refused."""
+        """Render `conversation` with a client's own template; raise InvalidRequest if that isn't allowed."""
         if self._renderer is None:
             message = "a request may not bring a chat template: see --trust-request-chat-template"
             raise InvalidRequest(message, param="chat_template")
@@ -117,7 +117,7 @@ class ServerContext:
         return text
 
     def close(self) -> None:
-        """Give the threads back."""
+        """End the threads."""
         self._tokenizers.close()
         self.ledger.close()
         self._parser.close()

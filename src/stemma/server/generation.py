@@ -75,7 +75,7 @@ async def run_one(
 async def within(
     stream: AsyncIterator[RequestOutput], limit_s: float | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield what `stream` yields; raise TookTooLong once `limit_s` is over."""
+    """Yield what `stream` yields; raise TookTooLong after `limit_s`."""
     if limit_s is None:
         async for output in stream:
             yield output
@@ -93,7 +93,7 @@ async def within(
 
 
 def reported(settings: Settings, output: RequestOutput) -> RequestOutput:
-    """Return `output` with cached tokens as finely as clients may know them (`report_granularity`)."""
+    """Return `output` with cached tokens rounded as `report_granularity` says."""
     if settings.server.report_granularity == "token":
         return output
     size = settings.engine.cache.block_size
@@ -183,7 +183,7 @@ async def _run_as_tenant(
 
 
 class OutputStream:
-    """`run_all` whose first output has arrived, so that refusals could still choose the HTTP status.
+    """`run_all` after its first output, so that a refusal before it still sets the HTTP status.
 
     `aclose` aborts what is still running; it is safe to call at any time, also before the first read.
     """

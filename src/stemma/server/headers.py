@@ -1,4 +1,4 @@
-"""Headers that the code behind would stumble over are answered with 400 before it sees them."""
+"""Answers malformed headers with 400 before the application reads them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """JSON from outside, bounded before anything is built from it.
 
-A small body can hold millions of empty arrays: parsing it takes seconds and gigabytes. So the bytes are
-scanned first. Separators are counted with `bytes.count`; only where that finds too many are those inside
-strings left out, slice by slice.
+A small body can hold millions of empty arrays, which take seconds and gigabytes to parse. So the bytes are
+scanned first. Separators are counted with `bytes.count`; only if there are too many, those inside strings are
+excluded, slice by slice.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _check_counts(data: bytes, what: str, max_values: int) -> None:
 
 
 def _counts_outside_strings(data: bytes) -> tuple[int, int]:
-    """Return (containers, values and keys) outside strings. numpy gives up the GIL meanwhile."""
+    """Return (containers, values and keys) outside strings. numpy releases the GIL."""
     plain = data
     if b"\\" in data:  # left to right: first pairs of backslashes, then quotes behind one
         plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")

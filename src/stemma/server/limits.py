@@ -1,4 +1,4 @@
-"""What an operator allows a request beyond what the model can hold (`RequestSettings`)."""
+"""The operator's limits of requests, in addition to the model's (`RequestSettings`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = TypeVar("Tokens", TokenArray, list[int])
 
 
 def fit_prompt(limits: RequestSettings, tokens: Tokens, param: str) -> Tokens:
-    """Return `tokens`, cut to the limit where the operator wants that; else raise PromptTooLong."""
+    """Return `tokens`, truncated to the limit if the settings say so; else raise PromptTooLong."""
     most = limits.max_input_tokens
     if most is None or len(tokens) <= most:
         return tokens

@@ -1,4 +1,4 @@
-"""What `/metrics` shows: the engine's counters, and histograms of requests as the server saw them."""
+"""`/metrics`: the engine's counters, and histograms of requests measured in the server."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """Owns a registry of its own, so that two servers in one process don't mix."""
+    """Has its own registry, so that two servers in one process stay separate."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock

@@ -82,7 +82,7 @@ async def _is_busy(context: ServerContext) -> bool:
 @open_router.get("/health/timed")
 @open_router.get("/health/timed{suffix}")
 async def timed_health(request: Request) -> Response:
-    """200 if the step loop answers within so many seconds: ``/health/timed-3``; 600 without a number."""
+    """200 if the step loop answers within N seconds: ``/health/timed-N``; 600 without a number."""
     context = context_of(request)
     suffix: str = request.path_params.get("suffix", "")
     found = _TIMED.fullmatch(suffix)
@@ -129,7 +129,7 @@ def _available_blocks(stats: EngineStats) -> int:
 
 @router.get("/info")
 async def info(request: Request) -> Response:
-    """What TGI's `/info` says, as far as it means something here."""
+    """The fields of TGI's `/info` that apply here."""
     context = context_of(request)
     settings, engine = context.settings, context.engine
     scheduler, longest = settings.engine.scheduler, settings.requests.max_input_tokens

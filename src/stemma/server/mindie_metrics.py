@@ -1,4 +1,4 @@
-"""The numbers of `/metrics` under the names that dashboards of MindIE ask for, beside our own."""
+"""The values of `/metrics` under the names that MindIE's dashboards query, in addition to our own."""
 
 from __future__ import annotations
 

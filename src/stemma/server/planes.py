@@ -1,6 +1,6 @@
-"""Business, management and metrics on ports of their own: which path answers where, and their sockets.
+"""Separate ports for business, management and metrics: which path answers where, and their sockets.
 
-Without ports of their own, one port serves everything.
+Without separate ports, one port serves everything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PlaneFilter:
         self._planes = planes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what belongs here."""
+        """Pass on requests of this plane."""
         if scope["type"] == "http":
             plane = plane_of(scope["path"])
             if plane is not None and plane not in self._planes:

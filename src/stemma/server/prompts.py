@@ -1,4 +1,4 @@
-"""From what an API calls a prompt to token ids, checked; text is tokenized off the event loop."""
+"""From an API's prompt to checked token ids; text is tokenized off the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stemma.types import TokenArray, as_tokens
 
 Tokens = TypeVar("Tokens", TokenArray, list[int])
 _NO_MODEL = ("", "dummy", "tgi")
-"""What huggingface_hub sends for a name to a server that it was given by URL."""
+"""The model name that huggingface_hub sends to a server given by URL."""
 
 
 def check_model(context: ServerContext, name: str | None) -> None:

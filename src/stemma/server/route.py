@@ -1,13 +1,13 @@
-"""A proxy in front of prefill and decode servers: one request goes to one and then to the other.
+"""A proxy in front of prefill and decode servers: each request goes first to one, then to the other.
 
 The prefill server gets the request with an output of one token. When it answers, the KV of the whole prompt
 is in the pool that both share. Then a decode server gets the request as it came, finds the prompt in the
 pool and generates; its answer passes through unchanged.
 
-Nothing depends on the first step for being right, only for being fast. If no prefill server answers, the
-decode server computes the prompt. If a decode server is away or dies before the client has seen a byte, the
-next one gets the request, and at last a prefill server, which is a whole server too. An answer that breaks
-off in the middle of a stream ends with an error event: it can't be continued, and must not look finished.
+The first step affects only speed, not correctness. If no prefill server answers, the decode server computes
+the prompt. If a decode server is down or fails before the client has received a byte, the next one gets the
+request, and finally a prefill server, which can also decode. If a stream breaks off in the middle, the answer
+ends with an error event: it can't be continued, and must not look finished.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class RouteStats:
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_prefill_failures = 0
-        """Attempts at a prefill server that brought nothing."""
+        """Number of failed attempts at a prefill server."""
         self.num_decode_failures = 0
-        """Attempts at a decode server that brought nothing, or broke off."""
+        """Number of attempts at a decode server that failed or broke off."""
         self.num_fallbacks = 0
         """Requests that a prefill server answered in place of a decode server."""
         self.num_broken_streams = 0
 
 
 class Router:
-    """Chooses servers by the beginning of the prompt and by load, and tries the next where one fails."""
+    """Chooses servers by the beginning of the prompt and by load, and tries the next if one fails."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Router:
             finally:
                 self._prefill_balance.end(url)
             if answer.status_code < 500:
-                return  # what is wrong with a request the decode server will say
+                return  # the decode server reports what is wrong with the request
             self.stats.num_prefill_failures += 1
 
     async def _first_answer(

@@ -1,7 +1,7 @@
 """Listening, serving and stopping: SIGTERM or Ctrl-C drains, a second one cuts off.
 
-While it drains, the server still answers: running requests finish, new ones get 503, and `/health` says
-503 so that a load balancer looks elsewhere. SIGHUP reads certificates and API keys again.
+While draining, the server still answers: running requests finish, new ones get 503, and `/health` returns 503
+so that a load balancer uses another server. SIGHUP reads certificates and API keys again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXIT_CUT_OFF = 1
 EXIT_ENGINE_FAILED = 1
 """A thread of the engine failed."""
 _CLOSE_TIMEOUT_S = 5
-"""After the drain: how long clients may take to read the end of their answers."""
+"""Time after the drain for clients to read the end of their answers."""
 _BACKLOG = 2048
 
 
@@ -69,7 +69,7 @@ class _PortServer(uvicorn.Server):
         super().__init__(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen; the kernel may hold more connections than are taken in one turn."""
+        """Start listening; the kernel may queue more connections than are accepted in one turn."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)

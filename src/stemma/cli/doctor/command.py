@@ -1,4 +1,4 @@
-"""The command: gather, print for people or as JSON, and fail if something configured can't work."""
+"""The command: gather, print as text or JSON, and fail if the settings can't work."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def gather(settings: Settings) -> Report:
     tiers = storage.examine_tiers(engine.tiers, engine.cache.pool)
     problems = tiers.problems(memory.free_bytes)
     if folder.problem is not None:
-        problems.append(f"cache folder: {folder.problem}; kernels are compiled anew by each process")
+        problems.append(f"cache folder: {folder.problem}; each process compiles the kernels again")
     if kernels.level is None:
         problems.append(f"no kernels: {kernels.reason}; everything runs on torch, at about half the speed")
     checkpoint = converted_checkpoint()

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: chat in other words, with marks of what to keep in the cache."""
+"""Anthropic's Messages API: chat in another format, with marks of what to keep in the cache."""

@@ -1,7 +1,7 @@
 """``cache_control`` marks: how long to keep a prompt's blocks, and which tokens lie before the last mark.
 
-The engine takes one hint a request. So the blocks of the whole request get the longest time that a mark
-names, also those behind the last mark.
+The engine takes one hint per request. So all blocks of the request get the longest time of any mark, even
+those after the last mark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stemma.types import DEFAULT_PRIORITY, TokenArray
 
 MAX_MARKS = 4
 MARKED_PRIORITY = DEFAULT_PRIORITY + 20
-"""Of the blocks of a request with a mark."""
+"""Priority of the blocks of a request with a mark."""
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 

@@ -81,7 +81,7 @@ class ContentBlocks:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; of one that was cut off, what was complete."""
+    """Return the arguments of a call; if it was cut off, the complete ones."""
     try:
         parsed = from_json(text or "{}", allow_partial=True)
     except ValueError:

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: chat in other words, with conversations that the server remembers."""
+"""OpenAI's Responses API: chat in another format, with conversations stored on the server."""

@@ -36,7 +36,7 @@ from stemma.types import DEFAULT_PRIORITY, FinishReason, as_tokens
 router = APIRouter(route_class=OpenAIRoute)
 
 STORED_PRIORITY = DEFAULT_PRIORITY + 10
-"""Of the blocks of stored conversations: somebody is likely to go on with them."""
+"""Priority of the blocks of stored conversations, which are likely to be continued."""
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
@@ -74,7 +74,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Drop a stored response. Later ones that go on from it are responses of their own and stay."""
+    """Drop a stored response. Later responses that continue it are kept."""
     context = context_of(request)
     if not context.responses.delete(context.access.owner(request), response_id):
         raise _not_found(response_id)
@@ -86,7 +86,7 @@ def _not_found(response_id: str) -> NotFound:
 
 
 def _earlier(context: ServerContext, owner: str, body: ResponsesRequest) -> StoredResponse | None:
-    """Return the response to go on from."""
+    """Return the response to continue from."""
     if body.previous_response_id is None:
         return None
     found = context.responses.get(owner, body.previous_response_id)

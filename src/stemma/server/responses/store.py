@@ -1,4 +1,4 @@
-"""Responses that clients come back to: bounded in number, bytes and time, and apart by owner."""
+"""Stored responses: limited in number, bytes and time, and separate by owner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 from stemma.types import TokenArray
 
 _ENTRY_BYTES = 1024
-"""What an entry takes beside its texts and tokens."""
+"""Bytes of an entry in addition to its texts and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory."""
+        """Approximate bytes in memory."""
         return len(self.response) + len(self.messages) + self.token_ids.nbytes + _ENTRY_BYTES
 
     def history(self) -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ class _Owned:
 class ResponseStore:
     """Keeps up to `capacity` responses, `capacity_bytes` in all, each until `ttl_s` after its last use.
 
-    For one event loop. When room is needed, the owner that holds most loses the response it used least
-    recently: nobody can push out what others keep. `clock` is in seconds.
+    For one event loop. To make room, the least recently used response of the owner that holds most is
+    dropped, so that no owner can displace the responses of others. `clock` is in seconds.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ResponseStore:
         return True
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return the response and start its time anew; None if `owner` has none of this id."""
+        """Return the response and restart its time to live; None if `owner` has none of this id."""
         self._drop_expired()
         owned = self._owners.get(owner)
         found = None if owned is None else owned.entries.get(response_id)
@@ -105,7 +105,7 @@ class ResponseStore:
         return True
 
     def _drop_expired(self) -> None:
-        """Entries lie in the order of their last use, and that of their expiry is the same."""
+        """Drop expired entries; the order of last use is also the order of expiry."""
         now = self._clock()
         for owner in list(self._owners):
             entries = self._owners[owner].entries
