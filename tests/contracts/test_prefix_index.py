@@ -9,7 +9,7 @@ import pytest
 
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.hashed import HashIndex
-from stemma.prefix.index import Inserted, PrefixIndex
+from stemma.prefix.index import MAX_FOLLOWING, Inserted, PrefixIndex
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
 
@@ -246,3 +246,29 @@ def test_block_size_must_be_positive() -> None:
     for make in INDEXES.values():
         with pytest.raises(ValueError, match="block_size"):
             make(0)
+
+
+def following(driver: Driver, chars: str, namespace: Namespace = DEFAULT_NAMESPACE) -> str:
+    return "".join(map(chr, driver.index.match(namespace, text(chars)).following.tolist()))
+
+
+def test_a_match_says_how_the_cached_sequence_goes_on(driver: Driver) -> None:
+    driver.insert("abcdefghij", [0, 1, 2])
+    assert following(driver, "abcdeX") == "fghij"
+    assert following(driver, "abcdefghX") == "ij"
+    assert following(driver, "abcdX") == "efghij"
+    assert following(driver, "abcdefghijX") == ""
+    assert following(driver, "abcde") == ""
+    assert following(driver, "X") == ""
+    assert following(driver, "") == ""
+    driver.evict(1)
+    assert following(driver, "abcdefX") == "gh"
+
+
+def test_what_follows_is_bounded_and_of_the_same_namespace(driver: Driver) -> None:
+    long = "abcd" + "efgh" * 20
+    driver.insert(long, list(range(21)), Namespace(salt="other"))
+    assert following(driver, "abcX", Namespace(salt="other")) == long[3 : 3 + MAX_FOLLOWING]
+    assert following(driver, "abcX") == ""
+    driver.insert("abcz", [30])
+    assert following(driver, "abcX") == "z"

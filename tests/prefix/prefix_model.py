@@ -47,6 +47,15 @@ class PrefixModel:
                 longest = max(longest, common)
         return longest
 
+    def continuations(self, namespace: Namespace, head: Tokens, max_tokens: int) -> set[Tokens]:
+        """How cached sequences that begin with `head` go on, to their ends or up to `max_tokens`."""
+        tails = self.tails()
+        return {
+            block.text[len(head) : len(head) + max_tokens]
+            for block_id, block in self.blocks.items()
+            if block.namespace == namespace and block_id in tails and block.text[: len(head)] == head
+        }
+
     def holders(self, namespace: Namespace, text: Tokens) -> set[int]:
         """Ids of blocks that hold the KV of the last tokens of `text`."""
         return {

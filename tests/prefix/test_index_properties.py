@@ -17,7 +17,7 @@ from tests.prefix.strict_policy import StrictPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.hashed import HashIndex
-from stemma.prefix.index import PrefixIndex
+from stemma.prefix.index import MAX_FOLLOWING, Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
 
@@ -67,6 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
         for index in self.indexes:
             match = index.match(namespace, array(tokens))
             assert match.num_tokens == expected
+            self.following(namespace, tokens, match)
             ids = match.block_ids.tolist()
             assert len(ids) == -(-expected // self.block_size)
             for i, block_id in enumerate(ids):
@@ -76,6 +77,16 @@ class IndexMachine(RuleBasedStateMachine):
         num_full = expected // self.block_size
         assert found[0][:num_full] == found[1][:num_full]
         return found[0]
+
+    def following(self, namespace: Namespace, tokens: Tokens, match: Match) -> None:
+        """What follows the match is how some cached sequence goes on, and not how the prompt does."""
+        following = tuple(match.following.tolist())
+        if not 0 < match.num_tokens < len(tokens):
+            assert following == ()
+            return
+        head = tokens[: match.num_tokens]
+        assert following in self.model.continuations(namespace, head, MAX_FOLLOWING)
+        assert following[:1] != tokens[match.num_tokens : match.num_tokens + 1]
 
     @rule(
         namespace=namespaces,

@@ -51,6 +51,10 @@ COMMANDS = {
         "usage:command",
         "Sum the usage ledger: hit and miss tokens by tier, output tokens, and costs if prices are given.",
     ),
+    "explain": (
+        "explain:command",
+        "Tell what a request got from the cache, where it parts from what is cached, and why.",
+    ),
     "cache": ("cache:app", "Look into disk caches, clean them, export and import prefixes."),
     "keys": ("keys:app", "API keys and the tenants that they belong to."),
     "pool": ("pool:app", "Blocks shared by machines."),

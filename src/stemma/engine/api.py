@@ -8,6 +8,7 @@ from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import GenerationFailed, StemmaError
 from stemma.memory.tiers.tier_stats import TransferStats
+from stemma.prefix.explain import Parting
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import DEFAULT_PRIORITY, FinishReason, Tier, TokenArray
 
@@ -44,6 +45,8 @@ class CacheReport:
     """Machine-readable reason for the first token not served from cache (`prefix/explain.py`)."""
     miss_detail: str | None = None
     """The same in a sentence."""
+    parting: Parting | None = None
+    """How the nearest cached sequence of the same namespace goes on where the prompt parts from it."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -26,6 +26,8 @@ class MissReason(StrEnum):
     """The next block was cached once and was evicted to make room."""
     FLUSHED = "flushed"
     """The next block was cached once and was dropped by a flush."""
+    LOAD_FAILED = "load_failed"
+    """A lower tier has more of it, but the load brought less."""
     NO_ROOM = "no_room"
     """The head of a block could have been reused, but no block was free to copy it to."""
     DIVERGED = "diverged"
@@ -37,11 +39,23 @@ class MissReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Parting:
+    """Where a prompt parts from the nearest cached sequence of its own namespace."""
+
+    num_common_tokens: int
+    """Leading tokens that both have."""
+    cached_token_ids: tuple[int, ...]
+    """How the cached sequence goes on, `index.MAX_FOLLOWING` tokens at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class Miss:
     """The reason and the sentence."""
 
     reason: MissReason
     detail: str
+    parting: Parting | None = None
+    """None where no cached sequence goes on differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +168,12 @@ def explain_miss(facts: MissFacts, now: float) -> Miss:
 
 
 DISABLED_MISS = Miss(MissReason.DISABLED, "The prefix cache is disabled.")
+
+
+def load_failed(num_blocks: int, num_cached_tokens: int) -> Miss:
+    """Return the miss of a prompt of which `num_blocks` more were to be loaded and didn't arrive."""
+    return Miss(
+        MissReason.LOAD_FAILED,
+        f"{num_blocks} more blocks after position {num_cached_tokens} lie in lower tiers, but their load "
+        "failed or took too long.",
+    )

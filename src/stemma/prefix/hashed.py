@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits, EvictionPolicy
-from stemma.prefix.index import Inserted, Match
+from stemma.prefix.index import MAX_FOLLOWING, NO_TOKENS, Inserted, Match
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys
 from stemma.prefix.ledger import NO_BLOCKS, LedgerIndex, traits_from
 from stemma.types import BlockIds, BlockKey, TokenArray
@@ -95,7 +95,10 @@ class HashIndex(LedgerIndex):
             if common:
                 block_ids.append(child)
                 num_tokens += common
-        return Match(num_tokens, np.array(block_ids, dtype=np.int32))
+        following = NO_TOKENS
+        if num_tokens and num_tokens < len(tokens):
+            following = self._following(block_ids[-1], (num_tokens - 1) % self.block_size + 1)
+        return Match(num_tokens, np.array(block_ids, dtype=np.int32), following)
 
     def insert(
         self,
@@ -265,6 +268,19 @@ class HashIndex(LedgerIndex):
                 break
             append(block_id)
         return found
+
+    def _following(self, block_id: int, skip: int) -> TokenArray:
+        """Return how a cached sequence goes on behind the first `skip` tokens of a block."""
+        contents, runs, num_left = self._contents, [], MAX_FOLLOWING
+        while num_left:
+            end = min(skip + num_left, contents.lengths.item(block_id))
+            runs.append(contents.tokens[block_id, skip:end])
+            num_left -= end - skip
+            children = self._children.get(block_id)
+            if not children:
+                break
+            block_id, skip = children[0], 0
+        return np.concatenate(runs).astype(np.uint32).view(np.int32)
 
     def _known(self, keys: list[BlockKey]) -> list[int]:
         known: list[int] = []

@@ -18,13 +18,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
 from stemma.prefix.keys import Namespace
 from stemma.types import BlockIds, TokenArray
+
+MAX_FOLLOWING = 16
+"""Tokens of `Match.following` at most."""
+NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ class Match:
     block_ids: BlockIds
     """The ``ceil(num_tokens / block_size)`` blocks that hold them. If `num_tokens` isn't a multiple of
     the block size, only the head of the last block belongs to the sequence: copy it, don't share it."""
+    following: TokenArray = field(default_factory=lambda: NO_TOKENS)
+    """Where the prompt goes on and so do cached sequences that begin with the match: how one of them goes on,
+    at most `MAX_FOLLOWING` tokens. Empty if none does, and where nothing matched. For explanations."""
 
     def num_full_blocks(self, block_size: int) -> int:
         """Return how many of the blocks can be shared as they are."""

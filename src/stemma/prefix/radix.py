@@ -26,7 +26,7 @@ import numpy as np
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits, EvictionPolicy
-from stemma.prefix.index import Inserted, Match
+from stemma.prefix.index import MAX_FOLLOWING, NO_TOKENS, Inserted, Match
 from stemma.prefix.keys import Namespace
 from stemma.prefix.ledger import NO_BLOCKS, LedgerIndex, traits_from
 from stemma.types import BlockIds, TokenArray
@@ -93,7 +93,10 @@ class RadixIndex(LedgerIndex):
     def match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         """Return the longest cached prefix of `tokens`. Read-only; O(matched length)."""
         path, num_tokens = self._walk(self._roots.get(namespace), tokens)
-        return Match(num_tokens, self._blocks_along(path, num_tokens))
+        following = NO_TOKENS
+        if path and num_tokens < len(tokens):
+            following = _following(path[-1], num_tokens, MAX_FOLLOWING)
+        return Match(num_tokens, self._blocks_along(path, num_tokens), following)
 
     def insert(
         self,
@@ -193,14 +196,9 @@ class RadixIndex(LedgerIndex):
         If several sequences continue from there, the one inserted last is followed. Read-only.
         """
         path, num_tokens = self._walk(self._roots.get(namespace), tokens)
-        found = array("i")
-        if path and num_tokens == len(tokens):
-            node: _Node | None = path[-1]
-            skip = num_tokens - path[-1].start
-            while node is not None and len(found) < max_tokens:
-                found.extend(node.tokens[skip : skip + max_tokens - len(found)])
-                node, skip = node.next_child(), 0
-        return np.array(found, dtype=np.int32)
+        if not path or num_tokens < len(tokens):
+            return NO_TOKENS
+        return _following(path[-1], num_tokens, max_tokens)
 
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:
         """Yield every cached chain from root to leaf: its namespace, tokens and blocks."""
@@ -432,3 +430,14 @@ def _common_length(edge: array[int], tokens: TokenArray, offset: int) -> int:
         start = stop
         size = min(4 * size, _LAST_COMPARE)
     return length
+
+
+def _following(last: _Node, num_tokens: int, max_tokens: int) -> TokenArray:
+    """Return up to `max_tokens` tokens behind token `num_tokens` of the chain that ends in or at `last`."""
+    found = array("i")
+    node: _Node | None = last
+    skip = num_tokens - last.start
+    while node is not None and len(found) < max_tokens:
+        found.extend(node.tokens[skip : skip + max_tokens - len(found)])
+        node, skip = node.next_child(), 0
+    return np.array(found, dtype=np.int32)

@@ -17,6 +17,7 @@ from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server import (
     admin,
+    admin_explain,
     admin_pool,
     infer,
     management,
@@ -46,6 +47,7 @@ ROUTERS = (
     management.admin_router,
     admin.router,
     admin.file_router,
+    admin_explain.router,
     admin_pool.router,
     infer.router,
     triton.router,

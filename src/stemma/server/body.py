@@ -71,7 +71,24 @@ async def read_object(request: Request) -> dict[str, Any]:
         parsed = await context.parse_in_thread(lambda: parse_json(data, max_values=max_values))
     if not isinstance(parsed, dict):
         raise InvalidRequest("the body must be a JSON object")
+    _take_options(request, parsed)
     return parsed
+
+
+class StemmaOptions(RequestModel):
+    """``stemma`` in the body of any request: what to tell beside the answer."""
+
+    explain: bool = False
+
+
+def _take_options(request: Request, body: dict[str, Any]) -> None:
+    """Take ``stemma`` out of the body and leave what it asks for with the request: every API has it."""
+    given = body.pop("stemma", None)
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise InvalidRequest("stemma must be an object", param="stemma")
+    request.state.explain = validate(StemmaOptions, given).explain
 
 
 def validate(model: type[M], body: dict[str, Any]) -> M:

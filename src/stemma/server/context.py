@@ -16,6 +16,7 @@ from stemma.errors import InvalidRequest
 from stemma.server.access import Access
 from stemma.server.answers.families import answer_format
 from stemma.server.conversation import Conversation
+from stemma.server.explanations import Explanations
 from stemma.server.metrics import ServerMetrics
 from stemma.server.responses.store import ResponseStore
 from stemma.server.template_process import TemplateProcess
@@ -49,6 +50,7 @@ class ServerContext:
         self.access = Access(settings.server)
         self.rates = RateLimits()
         self._quotas: dict[str, int] = {}
+        self.explanations = Explanations()
         self.ledger = UsageLedger.of(settings.server.ledger, engine.model_name, metrics)
         self.bundle_key = read_secret(settings.server.bundle_key_file)
         self._renderer: TemplateProcess | None = None

@@ -26,6 +26,8 @@ from stemma.errors import (
 from stemma.server.access import tenant_of
 from stemma.server.context import ServerContext
 from stemma.server.disconnect import unless_disconnected
+from stemma.server.explain import explained, is_asked
+from stemma.server.explanations import Explanation
 from stemma.server.limits import cap_output
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.types import FinishReason, Tier
@@ -45,12 +47,16 @@ async def run_one(
     watch = context.metrics.watch(api)
     entry = context.ledger.entry(request, api)
     outcome = "aborted"
+    is_noted = False
     engine = context.engine
     stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
     try:
         async with aclosing(within(stream, context.settings.server.request_timeout_s)) as outputs:
             async for exact in outputs:
                 output = reported(context.settings, exact)
+                if not is_noted:
+                    is_noted = True
+                    context.explanations.add(Explanation.of(request, exact.cache))
                 watch.seen(output)
                 entry.seen(exact)
                 output.raise_error()
@@ -159,6 +165,8 @@ async def _run_as_tenant(
     """
     keys, tenant = context.access.keys, tenant_of(request)
     num_generated: dict[int, int] = {}
+    wants_why = is_asked(request)
+    why: dict[int, CacheReport] = {}
     if keys is not None:
         if tenant is None:
             raise Unauthorized("this path takes no request without an API key")
@@ -176,6 +184,12 @@ async def _run_as_tenant(
         async with aclosing(run_all(context, requests, api)) as stream:
             async for index, output in stream:
                 num_generated[index] = output.num_generated_tokens
+                if wants_why:
+                    if index not in why:
+                        mine = requests[index]
+                        first = await explained(context, mine, output, quotes_cached=tenant is not None)
+                        why[index] = first.cache
+                    output = replace(output, cache=why[index])
                 yield index, output
     finally:
         if tenant is not None:

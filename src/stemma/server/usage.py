@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stemma.engine.api import CacheReport, RequestOutput
+from stemma.server.explain import explanation_of
 from stemma.server.generation import Collected
 
 
@@ -61,6 +62,7 @@ class UsageMeter:
             "miss_reason": missed.miss_reason if missed else None,
             "miss_detail": missed.miss_detail if missed else None,
             "queue_wait_s": round(self._queue_wait_s, 6),
+            **(explanation_of(missed) if missed else {}),
         }
 
 
@@ -72,4 +74,5 @@ def cache_detail(cache: CacheReport, queue_wait_s: float) -> dict[str, Any]:
         "miss_reason": cache.miss_reason,
         "miss_detail": cache.miss_detail,
         "queue_wait_s": round(queue_wait_s, 6),
+        **explanation_of(cache),
     }

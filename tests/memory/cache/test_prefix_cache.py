@@ -10,7 +10,7 @@ from stemma.errors import IntegrityError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.gdsf import GDSFPolicy
-from stemma.prefix.explain import MissReason
+from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
@@ -383,3 +383,14 @@ def test_the_tail_of_a_sequence_that_a_step_still_uses_is_not_available():
     cache.close_fence()
     assert cache.num_available == 4
     cache.check()
+
+
+def test_a_miss_says_how_the_cached_sequence_goes_on(kind):
+    cache = make_cache(16, 4, kind)
+    run(cache, tokens(range(10)))
+    lease = cache.reserve(NS, tokens(range(6), 99, 99))
+    assert lease.miss.parting == Parting(6, (6, 7, 8, 9))
+    cache.free(lease, 0)
+    other = cache.reserve(Namespace(salt="other"), tokens(range(6), 99, 99))
+    assert other.miss.parting is None
+    cache.free(other, 0)

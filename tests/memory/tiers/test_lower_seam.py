@@ -11,6 +11,7 @@ import pytest
 from tests.memory.cache.test_prefix_cache import NS, compute_all, make_cache, run, tokens
 
 from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.prefix.explain import MissReason
 from stemma.types import BlockKey, Tier
 
 
@@ -142,6 +143,7 @@ def test_a_load_that_breaks_off_is_a_smaller_hit(cache, tiers):
     lease = cache.reserve(NS, tokens(range(12), 50))
     tiers.finish(num_loaded=1)
     cache.finish_load(lease)
+    assert lease.miss.reason is MissReason.LOAD_FAILED
     assert lease.cached_by_tier == {Tier.HOST: 4}
     compute_all(cache, lease)
     cache.free(lease, 13)

@@ -36,6 +36,7 @@ class Tally:
             cached_by_tier=dict(lease.cached_by_tier),
             miss_reason=miss.reason.value if miss else None,
             miss_detail=miss.detail if miss else None,
+            parting=miss.parting if miss else None,
         )
         state.queue_wait_s = self._clock() - state.arrival
         if state.request.is_continuation:

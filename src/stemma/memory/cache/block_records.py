@@ -7,12 +7,14 @@ be explained.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from stemma.memory.cache.lease import KEY_BYTES, Lease
 from stemma.memory.tiers.device_block import DeviceBlock
-from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, explain_miss
+from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, Parting, explain_miss
 from stemma.prefix.index import Match
 from stemma.types import BlockIds, BlockKey
 
@@ -84,7 +86,10 @@ class BlockRecords:
         if ghost is not None and ghost.num_tokens <= num_tail:
             ghost = None  # what it held was served from another block
         facts = MissFacts(lease.num_tokens, lease.num_cached_tokens, goes_on, ghost, num_lost)
-        return explain_miss(facts, now)
+        miss = explain_miss(facts, now)
+        if len(found.following):
+            miss = replace(miss, parting=Parting(found.num_tokens, tuple(found.following.tolist())))
+        return miss
 
     def present(self) -> npt.NDArray[np.bool_]:
         """Return which blocks are in the index, shape [num_blocks]."""

@@ -29,7 +29,7 @@ from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.prefix.explain import DISABLED_MISS, Miss
+from stemma.prefix.explain import DISABLED_MISS, Miss, load_failed
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Tier, TokenArray
@@ -263,10 +263,15 @@ class PrefixCache:
     def finish_load(self, lease: Lease) -> None:
         """Commit the blocks that a finished load delivered. The rest must be computed."""
         assert self._loads is not None
+        assert lease.pending is not None
+        num_asked = lease.pending.first + len(lease.pending.tiers)
         num_held = self._loads.finish(lease)
         self.commit(lease, lease.num_cached_tokens)
         found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
-        lease.miss = self._explain(lease, found, 0)
+        if num_held < num_asked:
+            lease.miss = load_failed(num_asked - num_held, lease.num_cached_tokens)
+        else:
+            lease.miss = self._explain(lease, found, 0)
 
     def loads(self) -> list[Future[int]]:
         """Return the loads that still write into blocks, of waiting leases and of freed ones."""

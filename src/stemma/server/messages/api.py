@@ -16,6 +16,7 @@ from stemma.server.body import read_object, validate
 from stemma.server.chat_turn import ChatTurn, chat_turn
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AnthropicRoute, anthropic_error_body, json_response
+from stemma.server.explain import explanation_of
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.messages.blocks import chat_fields
 from stemma.server.messages.marks import MARKED_PRIORITY, Marks, marks_of, num_shared
@@ -183,6 +184,7 @@ class _Reply:
             },
             "output_tokens": num_generated,
             "service_tier": "standard",
+            **({"stemma": why} if (why := explanation_of(cache)) else {}),
         }
 
 

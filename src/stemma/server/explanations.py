@@ -1,0 +1,82 @@
+"""Notes of a server's last requests for explanations: bounded, and without text."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.prefix.index import MAX_FOLLOWING
+
+MAX_EXPLANATIONS = 1024
+MAX_EXPLANATION_BYTES = 4 << 20
+_BYTES_PER_ITEM = 36
+"""An int of its own and its place in a tuple."""
+_BASE_BYTES = 1024
+"""The objects around them, generously."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is kept of one request."""
+
+    request_id: str
+    cache: CacheReport
+    num_common_tokens: int
+    """Leading prompt tokens up to the place where it parts."""
+    before: tuple[int, ...]
+    """Prompt tokens that lead to the place, `MAX_FOLLOWING` at most."""
+    yours: tuple[int, ...]
+    """Prompt tokens from there on, `MAX_FOLLOWING` at most."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, cache: CacheReport) -> Explanation:
+        """Return the note of `request`: O(1), whatever the prompt's length."""
+        parting = cache.parting
+        at = cache.num_cached_tokens if parting is None else parting.num_common_tokens
+        prompt = request.prompt_token_ids
+        return cls(
+            request_id=request.request_id,
+            cache=cache,
+            num_common_tokens=at,
+            before=tuple(prompt[max(0, at - MAX_FOLLOWING) : at].tolist()),
+            yours=tuple(prompt[at : at + MAX_FOLLOWING].tolist()),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        cached = self.cache.parting.cached_token_ids if self.cache.parting is not None else ()
+        num_items = len(self.before) + len(self.yours) + len(cached)
+        return _BASE_BYTES + _BYTES_PER_ITEM * num_items + len(self.request_id)
+
+
+class Explanations:
+    """The last ones by request id; the oldest are dropped first. Used on the event loop only."""
+
+    def __init__(
+        self, max_explanations: int = MAX_EXPLANATIONS, max_bytes: int = MAX_EXPLANATION_BYTES
+    ) -> None:
+        self._max_explanations = max_explanations
+        self._max_bytes = max_bytes
+        self._notes: OrderedDict[str, Explanation] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def add(self, note: Explanation) -> None:
+        """Keep a note; one of the same request is replaced."""
+        old = self._notes.pop(note.request_id, None)
+        self.num_bytes += note.num_bytes - (old.num_bytes if old is not None else 0)
+        self._notes[note.request_id] = note
+        while len(self._notes) > self._max_explanations or self.num_bytes > self._max_bytes:
+            self.num_bytes -= self._notes.popitem(last=False)[1].num_bytes
+
+    def find(self, request_id: str) -> Explanation | None:
+        """Return the note of a request; of a completion of several prompts that of the first."""
+        return self._notes.get(request_id) or self._notes.get(f"{request_id}-0")
+
+    def last(self) -> Explanation | None:
+        """Return the newest note."""
+        return next(reversed(self._notes.values()), None)
