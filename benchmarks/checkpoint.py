@@ -1,6 +1,6 @@
 """The model that benchmarks run on: random weights of Qwen2.5-0.5B's shape, saved as a user's checkpoint.
 
-Speed depends on shapes, not on what the weights say. Built once (about 20 s) and kept in a cache folder,
+Speed depends on shapes, not on the values of weights. Built once (about 20 s) and kept in a cache folder,
 since every benchmark and every peer reads the same directory.
 """
 

@@ -1,8 +1,8 @@
 """Soak: mixed traffic over all four tiers for a long time, then proof that nothing leaked: `make soak`.
 
-Sessions come and go, some are aborted, the cache is flushed now and then, the disk has write errors for a
-while. Exit status 1 if memory, descriptors, threads or blocks grew, an invariant broke, or a flush at the end
-leaves a block behind. `--minutes N`.
+Sessions start and end, some are aborted, the cache is flushed from time to time, the disk has write errors
+for a while. Exit status 1 if memory, descriptors, threads or blocks grew, an invariant broke, or a flush at
+the end leaves a block behind. `--minutes N`.
 """
 
 from __future__ import annotations

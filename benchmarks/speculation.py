@@ -6,12 +6,12 @@ Decode speed with drafts over decode speed without, of one request, in one run, 
 * code edit: an answer that repeats a source file of its prompt with a name changed and lines added;
 * unrelated: prose after a prompt of code, with nothing to copy from.
 
-What a model with random weights says is of no use here, so its choice is overruled: the text is a script
+The output of a model with random weights is useless here, so its choice is replaced: the text is a script
 (Python's own library and manual), and each row's logits get a bonus on the script's next token. Everything
 else is real: the forward pass with its draft rows, the drafts, their verification and the sampler. A draft
-holds exactly where the script agrees with it. (Lookahead guesses with the model itself, so here it shows only
-what it costs.) Two engines over the same weights take turns, the one with
-fewer tokens first, so that foreign load hits both alike.
+is accepted exactly where it agrees with the script. (Lookahead guesses with the model itself, so here it only
+shows its cost.) Two engines over the same weights take turns, the one with fewer tokens first, so that other
+load on the machine affects both equally.
 """
 
 from __future__ import annotations
