@@ -55,7 +55,7 @@ COMMANDS = {
         "explain:command",
         "Tell what a request got from the cache, where it parts from what is cached, and why.",
     ),
-    "cache": ("cache:app", "Look into disk caches, clean them, export and import prefixes."),
+    "cache": ("cache:app", "Inspect and clean disk caches, export and import prefixes."),
     "keys": ("keys:app", "API keys and the tenants that they belong to."),
     "pool": ("pool:app", "Blocks shared by machines."),
     "config": ("config:app", "Check a configuration file, explain a setting or a key."),
