@@ -87,7 +87,7 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads of each server.")] = psutil.cpu_count(False) or 2,
     stemma_flags: Annotated[str, typer.Option(help="More flags for `stemma serve`.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
-    busy_ok: Annotated[bool, typer.Option(help="Measure on a busy machine all the same.")] = False,
+    busy_ok: Annotated[bool, typer.Option(help="Measure even on a busy machine.")] = False,
 ) -> None:
     """Print a line for each server, kind of traffic and level."""
     path = checkpoint or half_billion_checkpoint()

@@ -79,7 +79,7 @@ def main(
     only: Annotated[str, typer.Option(help="Comma list of workloads; default: all.")] = "",
     stemma_flags: Annotated[str, typer.Option(help="More flags for `stemma serve`.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
-    busy_ok: Annotated[bool, typer.Option(help="Measure on a busy machine all the same.")] = False,
+    busy_ok: Annotated[bool, typer.Option(help="Measure even on a busy machine.")] = False,
 ) -> None:
     """Measure every server that is given; print ratios of Stemma to each peer."""
     console = Console(highlight=False)

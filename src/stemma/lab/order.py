@@ -68,7 +68,7 @@ class OrderResult:
 
 
 class _Waiting:
-    """A waiting request in the shape that `engine/ordering.py` sorts."""
+    """A waiting request in the shape that `engine/core/ordering.py` sorts."""
 
     __slots__ = ("age", "arrival", "request", "was_preempted")
 

@@ -41,14 +41,14 @@ class _EngineCollector(Collector):
             ("stemma_prompt_tokens", "Prompt tokens of requests that started", stats.num_prompt_tokens),
             ("stemma_generated_tokens", "Tokens generated", stats.num_generated_tokens),
             ("stemma_preemptions", "Running requests whose blocks were taken back", stats.num_preemptions),
-            ("stemma_evicted_blocks", "Blocks dropped to make room", stats.num_evicted_blocks),
+            ("stemma_evicted_blocks", "Blocks evicted to make room", stats.num_evicted_blocks),
             (
                 "stemma_policy_failures",
                 "Times that the eviction policy raised and LRU ranked instead",
                 stats.num_policy_failures,
             ),
             ("stemma_draft_tokens", "Draft tokens verified", stats.num_draft_tokens),
-            ("stemma_draft_tokens_accepted", "Draft tokens that held", stats.num_accepted_draft_tokens),
+            ("stemma_draft_tokens_accepted", "Draft tokens accepted", stats.num_accepted_draft_tokens),
         ):
             yield CounterMetricFamily(name, text, value=count)
         cached = CounterMetricFamily(

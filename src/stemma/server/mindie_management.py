@@ -258,6 +258,6 @@ async def stop_service(request: Request) -> Response:
         raise InvalidRequest("mode must be Force or absent", param="mode")
     stop = context_of(request).stop
     if stop is None:
-        raise InvalidRequest("this server can't be stopped over HTTP: whoever started it stops it")
+        raise InvalidRequest("this server can't be stopped over HTTP; stop it where it was started")
     stop(FORCED_DRAIN_S if mode else None)
     return json_response({"message": "Service is stopping"})

@@ -77,7 +77,7 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
     yield from (loaded, ahead, lost)
     for name, text, number in (
         ("stemma_loads", "Loads started for requests", loads.num_loads),
-        ("stemma_late_loads", "Loads given up at their time limit", loads.num_late_loads),
+        ("stemma_late_loads", "Loads that reached their time limit", loads.num_late_loads),
         ("stemma_prefetches", "Prompts looked up ahead of their turn", loads.num_prefetches),
         ("stemma_dropped_writes", "Blocks not copied down: staging full", stats.num_dropped_writes),
     ):

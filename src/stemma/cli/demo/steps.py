@@ -37,7 +37,7 @@ async def partial_hit(stage: Stage) -> None:
     """Two prompts share less than one block."""
     stage.title(
         "2. Less than a block",
-        "A block holds 64 tokens. These two prompts share fewer; what they share is reused all the same.",
+        "A block holds 64 tokens. These two prompts share fewer; what they share is still reused.",
     )
     first, second = map(texts.to_keeper, texts.KEEPER_QUESTIONS)
     stage.show([await stage.chat("one question", first), await stage.chat("another", second)])

@@ -2,7 +2,7 @@
 
 A line is a request body (``{"messages": [...]}``) or a line of the batch format (``{"body": {...}}``). Fields
 beside the body that help if they are there: ``timestamp`` (seconds; default: one second per line),
-``output_length`` or ``max_tokens``, ``user``. Prompts are hashed here and forgotten.
+``output_length`` or ``max_tokens``, ``user``. Prompts are hashed here and dropped.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def _prove(trust: BundleTrust, is_signed: bool, signature: bytes, preamble: byte
             raise UntrustedFile("the exported prefix is damaged, or signed with another key than this one's")
     if not trust.takes_unsigned:
         how = "is signed, and this server has no key to prove it" if is_signed else "isn't signed"
-        raise UntrustedFile(f"the exported prefix {how}; --trust-imports takes it all the same")
+        raise UntrustedFile(f"the exported prefix {how}; --trust-imports accepts it")
     if not is_signed and not hmac.compare_digest(signature, _signature(None, preamble, rest)):
         raise StorageError("the exported prefix is damaged: its header fails the checksum")
 

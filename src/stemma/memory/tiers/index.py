@@ -76,7 +76,7 @@ class TierIndex:
         return key
 
     def live(self) -> Iterator[tuple[int, BlockKey, BlockKey]]:
-        """Yield (slot, key, parent) of every live block; the index must not change meanwhile."""
+        """Yield (slot, key, parent) of every live block; the index must not change during this."""
         for key, slot in self._slot_of.items():
             yield slot, key, self._parent_of[slot]
 

@@ -346,7 +346,7 @@ class LoadQueue:
                 for key, result in zip(keys[start : start + chunk.num_keys], got, strict=True):
                     if result is not ReadResult.HIT:
                         self._whereabouts.note_lost(key)
-                if task.num_done == before + start:  # else there is a gap, or the load was given up
+                if task.num_done == before + start:  # else there is a gap, or the load has ended
                     got = _until_first_failure(got)
                     self._deliver(task, chunk.places[: got.count(ReadResult.HIT)], store.tier)
                     results.extend(got)
@@ -362,7 +362,7 @@ class LoadQueue:
                     wait([taking])
                 try:
                     taking = self._helpers.submit(take, start, chunk)
-                except RuntimeError:  # this queue was closed meanwhile
+                except RuntimeError:  # this queue was closed by another thread
                     chunk.prove()
                     chunk.free()
                     break

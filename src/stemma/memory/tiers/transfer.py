@@ -370,7 +370,7 @@ class TierTransfer:
             try:
                 if store.get_many([key], [into])[0] is ReadResult.HIT:
                     return True
-            except StorageError:  # closed meanwhile
+            except StorageError:  # closed by another thread
                 continue
         return False
 

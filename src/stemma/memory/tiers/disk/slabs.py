@@ -116,7 +116,7 @@ class SlabFiles:
             self._files.unlink(self._slab_path(len(self._slab_fds)))
 
     def are_whole(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return for which slots the whole block is in its slab file, which somebody may have truncated."""
+        """Return for which slots the whole block is in its slab file, which may have been truncated."""
         if not len(slots):
             return np.zeros(0, dtype=np.bool_)
         per_slab, stride = self._manifest.slots_per_slab, self._manifest.slot_bytes

@@ -162,7 +162,7 @@ def _create_and_lock(path: Path) -> tuple[int | None, bool]:
         fd = _take_lock(path, read_only=read_only)
         if fd is None or os.fstat(fd).st_nlink:
             return fd, read_only
-        os.close(fd)  # somebody deleted the sub-directory between open and lock
+        os.close(fd)  # the sub-directory was deleted between open and lock
 
 
 def _close(fd: int | None) -> None:
@@ -232,7 +232,7 @@ def list_spaces(root: Path) -> list[SpaceInfo]:
     for path in paths:
         try:
             stats = [file.lstat() for file in path.iterdir()]
-        except OSError:  # gone meanwhile, or not ours to look into
+        except OSError:  # deleted since, or not readable
             continue
         allocated = sum(stat.st_blocks * 512 for stat in stats)
         used_at = max((stat.st_mtime for stat in stats), default=0.0)
