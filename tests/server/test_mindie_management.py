@@ -88,7 +88,7 @@ async def test_metrics_json(client: httpx.AsyncClient) -> None:
 async def test_a_server_that_others_started_is_not_stopped(client: httpx.AsyncClient) -> None:
     response = await client.get("/stopService")
     assert response.status_code == 400
-    assert "whoever started it" in response.text
+    assert "where it was started" in response.text
 
 
 def test_stop_service_drains_and_a_web_page_may_not(tokenizer_path: Path) -> None:
