@@ -81,14 +81,20 @@ def test_bfloat16_is_as_close_as_bfloat16_gets(family: str, how: str, load_famil
 @pytest.mark.parametrize("how", PATHS)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_bfloat16_experts(family: str, how: str, load_family: LoadFamily) -> None:
-    """As above for most tokens; a router whose choice hangs on rounding may send a few elsewhere."""
+    """As near to float32 as plain transformers in bfloat16, for most tokens.
+
+    A router whose choice hangs on rounding may send a few tokens elsewhere, in transformers too.
+    """
     path, model = load_family(family, "bfloat16", how)
     (prompt,) = random_prompts(60)
     run = PagedSequences(model, [prompt])
     run.finish(chunk=20)
-    expected = plain_logits(path, prompt, torch.bfloat16)
-    errors = (run.logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert errors.median() < BF16_TOLERANCE
+    exact = plain_logits(path, prompt, torch.float32)
+    plain = plain_logits(path, prompt, torch.bfloat16)
+    ours, theirs = (
+        ((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).median() for logits in (run.logits[0], plain)
+    )
+    assert ours < max(BF16_TOLERANCE, 1.5 * theirs)
 
 
 @pytest.mark.parametrize("how", PATHS)
