@@ -27,13 +27,17 @@ Anonymous:             0 kB
 
 
 def test_the_peak_remembers_what_was_given_back():
-    process_memory.reset_peak()
-    before = process_memory.resident_bytes()
-    with process_memory.large_blocks_apart():
-        data = np.ones(64 << 20, dtype=np.uint8)
-    del data
-    assert process_memory.peak_bytes() - before > 60 << 20
-    assert process_memory.resident_bytes() - before < 32 << 20
+    for attempt in range(3):
+        process_memory.reset_peak()
+        before = process_memory.resident_bytes()
+        with process_memory.large_blocks_apart():
+            data = np.ones(64 << 20, dtype=np.uint8)
+        del data
+        assert process_memory.peak_bytes() - before > 60 << 20
+        # Threads of earlier tests may have taken memory meanwhile; they won't each time.
+        if process_memory.resident_bytes() - before < 32 << 20:
+            return
+        assert attempt < 2
 
 
 def test_only_mappings_of_these_files_that_nobody_wrote_to_are_clean():
