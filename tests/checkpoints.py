@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -29,6 +30,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.modeling_layers import MtpModel
 
 from stemma.model.tiny import build_tokenizer, randomize, save_checkpoint
 
@@ -138,7 +140,9 @@ MOE_FAMILIES = ("qwen3-moe", "deepseek-v3", "deepseek-v3-no-q-lora", "deepseek-v
 
 
 def make_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # `randomize` keeps what vectors are initialized to: GPT-OSS draws its sinks
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     return model
 
@@ -177,3 +181,47 @@ def build_masked_lm(path: Path) -> Path:
         intermediate_size=32,
     )
     return save_checkpoint(BertForMaskedLM(config), tokenizer(), path)
+
+
+MTP_LAYER = 3
+"""Number of the layer for multi-token prediction in the checkpoints of `build_mtp`."""
+
+
+def build_mtp(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """Write a DeepSeek-V3 checkpoint with a random MTP layer, named as in the published checkpoints."""
+    build("deepseek-v3", path, seed=seed, dtype=dtype, num_mtp_layers=1, **overrides)
+    main = AutoModelForCausalLM.from_pretrained(path)
+    mtp = MtpModel(main, 1)
+    randomize(mtp.layers, seed + 1)
+    return add_mtp_weights(path, main, mtp.layers[0])
+
+
+def add_mtp_weights(path: Path, main: PreTrainedModel, layer: torch.nn.Module) -> Path:
+    """Add an `MtpLayer` of transformers to a checkpoint, with copies of the embedding and the output head."""
+    prefix = f"model.layers.{main.config.num_hidden_layers}."
+    tensors = load_file(path / "model.safetensors")
+    dtype = tensors["lm_head.weight"].dtype
+    for name, tensor in _published_names(layer.state_dict()).items():
+        tensors[prefix + name] = tensor.to(dtype).contiguous()
+    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _published_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename an `MtpLayer`'s weights; the experts, which transformers joins, are cut apart."""
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        if name == "mlp.experts.gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                named[f"mlp.experts.{expert}.gate_proj.weight"] = gate
+                named[f"mlp.experts.{expert}.up_proj.weight"] = up
+        elif name == "mlp.experts.down_proj":
+            for expert, down in enumerate(tensor):
+                named[f"mlp.experts.{expert}.down_proj.weight"] = down
+        else:
+            named[name] = tensor
+    return named

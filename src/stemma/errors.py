@@ -19,6 +19,7 @@ StemmaError
  +-- ConfigError               a setting is unknown, malformed or contradicts another
  +-- ModelError                a checkpoint can't be loaded
  |    +-- UnsupportedModel     its architecture has no per-token KV that we can cache
+ |    +-- AdapterError         an adapter (LoRA) can't be read, or the model can't serve it: HTTP 400
  +-- OutOfBlocks               no block is free and none can be evicted (internal: the scheduler preempts)
  +-- StorageError              a tier can't be opened or used
  |    +-- StorageLocked        another server owns the directory
@@ -116,6 +117,10 @@ class ModelError(StemmaError):
 
 class UnsupportedModel(ModelError):
     """The architecture keeps state that isn't per-token KV, or bypasses the attention interface."""
+
+
+class AdapterError(ModelError):
+    """An adapter can't be read, or has parts that can't be served; the message says which."""
 
 
 class OutOfBlocks(StemmaError):

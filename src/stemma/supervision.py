@@ -1,4 +1,4 @@
-"""What a thread of ours does with an error that it doesn't expect: it reports it, and doesn't die in silence.
+"""Threads report the errors that they don't expect, instead of dying in silence.
 
 Every long-lived thread is started with `start_thread` and gets the `Supervisor` of its process. The engine
 has the one that fails requests, turns `/health` to 503 and ends the process; tools and tests may use

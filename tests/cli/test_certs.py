@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.config.settings import TLSSettings
 from stemma.errors import ConfigError
-from stemma.server.tls import load_context
+from stemma.server.transport.tls import load_context
 
 
 def test_dev_certificates_lie_where_mindie_looks_and_load(tmp_path: Path) -> None:

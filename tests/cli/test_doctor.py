@@ -35,6 +35,7 @@ def test_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert found["processor"]["num_usable_cores"] >= 1
     assert found["kernels"]["levels"] == [level.name for level in available_levels()]
+    assert found["kernels"]["int8_products"] == "none"
     assert found["threads"] == {
         "num_threads": 2,
         "origin": "the setting num_threads",

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from stemma.cli import load_command
 from stemma.cli.options import with_settings_flags
-from stemma.config.loading import flag_of, setting_fields
+from stemma.config.loading import flag_of, load_settings, setting_fields
+from stemma.errors import ConfigError
 
 
 def parse(*arguments: str) -> dict[str, Any]:
@@ -40,6 +43,22 @@ def test_own_options_keep_their_declarations() -> None:
     assert options["--config"].help
     assert options["--json"].help == "Print JSON."
     assert "--as-json" not in options
+
+
+def test_named_paths_may_be_repeated() -> None:
+    given = parse(
+        "m", "--lora", "sql=adapters/sql", "--lora", "poems=p,songs=s", "--pool-configs", "redis=r.json"
+    )
+    settings = load_settings(flags=given)
+    assert settings.engine.lora.adapters == {
+        "sql": Path("adapters/sql"),
+        "poems": Path("p"),
+        "songs": Path("s"),
+    }
+    assert settings.server.pool_configs == {"redis": Path("r.json")}
+    for bad in (["a"], ["a=x", "a=y"], ["=x"]):
+        with pytest.raises(ConfigError, match="--lora"):
+            load_settings(flags={"model": "m", "lora": bad})
 
 
 def test_flags_are_parsed_and_absent_ones_stay_unset() -> None:

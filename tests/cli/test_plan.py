@@ -34,6 +34,8 @@ def write(path: Path, config: dict[str, int]) -> Path:
         (DENSE, None, 2 * 2 * 8 * 64 * 2),
         (MLA, None, 61 * 576 * 2),
         (GQA, "float32", 2 * 2 * 2 * 64 * 4),
+        (GQA, "int8", 2 * 2 * 2 * (64 + 2)),
+        (MLA, "fp8", 61 * (576 + 2 * 2)),
     ],
 )
 def test_bytes_per_token(tmp_path, config, dtype, expected):
@@ -42,10 +44,10 @@ def test_bytes_per_token(tmp_path, config, dtype, expected):
 
 def test_kv_that_no_server_holds_is_refused(tmp_path):
     write(tmp_path / "config.json", GQA)
-    sizes = ("--gpu-memory", "1GB", "--kv-dtype", "int8")
+    sizes = ("--gpu-memory", "1GB", "--kv-dtype", "int4")
     result = CliRunner().invoke(make_app(), ["plan", str(tmp_path), "--trace", str(SAMPLE), *sizes])
     assert isinstance(result.exception, ConfigError)
-    assert "unknown KV dtype 'int8'" in str(result.exception)
+    assert "unknown KV dtype 'int4'" in str(result.exception)
 
 
 def test_plan(tmp_path):
@@ -64,7 +66,9 @@ def test_plan(tmp_path):
     assert 0 < sum(base["token_hit_ratios"]) < 1
     by_size = [sum(point["token_hit_ratios"]) for point in plan["curves"]["device"]]
     assert by_size[-1] >= by_size[0]
-    assert "Plotly.newPlot" in (tmp_path / "plan.html").read_text()
+    page = (tmp_path / "plan.html").read_text()
+    assert "Plotly.newPlot" in page
+    assert "prefers-color-scheme: dark" in page  # the dashboard's style
 
 
 def test_no_room(tmp_path):

@@ -57,6 +57,8 @@ def test_the_layout_read_from_config_json_is_the_one_the_model_has(family: str, 
     build(family, tmp_path)
     model = load_model(ModelSettings(path=tmp_path, dtype="float32"))
     assert layout_of(tmp_path, "float32") == model.layout(64)
+    for kv_dtype in ("int8", "fp8"):
+        assert layout_of(tmp_path, kv_dtype) == model.layout(64, kv_dtype)
 
 
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:

@@ -87,3 +87,26 @@ def test_orders(tmp_path):
         "dfs-weight",
         "ageing",
     ]
+
+
+def test_replicas_behind_routers(tmp_path):
+    rows_path = tmp_path / "rows.json"
+    options = (
+        "--replicas",
+        "1,3",
+        "--router",
+        "cache-aware,round-robin",
+        "--event-lag-s",
+        2,
+        "--policy",
+        "lru",
+    )
+    result = run(SAMPLE, "--capacity", 200, *options, "--json", rows_path)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(rows_path.read_text())
+    assert [(row["num_replicas"], row["capacity_blocks"]) for row in rows] == [
+        (1, 200), (1, 200), (1, 200), (1, 600), (3, 200), (3, 200),
+    ]  # fmt: skip
+    assert "all memory" in result.output
+    for options in (("--replicas", "0"), ("--replicas", "2", "--router", "nearest")):
+        assert isinstance(run(SAMPLE, *options).exception, ConfigError)

@@ -167,8 +167,8 @@ def test_notes(load: Load, notes: list[str]) -> None:
         (config({"modelInstanceType": "StandardMock"}), "without a model, is not supported"),
         (config({"modelWeightPaht": "x"}), r"unknown key .*modelWeightPaht \(line .*'modelWeightPath'"),
         (
-            config({"plugin_params": '{"plugin_type":"mtp,prefix_cache","num_speculative_tokens": 1}'}),
-            "line .*mtp",
+            config({"plugin_params": '{"plugin_type":"mtp,prefix_cache","num_speculative_tokens": 9}'}),
+            "line .*num_speculative_tokens",
         ),
         (config(deploy={"truncation": 2}), "true, false, 0, 1 or -1"),
         (config(deploy={"maxSeqLen": 100, "maxInputTokenLen": 200}), "more than maxSeqLen"),

@@ -18,6 +18,8 @@ from stemma.errors import ConfigError
         ({"plugin_type": "prefix_cache"}, {"mode": "off"}),
         ({"plugin_type": "splitfuse,prefix_cache"}, {"mode": "off"}),
         ({"plugin_type": "mtp,prefix_cache", "num_speculative_tokens": 0}, {"mode": "off"}),
+        ({"plugin_type": "mtp,prefix_cache", "num_speculative_tokens": 2}, {"mode": "mtp", "mtp_tokens": 2}),
+        ({"plugin_type": "mtp"}, {"mode": "mtp", "mtp_tokens": 1}),
         (
             {"plugin_type": "la,prefix_cache", "level": 3, "window": 6, "guess_set_size": 2},
             {"mode": "la", "la_level": 3, "la_window": 6, "la_guess_set_size": 2, "max_draft_tokens": 8},
@@ -59,8 +61,6 @@ def test_no_plugins() -> None:
         ('{"plugin_type": "memory_decoding", "decoding_length": 0}', "decoding_length must be between 1"),
         ('{"plugin_type": "memory_decoding", "dynamic_algo": 1}', "dynamic_algo must be true or false"),
         ('{"plugin_type": "la,memory_decoding"}', "exclude each other"),
-        ('{"plugin_type": "mtp,prefix_cache", "num_speculative_tokens": 1}', "mtp is not supported"),
-        ('{"plugin_type": "mtp"}', "mtp is not supported"),
         ('{"plugin_type": "mtp", "num_speculative_tokens": 6}', "num_speculative_tokens must be between 0"),
         ('{"plugin_type": "prefix_cache", "num_speculative_tokens": 1}', "belongs to mtp"),
         ('{"plugin_type": "la", "levle": 4}', "reads 'levle'"),

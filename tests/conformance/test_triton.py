@@ -26,5 +26,8 @@ def test_infer(url: str) -> None:
         result = client.infer("tiny", [tensor], outputs=[output], parameters={"max_new_tokens": 8})
         with pytest.raises(Exception, match="other"):
             client.infer("other", [tensor], outputs=[output])
+        tensor.set_data_from_numpy(np.array([ids], dtype=np.uint32))
+        binary = client.infer("tiny", [tensor], parameters={"max_new_tokens": 8})
+        assert binary.as_numpy("output0").tolist() == result.as_numpy("output0").tolist()
     answer = result.as_numpy("output0")[0].tolist()
     assert httpx.post(f"{url}/detokenize", json={"tokens": answer}).json()["prompt"] == expected

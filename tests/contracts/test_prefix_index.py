@@ -9,6 +9,7 @@ import pytest
 
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.hashed import HashIndex
+from stemma.prefix.headed import HeadedIndex
 from stemma.prefix.index import MAX_FOLLOWING, Inserted, PrefixIndex
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
@@ -16,6 +17,7 @@ from stemma.prefix.radix import RadixIndex
 INDEXES: dict[str, Callable[[int], PrefixIndex]] = {
     "radix": RadixIndex,
     "hash": lambda block_size: HashIndex(KeySpace("model", "layout", block_size)),
+    "headed": lambda block_size: HeadedIndex(RadixIndex(block_size)),
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from gguf import GGMLQuantizationType
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -23,6 +24,7 @@ from stemma.cli.demo.stage import Stage
 from stemma.cli.demo.steps import CACHE_STEPS
 from stemma.cli.server_process import ServerProcess
 from stemma.errors import StemmaError
+from tests import gguf_files
 from tests.e2e.conftest import Served
 
 ROOT = Path(__file__).parents[2]
@@ -58,12 +60,27 @@ def test_serve_answers_and_drains(tiny_model: Path, monkeypatch: pytest.MonkeyPa
         assert server.wait() == 0
 
 
+def test_serve_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    path = gguf_files.build("qwen2", tmp_path, GGMLQuantizationType.Q8_0).path
+    with ServerProcess(path, FLAGS) as server:
+        assert "Qwen2ForCausalLM" in server.summary
+        assert "Q8_0" in server.summary
+        [card] = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert card["id"] == "model"
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+        for num_cached in (0, 8):
+            usage = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= num_cached
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("MODEL", "--config", "FILE"), "unknown setting 'cache.blok_size'"),
         ((), "no model given"),
         (("no/such/model",), "no checkpoint directory at no/such/model"),
+        (("no/such.gguf",), "no GGUF file at no/such.gguf"),
         (("MODEL", "--block-size", "0"), "--block-size = 0"),
         (("MODEL", "--port", "0", "--device", "abacus"), "unknown device 'abacus'"),
     ],
@@ -157,3 +174,16 @@ def test_demo_as_a_user_runs_it(real_model: Path) -> None:
     assert "from host" in handbook
     assert "from disk" in restarted
     assert "Done in" in lines[-1]
+
+
+@pytest.mark.parametrize("ledger", ["nosuch://host/db", "/nowhere/usage.db"])
+def test_a_ledger_that_cannot_be_used_is_told_before_the_model_is_loaded(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, ledger: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("stemma.cli.serve._load", refuse)
+    result = CliRunner().invoke(make_app(), ["serve", str(tiny_model), "--port", "0", "--ledger", ledger])
+    assert isinstance(result.exception, StemmaError)
+    assert "ledger" in str(result.exception)

@@ -14,7 +14,7 @@ from stemma.cli.server_process import ServerProcess
 from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.server.app import create_app
-from stemma.server.route import create_route_app
+from stemma.server.routing.route import create_route_app
 
 PROMPT = "Please write a letter to the city about the park, the trees, the lights and the benches. "
 
@@ -26,7 +26,7 @@ def pool_config(tmp_path: Path) -> Path:
     return file
 
 
-def flags_of(role: str, pool_config: Path) -> dict[str, object]:
+def flags_of(role: str, pool_config: Path, kv_dtype: str = "auto") -> dict[str, object]:
     return {
         "role": role,
         "pool": "directory",
@@ -35,15 +35,19 @@ def flags_of(role: str, pool_config: Path) -> dict[str, object]:
         "block_size": 16,
         "num_threads": 1,
         "load_timeout_s": 20.0,
+        "kv_cache_dtype": kv_dtype,
     }
 
 
 @pytest.fixture
-async def route(tiny_model: Path, pool_config: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """The proxy over a prefill and a decode engine, all in this process."""
+async def route(
+    tiny_model: Path, pool_config: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[httpx.AsyncClient]:
+    """The proxy over a prefill and a decode engine, all in this process; its parameter is the KV's dtype."""
+    kv_dtype = getattr(request, "param", "auto")
     engines, mounts = [], {}
     for role in ("prefill", "decode"):
-        settings = load_settings(flags={"model": tiny_model, **flags_of(role, pool_config)})
+        settings = load_settings(flags={"model": tiny_model, **flags_of(role, pool_config, kv_dtype)})
         engines.append(AsyncEngine.from_settings(settings.engine))
         mounts[f"http://{role}.localhost"] = httpx.ASGITransport(create_app(engines[-1], settings))
     upstream = httpx.AsyncClient(mounts=mounts, timeout=60)
@@ -57,6 +61,7 @@ async def route(tiny_model: Path, pool_config: Path) -> AsyncIterator[httpx.Asyn
         engine.close()
 
 
+@pytest.mark.parametrize("route", ["auto", "int8"], indirect=True)
 async def test_answers_equal_one_servers_and_only_one_prompt_token_is_computed(
     route: httpx.AsyncClient,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 import time
@@ -57,32 +58,39 @@ def random_prompt(rng: random.Random, num_tokens: int = NUM_PROMPT_TOKENS) -> li
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_public", [0, 4 * BLOCK_SIZE])
 def test_time_does_not_tell_what_another_tenant_has_cached(
-    start: Callable[..., Served], tmp_path: Path
+    start: Callable[..., Served], tmp_path: Path, num_public: int
 ) -> None:
     """A prompt that another tenant has cached takes as long as a new one: a paired sign test over 60 rounds.
 
     If the two don't differ, more than 43 or fewer than 17 of 60 go one way with probability 0.0004. Their
-    medians differ by half of what a hit saves at most, and the tenant's own prompt is faster.
+    medians differ by half of what a hit saves at most, and the tenant's own prompt is faster. With
+    a published head in front, which both tenants hit, the same holds for what follows it.
     """
     path = tmp_path / "keys.toml"
     ada_key, bob_key = add_key(path, "ada"), add_key(path, "bob")
-    served = start(api_keys_file=path, kv_cache_memory="64MB")
+    served = start(api_keys_file=path, admin_key="root", kv_cache_memory="64MB")
     ada, bob = Tenant(served.url, ada_key), Tenant(served.url, bob_key)
     rng = random.Random(7)
+    head = random_prompt(rng, num_public)
+    if head:
+        body, headers = {"prompt": head}, {"authorization": "Bearer root"}
+        made = httpx.post(f"{served.url}/admin/cache/publish", json=body, headers=headers, timeout=60)
+        assert made.json()["num_public_tokens"] == num_public
     for _ in range(5):
-        ada.ask(random_prompt(rng))
-        bob.ask(random_prompt(rng))
+        ada.ask(head + random_prompt(rng))
+        bob.ask(head + random_prompt(rng))
     others, colds, own = [], [], []
     for _ in range(60):
-        shared, fresh = random_prompt(rng), random_prompt(rng)
+        shared, fresh = head + random_prompt(rng), head + random_prompt(rng)
         ada.ask(shared)
         for prompt in rng.sample([shared, fresh], 2):
             took_s, num_cached = bob.ask(prompt)
-            assert num_cached < 4  # own prompts may begin with the same token or two
+            assert num_cached < num_public + 4  # own prompts may begin with the same token or two
             (others if prompt is shared else colds).append(took_s)
         took_s, num_cached = ada.ask(shared)
-        assert num_cached == NUM_PROMPT_TOKENS - 1
+        assert num_cached == num_public + NUM_PROMPT_TOKENS - 1
         own.append(took_s)
     num_faster = int(np.sum(np.array(others) < np.array(colds)))
     cold_s, other_s, own_s = map(statistics.median, (colds, others, own))
@@ -110,6 +118,34 @@ def test_a_tenant_over_its_bytes_loses_its_own_blocks(start: Callable[..., Serve
     assert ada.ask(mine)[1] == len(mine) - 1
     assert bob.ask(prompts[-1])[1] > 0
     assert bob.ask(prompts[0])[1] == 0
+
+
+def test_quotas_hold_in_the_tiers_below(start: Callable[..., Served], tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    add_key(path, "ada")
+    bob_key = add_key(path, "bob")
+    quotas = "cache_bytes = { host = %d, disk = %d, pool = %d }\n"
+    flags = {
+        "host_cache": "2MB",
+        "host_write": "write_through",
+        "disk_cache": tmp_path / "disk",
+        "disk_cache_size": "64MB",
+    }
+    pool = tmp_path / "pool.json"
+    pool.write_text(f'{{"path": "{tmp_path / "pool"}"}}')
+    flags |= {"pool": "directory", "pool_config": pool}
+    probe = start(api_keys_file=path)
+    block_bytes = probe.engine.parts.model.layout(BLOCK_SIZE).block_bytes
+    path.write_text(path.read_text() + quotas % (3 * block_bytes, 5 * block_bytes, 7 * block_bytes))
+    served = start(api_keys_file=path, admin_key="root", kv_cache_memory="8MB", **flags)
+    bob, rng = Tenant(served.url, bob_key), random.Random(4)
+    for _ in range(4):
+        bob.ask(random_prompt(rng, 4 * BLOCK_SIZE + 1))
+    assert asyncio.run(served.engine.cache_control.drain(10.0))
+    headers = {"authorization": "Bearer root"}
+    tiers = httpx.get(f"{served.url}/admin/cache/tiers", headers=headers).json()["tiers"]
+    assert (tiers["host"]["num_blocks"], tiers["disk"]["num_blocks"]) == (3, 5)
+    assert len([file for file in (tmp_path / "pool").rglob("*") if file.is_file()]) - 7 in (0, 1)
 
 
 def test_an_operator_carries_a_tenants_prefix_in_a_file(start: Callable[..., Served], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.engine.core.engine import Engine
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, as_tokens
 
@@ -26,6 +27,7 @@ class Answer:
     finish: dict[int, FinishReason] = field(default_factory=dict)
     stop_reason: dict[int, str | int | None] = field(default_factory=dict)
     cache: CacheReport | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
     finished: bool = False
 
@@ -124,6 +126,7 @@ class Harness:
         for output in outputs:
             answer = self.answers[output.request_id]
             answer.cache, answer.finished = output.cache, output.finished
+            answer.prompt_logprobs = output.prompt_logprobs
             answer.error = answer.error or output.error
             for delta in output.deltas:
                 i = delta.index

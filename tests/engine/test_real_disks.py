@@ -82,5 +82,8 @@ def test_a_volume_remounted_read_only(serve: Serve, expected, volume: Path) -> N
     assert cached(round_of(two, expected), Tier.DISK) == [96] * 5
     fresh = prompt(77, 100)
     assert two.serve(fresh, greedy(4)).token_ids[0] == expected(fresh)
+    deadline = time.monotonic() + 10.0  # the write is refused in a thread of the tier
+    while not disk(two).counters.reasons["read_only"] and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert disk(two).counters.reasons["read_only"] > 0
     assert disk(two).num_blocks == 30

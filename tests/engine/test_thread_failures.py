@@ -19,6 +19,8 @@ from stemma.engine.output.output import OutputProcessor
 from stemma.engine.step_thread import StepThread
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import EngineFailed, IntegrityError, ShuttingDown
+from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.loads import LoadQueue
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
 from tests.engine.test_async_engine import collect, request
@@ -113,6 +115,60 @@ async def test_a_dead_thread_fails_requests_calls_and_the_engine(
         with pytest.raises(EngineFailed, match=thread):
             await engine.stats()
         await engine.drain(10.0)
+
+
+def kill_disk_writes(monkeypatch):
+    def die(self, blocks):
+        raise SystemExit("out of luck")
+
+    monkeypatch.setattr(DiskStore, "put_many", die)
+
+
+def kill_disk_reads(monkeypatch):
+    def die(self, *_):
+        raise SystemExit("out of luck")
+
+    monkeypatch.setattr(DiskStore, "fetch_many", die)
+
+
+def kill_load_limits(monkeypatch):
+    def die(self, tasks):
+        raise SystemExit("out of luck")
+
+    monkeypatch.setattr(LoadQueue, "_stop_late", die)
+
+
+@pytest.mark.parametrize(
+    ("thread", "kill"),
+    [
+        ("stemma-write-disk", kill_disk_writes),
+        ("stemma-load-", kill_disk_reads),
+        ("stemma-load-limit", kill_load_limits),
+    ],
+)
+async def test_a_dead_thread_of_the_tiers_fails_requests_and_the_engine(
+    start, monkeypatch, tmp_path, caplog, thread, kill
+):
+    disk = {"disk_cache": tmp_path / "disk", "disk_cache_size": "10MB", "load_when": "always"}
+    first = start(**disk)
+    await collect(first, request("a", prompt(1, 100)))
+    await asyncio.to_thread(first.close)  # its blocks are on disk now
+    engine = start(**disk)
+    kill(monkeypatch)
+    tasks = [
+        asyncio.create_task(collect(engine, request(f"r{i}", prompt(1 + i, 100), greedy(1500))))
+        for i in range(4)
+    ]
+    async with asyncio.timeout(20):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, EngineFailed) for one in results)
+    assert f"thread {thread}" in engine.failure
+    assert "out of luck" in engine.failure
+    assert "Traceback" in caplog.text
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineFailed, match=thread):
+            await collect(engine, request("b", prompt(9, 20)))
+        await asyncio.to_thread(engine.close)
 
 
 @pytest.mark.parametrize("name", ["stemma-write-disk", "stemma-load-0", "stemma-pool"])

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.kv_format import KVRows
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
 
@@ -33,6 +34,7 @@ class Shape:
     head_dim: int
     window: int | None = None
     softcap: float | None = None
+    stored: StoredAs = "plain"
 
 
 SHAPES = (
@@ -41,7 +43,10 @@ SHAPES = (
     Shape(4, 4, 24, softcap=5.0),
     Shape(40, 1, 32, window=17),
     Shape(8, 1, 320),
+    Shape(10, 2, 80, softcap=5.0),
+    Shape(2, 2, 48, window=100),
 )
+CODED_SHAPES = (Shape(9, 3, 64, window=300, stored="int8"), Shape(4, 4, 24, softcap=5.0, stored="fp8"))
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,12 @@ def attend(
     """Outputs of a batch of chunks, each [num_queries, heads, dim]."""
     tokens = tokens_of(shape, dtype)
     needs = [-(-chunk.length // block_size) for chunk in chunks]
-    layout = KVLayout(1, 2, block_size, shape.num_kv_heads, shape.head_dim, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout(1, 2, block_size, shape.num_kv_heads, shape.head_dim, name, shape.stored)
     kv = DeviceKV(layout, sum(needs) + 1)
-    kv.data.fill_(float("nan"))  # whatever lies beyond a sequence must not be read
+    # Whatever lies beyond a sequence must not be read; of codes, these are scales that are NaN.
+    kv.data.fill_(float("nan") if shape.stored == "plain" else 0xFF)
+    keys, values = KVRows(kv, 0, 0, shape.head_dim), KVRows(kv, 0, 1, shape.head_dim)
     free = list(range(kv.num_blocks))
     random.Random(len(chunks)).shuffle(free)
     tables = np.zeros((len(chunks), max(needs)), dtype=np.int32)
@@ -99,9 +107,8 @@ def attend(
             tables[number, index] = shared[index]
         positions = torch.arange(chunk.length)
         blocks = torch.from_numpy(tables[number]).long()[positions // block_size]
-        layer = kv.layer(0)
-        layer[blocks, 0, positions % block_size] = tokens.key[: chunk.length]
-        layer[blocks, 1, positions % block_size] = tokens.value[: chunk.length]
+        keys.write(blocks, positions % block_size, tokens.key[: chunk.length])
+        values.write(blocks, positions % block_size, tokens.value[: chunk.length])
         for position in range(chunk.length - chunk.num_queries, chunk.length):
             rows.append(position)
             slots.append(int(tables[number, position // block_size]) * block_size + position % block_size)
@@ -168,13 +175,14 @@ def test_rows_depend_on_their_tokens_alone(shape: Shape, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_at_every_level(dtype: torch.dtype, isa: str) -> None:
-    check_rows(isa, SHAPES[1], dtype, 5)
+@pytest.mark.parametrize("shape", [SHAPES[1], *CODED_SHAPES], ids=str)
+def test_at_every_level(shape: Shape, dtype: torch.dtype, isa: str) -> None:
+    check_rows(isa, shape, dtype, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *CODED_SHAPES], ids=str)
 def test_at_every_level_at_length(shape: Shape, dtype: torch.dtype, isa: str) -> None:
     check_rows(isa, shape, dtype, 60)

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from stemma.config.settings import KVDtype
 from stemma.engine.llm import LLM, Generation
 from stemma.engine.sampling.params import SamplingParams
 from stemma.native.levels import available_levels
 from stemma.native.library import load_kernels
-from tests.checkpoints import build
+from tests.checkpoints import build, build_mtp
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
-FAMILIES = ("qwen2", "qwen3-moe", "deepseek-v3", "mistral-sliding")
+FAMILIES = ("qwen2", "qwen3-moe", "deepseek-v3", "mistral-sliding", "gpt-oss")
+MTP = "deepseek-v3-mtp"
+"""Served with its layer for multi-token prediction; what is expected is served without."""
 DTYPES = ("bfloat16", "float32")
 BLOCK_SIZE = 16
 MAX_TOKENS = 10
@@ -90,15 +93,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def make(family: str) -> Path:
         path = root / family
-        return path if path.exists() else build(family, path)
+        if path.exists():
+            return path
+        return build_mtp(path) if family == MTP else build(family, path)
 
     return make
 
 
-def check_family(path: Path, dtype: str, folder: Path, num_conversations: int) -> None:
+def check_family(
+    path: Path, dtype: str, folder: Path, num_conversations: int, kv_dtype: KVDtype = "auto"
+) -> None:
     """Serve the same requests in many ways; what one at a time gets without a cache is what all get."""
     asks = asks_of(num_conversations)
-    with engine(path, dtype, **NO_CACHE) as llm:
+    stored = {"kv_cache_dtype": kv_dtype}
+    with engine(path, dtype, **NO_CACHE, **stored) as llm:
         expected = [serve(llm, [ask])[0] for ask in asks]
         small = {
             "kv_cache_memory": f"{SMALL_TOKENS * DEVICE_BYTES // llm.engine.cache.capacity_tokens}B",
@@ -114,9 +122,16 @@ def check_family(path: Path, dtype: str, folder: Path, num_conversations: int) -
         "drafts": {"speculation_adaptive": False, "speculation": "auto"},
         "lookahead": {"speculation_adaptive": False, "speculation": "la", "block_size": 8},
     }
+    if path.name == MTP:
+        mtp = {"speculation": "mtp", "speculation_adaptive": False}
+        ways = {
+            way: {**settings, **mtp, "speculation_mtp_tokens": 1 + number % 3}
+            for number, (way, settings) in enumerate(ways.items())
+            if settings.get("speculation") not in ("auto", "la")
+        }
     rng = random.Random(1)
     for way, settings in ways.items():
-        with engine(path, dtype, **settings) as llm:
+        with engine(path, dtype, **settings, **stored) as llm:
             for round_number in range(2):
                 order = list(range(len(asks)))
                 rng.shuffle(order)
@@ -127,25 +142,35 @@ def check_family(path: Path, dtype: str, folder: Path, num_conversations: int) -
                         assert answer == expected[number], (way, round_number, number)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "bfloat16"), ("deepseek-v3", "float32")])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", "bfloat16"), ("deepseek-v3", "float32"), (MTP, "bfloat16")]
+)
 def test_answers(family: str, dtype: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    check_family(checkpoint(family), dtype, tmp_path / "disk", 3)
+    check_family(checkpoint(family), dtype, tmp_path / "disk", 2 if family == MTP else 3)
+
+
+def test_answers_over_codes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    check_family(checkpoint("qwen2"), "bfloat16", tmp_path / "disk", 3, "int8")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_more_answers(family: str, dtype: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    check_family(checkpoint(family), dtype, tmp_path / "disk", 12)
+@pytest.mark.parametrize("family", [*FAMILIES, MTP])
+def test_more_answers(
+    family: str, dtype: str, kv_dtype: KVDtype, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check_family(checkpoint(family), dtype, tmp_path / "disk", 12, kv_dtype)
 
 
-def test_beams(checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_beams(kv_dtype: KVDtype, checkpoint: Callable[[str], Path]) -> None:
     """A beam search finds the same answers with everything cached, and beside another one."""
     path = checkpoint("qwen2")
     prompts = [list(ask.prompt) for ask in asks_of(3)]
-    with engine(path, "bfloat16", **NO_CACHE) as llm:
+    with engine(path, "bfloat16", **NO_CACHE, kv_cache_dtype=kv_dtype) as llm:
         expected = [answer_of(llm.beam_search([prompt], 3, 6)[0]) for prompt in prompts]
-    with engine(path, "bfloat16") as llm:
+    with engine(path, "bfloat16", kv_cache_dtype=kv_dtype) as llm:
         for _ in range(2):
             assert [answer_of(one) for one in llm.beam_search(prompts, 3, 6)] == expected
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from stemma.config.settings import ModelSettings
+from stemma.config.settings import KVDtype, ModelSettings
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.native.library import load_kernels
@@ -22,6 +22,8 @@ from tests.native.isa import level_params
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
 DTYPES = ("bfloat16", "float32")
+CODES: tuple[KVDtype, ...] = ("int8", "fp8")
+CODED_FAMILIES = ("qwen2", "deepseek-v3", "mistral-sliding", "gemma2", "gpt-oss")
 BLOCK_SIZES = (1, 8, 16, 24, 64)
 PROMPT = 330
 """Tokens: more than a split of attention's keys."""
@@ -36,7 +38,7 @@ def prompts_of(lengths: list[int], shared: list[int]) -> list[list[int]]:
     ]
 
 
-def check_schedules(model: CausalLM, num_examples: int) -> None:
+def check_schedules(model: CausalLM, num_examples: int, kv_dtype: KVDtype = "auto") -> None:
     """Any schedule gives each prompt the logits that it has when it is computed alone and at once."""
 
     @settings(
@@ -54,15 +56,14 @@ def check_schedules(model: CausalLM, num_examples: int) -> None:
         )
         shared = [data.draw(st.integers(0, length - 1), label="shared") for length in lengths]
         prompts = prompts_of(lengths, shared)
-        expected = [PagedSequences(model, [prompt]) for prompt in prompts]
+        expected = [PagedSequences(model, [prompt], kv_dtype=kv_dtype) for prompt in prompts]
         for alone in expected:
             alone.finish(chunk=PROMPT)
         before = torch.get_num_threads()
         torch.set_num_threads(data.draw(st.sampled_from((1, 2)), label="threads"))
         try:
-            run = PagedSequences(
-                model, prompts, block_size=data.draw(st.sampled_from(BLOCK_SIZES), label="block size")
-            )
+            block_size = data.draw(st.sampled_from(BLOCK_SIZES), label="block size")
+            run = PagedSequences(model, prompts, block_size=block_size, kv_dtype=kv_dtype)
             run_schedule(run, data, shared)
         finally:
             torch.set_num_threads(before)
@@ -100,6 +101,13 @@ def test_any_schedule(family: str, dtype: str, load_family: LoadFamily) -> None:
     check_schedules(load_family(family, dtype)[1], 2)
 
 
+@pytest.mark.parametrize("kv_dtype", CODES)
+@pytest.mark.parametrize("family", CODED_FAMILIES)
+def test_any_schedule_over_codes(family: str, kv_dtype: KVDtype, load_family: LoadFamily) -> None:
+    """A query sees the codes of every token, whether its own step wrote them or they were cached."""
+    check_schedules(load_family(family, "bfloat16")[1], 2, kv_dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tied_head(dtype: str, tmp_path: Path) -> None:
     """A model that runs through its modules, its output head tied to the embedding."""
@@ -113,9 +121,26 @@ def test_tied_head(dtype: str, tmp_path: Path) -> None:
         torch.testing.assert_close(run.logits[0], plain_logits(path, prompt), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gemma2", "deepseek-v3", "gpt-oss"])
+def test_any_schedule_with_quantized_weights(family: str, quantize: str, load_family: LoadFamily) -> None:
+    check_schedules(load_family(family, "bfloat16", quantize=quantize)[1], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", level_params())
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_any_schedule_with_quantized_weights_at_every_level(
+    family: str, quantize: str, isa: str, load_family: LoadFamily
+) -> None:
+    check_schedules(load_family(family, "bfloat16", isa=isa, quantize=quantize)[1], 10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_schedule_at_every_level(family: str, dtype: str, isa: str, load_family: LoadFamily) -> None:
-    check_schedules(load_family(family, dtype, isa=isa)[1], 20)
+    for kv_dtype in ("auto", *CODES):
+        check_schedules(load_family(family, dtype, isa=isa)[1], 20, kv_dtype)

@@ -26,14 +26,14 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
-    """Build and load a family once a session: `load_family(name, dtype, path, isa)` -> (directory, model)."""
+    """Build and load a family once: `load_family(name, dtype, path, isa, quantize)` -> (directory, model)."""
     root = tmp_path_factory.mktemp("checkpoints")
     loaded: dict[tuple[str, ...], tuple[Path, CausalLM]] = {}
 
     def load(
-        family: str, dtype: str = "float32", path: str = NATIVE, isa: str = "auto"
+        family: str, dtype: str = "float32", path: str = NATIVE, isa: str = "auto", quantize: str = "none"
     ) -> tuple[Path, CausalLM]:
-        key = family, dtype, path, isa
+        key = family, dtype, path, isa, quantize
         if key not in loaded:
             checkpoint = root / family
             if not checkpoint.exists():
@@ -43,7 +43,10 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
                     patch.setattr(loading, "follows_pattern", lambda hf_model: False)
                 if path == TORCH:
                     patch.setattr(loading, "load_kernels", lambda isa: None)
-                model = load_model(ModelSettings(path=checkpoint, dtype=dtype, device="cpu", isa=isa))
+                settings = ModelSettings(
+                    path=checkpoint, dtype=dtype, device="cpu", isa=isa, quantize=quantize
+                )
+                model = load_model(settings)
             loaded[key] = checkpoint, model
         return loaded[key]
 

@@ -6,14 +6,51 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from stemma.config.settings import KVDtype
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import StoredAs
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
+from stemma.model.kv_format import decode, encode
+from stemma.model.lora.adapter import AdapterRows
+from stemma.model.prediction import PredictingDecoder
+
+
+class CodedCache(DynamicCache):
+    """transformers' cache over KV that is stored as codes: layers read `decode(encode(...))`."""
+
+    def __init__(self, stored: StoredAs) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take [1, heads, T, D]; of latents, the compressed part and the rotary key, each with its scale."""
+        rows = (self._read_back(states) for states in (key_states, value_states))
+        return super().update(*rows, layer_idx, *args, **kwargs)
+
+    def _read_back(self, states: torch.Tensor) -> torch.Tensor:
+        dims = (states.shape[-1],)
+        return decode(*encode(states, self._stored, dims), self._stored, dims, states.dtype)
+
+
+def coded_logits(
+    path: Path, tokens: Sequence[int], stored: StoredAs, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Logits of plain transformers, eager attention, over a `CodedCache`: [T, vocab] float32."""
+    with torch.inference_mode():
+        output = _plain_model(path, dtype)(
+            torch.tensor([tokens]), past_key_values=CodedCache(stored), use_cache=True
+        )
+    logits: torch.Tensor = output.logits[0]
+    return logits.float()
 
 
 @lru_cache(maxsize=32)
@@ -32,18 +69,30 @@ class PagedSequences:
     """Sequences over one `DeviceKV`; blocks are handed out in random order."""
 
     def __init__(
-        self, model: CausalLM, prompts: Sequence[Sequence[int]], *, block_size: int = 8, seed: int = 0
+        self,
+        model: CausalLM,
+        prompts: Sequence[Sequence[int]],
+        *,
+        block_size: int = 8,
+        seed: int = 0,
+        adapters: Sequence[object | None] | None = None,
+        kv_dtype: KVDtype = "auto",
     ) -> None:
+        """`adapters`: what `prepare_adapter` returned, for each prompt; None: the base model."""
         self.model = model
+        self.adapters = list(adapters or [None] * len(prompts))
         self.prompts = [list(prompt) for prompt in prompts]
         self.block_size = block_size
         num_blocks = sum(-(-len(p) // block_size) for p in prompts) + 3
-        self.kv = DeviceKV(model.layout(block_size), num_blocks)
-        self.kv.data.fill_(1e3)  # whatever other requests left behind must not shine through
+        self.kv = DeviceKV(model.layout(block_size, kv_dtype), num_blocks)
+        # Whatever other requests left behind must not shine through.
+        self.kv.data.fill_(1e3 if kv_dtype == "auto" else 0x47)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.tables: list[list[int]] = [[] for _ in prompts]
         self.done = [0] * len(prompts)
+        self.hidden: list[torch.Tensor | None] = [None] * len(prompts)
+        """Of a model with an MTP layer: its hidden state of each sequence's last token."""
         vocab = model.vocab_size
         self.logits = [torch.full((len(p), vocab), float("nan")) for p in prompts]
 
@@ -64,6 +113,8 @@ class PagedSequences:
         positions: list[int] = []
         slots: list[int] = []
         starts, contexts = [0], []
+        order = list(dict.fromkeys(id(self.adapters[seq]) for seq, _ in plan))
+        plan = sorted(plan, key=lambda item: order.index(id(self.adapters[item[0]])))
         for seq, num_tokens in plan:
             table = self.tables[seq]
             for position in range(self.done[seq], self.done[seq] + num_tokens):
@@ -87,13 +138,32 @@ class PagedSequences:
             context_lens=contexts,
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.arange(len(token_ids)),
+            adapters=self._adapter_rows(plan, starts),
         )
+        decoder = self.model.decoder
+        if isinstance(decoder, PredictingDecoder):
+            zeros = torch.zeros(decoder.hidden_size, dtype=decoder.dtype)
+            before = [self.hidden[seq] for seq, _ in plan]
+            batch.previous_hidden = torch.stack([zeros if one is None else one for one in before])
         logits = self.model.forward(batch, self.kv)
+        if isinstance(decoder, PredictingDecoder):
+            for row, (seq, _) in enumerate(plan):
+                self.hidden[seq] = decoder.hidden[starts[row + 1] - 1].clone()
         for row, (seq, num_tokens) in enumerate(plan):
             self.logits[seq][self.done[seq] : self.done[seq] + num_tokens] = logits[
                 starts[row] : starts[row + 1]
             ]
             self.done[seq] += num_tokens
+
+    def _adapter_rows(
+        self, plan: Sequence[tuple[int, int]], starts: Sequence[int]
+    ) -> tuple[AdapterRows, ...]:
+        ends: dict[int, tuple[object, int, int]] = {}
+        for row, (seq, _) in enumerate(plan):
+            if (adapter := self.adapters[seq]) is not None:
+                first = ends.get(id(adapter), (adapter, starts[row], 0))[1]
+                ends[id(adapter)] = adapter, first, starts[row + 1]
+        return tuple(AdapterRows(a, (first, last), (first, last)) for a, first, last in ends.values())
 
     def finish(self, chunk: int) -> None:
         """Run all sequences to their ends, `chunk` tokens of each a step."""

@@ -111,21 +111,3 @@ def test_a_directory_named_demo_takes_precedence(tmp_path: Path, monkeypatch: py
     (tmp_path / "demo").mkdir()
     assert not is_demo(Path("demo"))
     assert resolve_checkpoint(Path("demo")) == Path("demo")
-
-
-def test_what_is_no_llama_gguf_is_refused(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason="needs the gguf package")
-    from stemma.model.gguf_convert import convert
-
-    (tmp_path / "out").mkdir()
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(ModelError, match="can't read"):
-        convert(broken, tmp_path / "out")
-    other = tmp_path / "other.gguf"
-    writer = gguf.GGUFWriter(other, "bert")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match="only llama can be converted"):
-        convert(other, tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +130,7 @@ def test_weights_of_nobody(copy: Path) -> None:
 
 def test_adapters(copy: Path, tmp_path: Path) -> None:
     (copy / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"adapter beside a full model.*merge_and_unload"):
+    with pytest.raises(ModelError, match=r"adapter beside a full model.*--lora NAME="):
         load(copy)
     (copy / "config.json").unlink()
     with pytest.raises(ModelError, match=r"adapter \(LoRA\) alone"):
@@ -146,7 +147,7 @@ def test_other_formats(copy: Path, tmp_path: Path) -> None:
     (copy / "config.json").unlink()
     with pytest.raises(ModelError, match="GGUF"):
         load(copy)
-    with pytest.raises(ModelError, match=r"GGUF.*gguf_file"):
+    with pytest.raises(ModelError, match="doesn't begin with GGUF"):
         load(copy / "model.gguf")
 
 
@@ -316,9 +317,11 @@ def test_remote_code_that_raises(tmp_path: Path, where: str) -> None:
         load(path, trust_remote_code=True)
 
 
-def fp8_checkpoint(path: Path, block: tuple[int, int] | None) -> Path:
+def fp8_checkpoint(
+    path: Path, block: tuple[int, int] | None, build: Callable[[Path], Path] | None = None
+) -> Path:
     """Write a DeepSeek-V3 whose kv_a has 40 rows in FP8, scales by block, and its twin in plain numbers."""
-    checkpoints.build("deepseek-v3", path / "fp8")
+    (build or partial(checkpoints.build, "deepseek-v3"))(path / "fp8")
     shutil.copytree(path / "fp8", path / "plain")
 
     def quantize_all(weights: Weights, *, plain: bool) -> None:

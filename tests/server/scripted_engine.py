@@ -13,10 +13,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput, SequenceDelta
+from stemma.config.settings import LoraSettings
+from stemma.engine.adapters import AdapterRegistry
+from stemma.engine.api import (
+    CacheReport,
+    DraftCount,
+    EngineStats,
+    GenerationRequest,
+    RequestOutput,
+    SequenceDelta,
+)
 from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
+from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import FinishReason, Tier, TokenArray
 
 WORDS = ("the", "branch", "holds", "every", "leaf", "and", "naïve", "roots", "grow", "日本", "slowly", ".")
@@ -46,6 +58,12 @@ class ScriptedEngine:
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: dict[str, float] = field(default_factory=dict)
     pool: None = None
+    adapters: AdapterRegistry = field(
+        default_factory=lambda: AdapterRegistry(
+            {"model.layers.0.self_attn.q_proj": LinearShape(8, 16)}, LoraSettings(), "scripted"
+        )
+    )
+    supervisor: Supervisor = field(default_factory=LoggingSupervisor)
     failure: str | None = None
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
@@ -95,6 +113,11 @@ class ScriptedEngine:
         replies = [self.reply_ids(request, index) for index in range(params.n)]
         sent = [""] * params.n
         num_generated = 0
+        if params.max_tokens == 0:
+            ends = tuple(SequenceDelta(i, (), "", None, FinishReason.LENGTH) for i in range(params.n))
+            scores = scripted_scores(request)
+            yield RequestOutput(request.request_id, ends, report, True, 0, prompt_logprobs=scores)
+            return
         for step in range(max(map(len, replies))):
             await asyncio.sleep(self.script.delay_s)
             if self.cut_off:
@@ -121,7 +144,15 @@ class ScriptedEngine:
                 finish = ends if last else None
                 deltas.append(SequenceDelta(index, (ids[step],), text, logprobs, finish))
             done = step == max(map(len, replies)) - 1
-            yield RequestOutput(request.request_id, tuple(deltas), report, done, num_generated, 0.25)
+            yield RequestOutput(
+                request.request_id,
+                tuple(deltas),
+                report,
+                done,
+                num_generated,
+                0.25,
+                prompt_logprobs=scripted_scores(request),
+            )
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -140,6 +171,7 @@ class ScriptedEngine:
             num_cached_blocks=10,
             num_evicted_blocks=3,
             misses_by_reason={"cold": 2},
+            drafts_by_source={"mtp": DraftCount(9, 7)},
         )
 
     async def draw_tree(self, max_tokens: int = 24) -> str:
@@ -160,6 +192,22 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+def scripted_scores(request: GenerationRequest) -> PromptLogprobs | None:
+    """Token i has log-probability -i / 10, and rank 2 behind its id + 1 and + 2."""
+    if (num_top := request.params.prompt_logprobs) is None:
+        return None
+    tokens = request.prompt_token_ids
+    places = np.arange(1, len(tokens))
+    offsets = np.arange(1, num_top + 1)
+    return PromptLogprobs(
+        tokens,
+        (-places / 10).astype(np.float32),
+        np.full(len(places), 2, dtype=np.int32),
+        (tokens[1:, None] + offsets).astype(np.int32),
+        np.broadcast_to(-offsets.astype(np.float32), (len(places), num_top)),
+    )
 
 
 def _shared(left: TokenArray, right: TokenArray) -> int:

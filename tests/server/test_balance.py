@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stemma.server.balance import Balance, head_of
+from stemma.server.routing.balance import Balance, head_of
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
 

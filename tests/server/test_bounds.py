@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stemma.config.settings import Settings
 from stemma.errors import InvalidRequest
 from stemma.server.app import create_app
-from stemma.server.json_input import parse_json
+from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.bounds import MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -217,8 +217,8 @@ async def test_unknown_fields_are_logged_once(
             for field, value in {
                 "suffix": "end",
                 "structured_outputs": {"structural_tag": "x"},
-                "prompt_logprobs": 0,
-                "return_token_ids": True,
+                "prompt_logprobs": 21,
+                "return_tokens_as_token_ids": True,
             }.items()
         ),
         *(

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from stemma.config.settings import Settings
-from stemma.errors import Overloaded, TookTooLong
+from stemma.errors import EngineFailed, Overloaded, TookTooLong
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
-from stemma.server.workers import MAX_STUCK, WorkerThreads
+from stemma.server.requests.workers import MAX_STUCK, WorkerThreads
+from stemma.supervision import LoggingSupervisor
 from tests.server.scripted_engine import ScriptedEngine
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -126,7 +127,7 @@ async def test_tokenizing_that_hangs_is_given_up(
 
 async def test_threads_that_hang_are_bounded() -> None:
     finish = threading.Event()
-    workers = WorkerThreads(1, "test-worker")
+    workers = WorkerThreads(1, "test-worker", LoggingSupervisor())
     for _ in range(MAX_STUCK):
         with pytest.raises(TookTooLong):
             await workers.run(lambda: finish.wait(30), limit_s=0.01, what="waiting")
@@ -147,13 +148,35 @@ async def test_threads_that_hang_are_bounded() -> None:
 
 
 async def test_errors_of_workers_reach_who_waits() -> None:
-    workers = WorkerThreads(1, "test-errors")
+    workers = WorkerThreads(1, "test-errors", LoggingSupervisor())
     with pytest.raises(ZeroDivisionError):
         await workers.run(lambda: 1 / 0, limit_s=1, what="dividing")
     waiting = asyncio.create_task(workers.run(lambda: 1, limit_s=1, what="waiting"))
     await asyncio.sleep(0)
     waiting.cancel()
     assert await workers.run(lambda: 2, limit_s=1, what="waiting") == 2
+    workers.close()
+
+
+async def test_an_error_of_a_worker_thread_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+
+    def die(*_: object) -> bool:
+        raise SystemExit("out of luck")
+
+    class Reports:
+        def on_thread_failure(self, name: str, error: BaseException) -> None:
+            reports.append((name, type(error)))
+
+    workers = WorkerThreads(1, "test-dies", Reports())
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerThreads, "_perform", die)
+        with pytest.raises(EngineFailed, match="waiting failed"):
+            await workers.run(lambda: 1, limit_s=1, what="waiting")
+    while not reports:
+        await asyncio.sleep(0.01)
+    assert reports == [("test-dies", SystemExit)]
+    assert await workers.run(lambda: 1, limit_s=1, what="waiting") == 1
     workers.close()
 
 

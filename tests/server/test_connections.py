@@ -21,7 +21,7 @@ from typing import IO, Any
 import httpx
 import pytest
 
-from stemma.server.connections import ACCEPT_BURST, MAX_HEADER_BYTES, connection_limit
+from stemma.server.transport.connections import ACCEPT_BURST, MAX_HEADER_BYTES, connection_limit
 
 ROOT = Path(__file__).parents[2]
 FAST = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "keep_alive_s": 1.0}

@@ -133,6 +133,8 @@ EXTREMES: dict[str, list[Any]] = {
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
     "logprobs": [0, 1, 20],
+    "prompt_logprobs": [0, 1, 20],
+    "return_token_ids": [True, False],
     "best_of": [1, 2, 16],
     "echo": [True],
     "use_beam_search": [True],

@@ -50,6 +50,9 @@ async def test_metrics_count_tokens_by_tier_and_time_requests(client: httpx.Asyn
     assert samples["stemma_cached_tokens_total", (("tier", "device"),)] == 41
     assert samples["stemma_cached_tokens_total", (("tier", "disk"),)] == 0
     assert samples["stemma_misses_total", (("reason", "cold"),)] == 2
+    assert samples["stemma_draft_tokens_total", (("source", "mtp"),)] == 9
+    assert samples["stemma_draft_tokens_accepted_total", (("source", "mtp"),)] == 7
+    assert samples["stemma_draft_tokens_total", (("source", "tree"),)] == 0
     assert samples["stemma_device_blocks_free", ()] == 6
     assert samples["stemma_requests_total", (("api", "completions"), ("outcome", "ok"))] == 1
     for histogram in ("time_to_first_token", "time_per_output_token", "request", "queue_wait"):

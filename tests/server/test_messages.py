@@ -10,9 +10,9 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.server.answers.events import CallArguments, CallStart, Content, Reasoning
+from stemma.server.apis.messages.blocks import chat_messages
+from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.app import create_app
-from stemma.server.messages.blocks import chat_messages
-from stemma.server.messages.output import ContentBlocks
 from stemma.server.schemas.messages import CountTokensRequest
 from tests.server.scripted_engine import ScriptedEngine
 

@@ -63,7 +63,7 @@ async def test_slots_and_blocks(client: httpx.AsyncClient) -> None:
     slots = (await client.get("/v2/models/scripted/getSlotCount")).json()
     status = (await client.get("/v1/status")).json()
 
-    assert slots == {"total_slots": 64, "free_slots": 64, "available_tokens_length": 16 * 64}
+    assert slots == {"total_slots": 256, "free_slots": 256, "available_tokens_length": 16 * 64}
     assert status["resource"]["availBlockNum"] == 16
     assert status["resource"]["freeNpuBlockNums"] == 6
     assert status["service"]["currentRole"] == "both"

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stemma.server.responses.store import ResponseStore, StoredResponse
+from stemma.server.apis.responses.store import ResponseStore, StoredResponse
 from stemma.types import as_tokens
 
 ENTRY = StoredResponse(b"x" * 100, b"[]", as_tokens([1, 2, 3]))

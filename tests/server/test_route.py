@@ -16,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from stemma.errors import ConfigError
-from stemma.server.balance import Balance, head_of
-from stemma.server.route import RouteOptions, create_route_app, one_token_body
+from stemma.server.routing.balance import Balance, head_of
+from stemma.server.routing.relay import RouteOptions
+from stemma.server.routing.route import create_route_app, one_token_body
 
 REQUEST = {"prompt": "x", "max_tokens": 9, "temperature": 0, "n": 2}
 
@@ -202,7 +203,7 @@ async def test_nobody_answers(servers: dict[str, Upstream], proxy: httpx.AsyncCl
         server.stop()
     answer = await proxy.post("/v1/completions", json=REQUEST)
     assert answer.status_code == 503
-    assert "no prefill or decode server" in answer.json()["error"]["message"]
+    assert "no server answers" in answer.json()["error"]["message"]
     assert (await proxy.get("/health")).status_code == 503
     assert (await proxy.get("/v1/models")).status_code == 503
 

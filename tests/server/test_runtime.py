@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from stemma.errors import ConfigError
-from stemma.server.planes import url_of
-from stemma.server.runtime import listen
+from stemma.server.transport.planes import url_of
+from stemma.server.transport.runtime import listen
 
 ROOT = Path(__file__).parents[2]
 

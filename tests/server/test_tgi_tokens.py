@@ -9,10 +9,10 @@ from huggingface_hub import InferenceClient
 
 from stemma.config.settings import RequestSettings, Settings
 from stemma.engine.api import SequenceDelta, TokenLogprob
+from stemma.server.apis.tgi_tokens import stream_tokens
 from stemma.server.app import create_app
 from stemma.server.context import ServerContext
-from stemma.server.metrics import ServerMetrics
-from stemma.server.tgi_tokens import stream_tokens
+from stemma.server.operator.metrics import ServerMetrics
 from tests.server.scripted_engine import ScriptedEngine
 
 

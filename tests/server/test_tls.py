@@ -19,9 +19,9 @@ import pytest
 
 from stemma.config.settings import TLSSettings
 from stemma.errors import ConfigError
-from stemma.server.dev_ca import DevCA, Issued
-from stemma.server.planes import Plane, plane_of
-from stemma.server.tls import ReloadableContext, load_context
+from stemma.server.transport.dev_ca import DevCA, Issued
+from stemma.server.transport.planes import Plane, plane_of
+from stemma.server.transport.tls import ReloadableContext, load_context
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ("127.0.0.1", "localhost")

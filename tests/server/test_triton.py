@@ -127,6 +127,44 @@ def test_tritonclient(live_url: str, engine: ScriptedEngine) -> None:
         result = client.infer("scripted", [prompt], parameters={"max_new_tokens": 4})
         assert result.as_numpy("output0").tolist() == [engine.reply_ids(engine.requests[0], 0)]
 
-        prompt.set_data_from_numpy(np.array([[65, 66]], dtype=np.uint32), binary_data=True)
-        with pytest.raises(triton.InferenceServerException, match="binary tensors are not supported"):
+        expected = [engine.reply_ids(engine.requests[0], 0)]
+        for datatype, dtype in (("UINT32", np.uint32), ("INT64", np.int64)):
+            prompt = triton.InferInput("input0", [1, 2], datatype)
+            prompt.set_data_from_numpy(np.array([[65, 66]], dtype=dtype), binary_data=True)
+            result = client.infer("scripted", [prompt], parameters={"max_new_tokens": 4})
+            assert result.as_numpy("output0").tolist() == expected
+            for wants_binary in (True, False):
+                output = triton.InferRequestedOutput("output0", binary_data=wants_binary)
+                found = client.infer("scripted", [prompt], outputs=[output], parameters={"max_new_tokens": 4})
+                assert found.as_numpy("output0").tolist() == expected
+                assert ("data" in found.get_response()["outputs"][0]) is not wants_binary
+        prompt.set_data_from_numpy(np.array([[-1, 66]], dtype=np.int64), binary_data=True)
+        with pytest.raises(triton.InferenceServerException, match="greater than or equal to 0"):
             client.infer("scripted", [prompt])
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "tail", "message"),
+    [
+        ("x", 8, bytes(8), "no length within the body"),
+        ("9999999", 8, bytes(8), "no length within the body"),
+        (None, 9, bytes(8), "no length within the body"),
+        (None, -1, bytes(8), "no length within the body"),
+        (None, True, bytes(8), "no length within the body"),
+        (None, 7, bytes(7), "are no UINT32 values"),
+        (None, 8, bytes(12), "4 bytes are left"),
+        (None, 40_000, bytes(40_000), "or more than"),
+        ("3", 8, bytes(8), "JSON"),
+    ],
+)
+async def test_binary_tensors_that_do_not_fit(
+    client: httpx.AsyncClient, length: str | None, size: Any, tail: bytes, message: str
+) -> None:
+    parameters = {"binary_data_size": size}
+    given = {"name": "i", "shape": [1, 2], "datatype": "UINT32", "parameters": parameters}
+    head = orjson.dumps({"inputs": [given]})
+    headers = {"inference-header-content-length": str(len(head)) if length is None else length}
+    headers["content-type"] = "application/json"
+    response = await client.post(f"{MODEL}/infer", content=head + tail, headers=headers)
+    assert response.status_code == 422
+    assert message in response.json()["error"]

@@ -26,6 +26,10 @@ COMMANDS = {
         "bench:command",
         "Measure a server: first token, tokens per second, and how much of the prompts came from its cache.",
     ),
+    "eval": (
+        "evaluate:command",
+        "Score a model: perplexity of a text, answers to MMLU's questions, computed anew and from the cache.",
+    ),
     "demo": ("demo:command", "Show the prefix cache at work on a small model, in under a minute."),
     "doctor": (
         "doctor:command",
@@ -34,6 +38,10 @@ COMMANDS = {
     "replay": (
         "replay:replay_command",
         "Replay a trace through the index and the eviction policies that serve requests.",
+    ),
+    "advise": (
+        "advise:command",
+        "Say what to change for this traffic: memory, tiers, policy, prompts, or the cache itself.",
     ),
     "plan": (
         "plan:command",
@@ -45,7 +53,7 @@ COMMANDS = {
     ),
     "route": (
         "route:command",
-        "Send each request to a prefill server and then to a decode server (docs/tiers.md).",
+        "Send each request to the best of equal servers, or to a prefill and then to a decode server.",
     ),
     "usage": (
         "usage:command",
@@ -54,6 +62,10 @@ COMMANDS = {
     "explain": (
         "explain:command",
         "Tell what a request got from the cache, where it parts from what is cached, and why.",
+    ),
+    "top": (
+        "top:command",
+        "Show requests, hits by tier, tiers and tenants of a running server. Ctrl-C ends it.",
     ),
     "cache": ("cache:app", "Inspect and clean disk caches, export and import prefixes."),
     "keys": ("keys:app", "API keys and the tenants that they belong to."),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stemma.cli.cache_client import AdminKey, headers, message, read_prompt
+from stemma.cli.cache_public import publish_command, published_command, unpublish_command
 from stemma.config.durations import parse_duration
 from stemma.config.sizes import format_size, parse_size
 from stemma.config.words import read_secret
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
     from stemma.types import TokenArray
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and clean disk caches, export and import prefixes.")
+app.command("publish")(publish_command)
+app.command("unpublish")(unpublish_command)
+app.command("published")(published_command)
 
 Directory = Annotated[Path, typer.Argument(help="Directory that --disk-cache names.")]
 Space = Annotated[
     str | None, typer.Option("--space", help="Sub-directory, by the start of its name; default: all.")
 ]
 Url = Annotated[str | None, typer.Option(help="A running server, e.g. http://127.0.0.1:8000.")]
-AdminKey = Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")]
 KeyFile = Annotated[
     Path | None, typer.Option(help="With --dir: file with the secret that signs exported files.")
 ]
@@ -37,7 +41,7 @@ TenantName = Annotated[str, typer.Option(help="Whose blocks, on a server with --
 @app.command("ls")
 def ls_command(directory: Directory) -> None:
     """List the models whose blocks are in a directory."""
-    from stemma.memory.tiers.disk.existing import count_blocks
+    from stemma.memory.tiers.disk.existing import count_blocks, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces
 
     for space in list_spaces(directory):
@@ -53,6 +57,8 @@ def ls_command(directory: Directory) -> None:
             continue
         typer.echo(f"    model {manifest.model_fingerprint[:16]}, {manifest.block_size} tokens a block")
         typer.echo(f"    layout {manifest.kv_layout}")
+        if (reason := unreadable(space)) is not None:
+            typer.echo(f"    {reason}")
 
 
 @app.command("verify")
@@ -78,7 +84,7 @@ def gc_command(
     ] = None,
 ) -> None:
     """Delete damaged sub-directories, unused blocks and unused models. Sub-directories in use are kept."""
-    from stemma.memory.tiers.disk.existing import open_existing
+    from stemma.memory.tiers.disk.existing import open_existing, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces, remove_space
 
     age_s = None if unused_for is None else parse_duration(unused_for)
@@ -94,6 +100,9 @@ def gc_command(
             total -= space.allocated_bytes
             typer.echo(f"{space.path.name}: removed, {format_size(space.allocated_bytes)} free")
         elif age_s is not None:
+            if (reason := unreadable(space)) is not None:
+                typer.echo(f"{space.path.name}: {reason}")
+                continue
             store = open_existing(space)
             typer.echo(f"{space.path.name}: {store.drop_unused(age_s)} blocks dropped")
             store.close()
@@ -131,7 +140,7 @@ def export_command(
     key_file: KeyFile = None,
 ) -> None:
     """Write the cached blocks of a prompt to a file, from a running server or from a disk cache."""
-    given = _prompt(prompt, prompt_file, token_ids)
+    given = read_prompt(prompt, prompt_file, token_ids)
     draft = output.with_name(output.name + ".new")
     try:
         if directory is not None:
@@ -165,7 +174,7 @@ def import_command(
 ) -> None:
     """Import the blocks of an exported file into a running server or a disk cache.
 
-    Whoever wrote the file decides what the model says after its prompt. A server's own settings decide which
+    The writer of the file decides what the model says after its prompt. A server's own settings decide which
     files it accepts.
     """
     if directory is not None:
@@ -179,29 +188,17 @@ def import_command(
 
 
 def _stores(directory: Path, space: str | None) -> Iterator[DiskStore]:
-    from stemma.memory.tiers.disk.existing import open_existing
+    from stemma.memory.tiers.disk.existing import open_existing, unreadable
     from stemma.memory.tiers.disk.spaces import list_spaces
 
     for found in list_spaces(directory):
         if found.path.name.startswith(space or "") and found.manifest is not None:
+            if (reason := unreadable(found)) is not None:
+                typer.echo(f"{found.path.name}: {reason}")
+                continue
             store = open_existing(found)
             yield store
             store.close()
-
-
-def _prompt(prompt: str | None, prompt_file: Path | None, token_ids: Path | None) -> str | list[int]:
-    given = [one for one in (prompt, prompt_file, token_ids) if one is not None]
-    if len(given) != 1:
-        raise ConfigError("give exactly one of --prompt, --prompt-file and --token-ids")
-    try:
-        if prompt_file is not None:
-            return prompt_file.read_text()
-        if token_ids is not None:
-            return [int(word) for word in token_ids.read_text().replace(",", " ").split()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read the prompt: {error}") from error
-    assert prompt is not None
-    return prompt
 
 
 def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
@@ -296,11 +293,11 @@ def _export_from_server(draft: Path, url: str, body: dict[str, Any], admin_key: 
 
     try:
         with (
-            httpx.Client(base_url=url, headers=_headers(admin_key), timeout=600.0) as client,
+            httpx.Client(base_url=url, headers=headers(admin_key), timeout=600.0) as client,
             client.stream("POST", "/admin/cache/export", json=body) as response,
         ):
             if response.status_code != 200:
-                raise StorageError(_message(response.read(), response.status_code))
+                raise StorageError(message(response.read(), response.status_code))
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 for chunk in response.iter_bytes():
                     file.write(chunk)
@@ -323,24 +320,11 @@ def _import_to_server(path: Path, url: str, where: dict[str, str], admin_key: st
                 f"{url}/admin/cache/import",
                 params=where,
                 content=file,
-                headers={**_headers(admin_key), "content-type": "application/octet-stream"},
+                headers={**headers(admin_key), "content-type": "application/octet-stream"},
                 timeout=600.0,
             )
         except httpx.HTTPError as error:
             raise StorageError(f"{url}: {error}") from error
     if response.status_code != 200:
-        raise StorageError(_message(response.content, response.status_code))
+        raise StorageError(message(response.content, response.status_code))
     return int(response.json()["num_new_blocks"])
-
-
-def _headers(admin_key: str | None) -> dict[str, str]:
-    return {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
-
-
-def _message(content: bytes, status: int) -> str:
-    import json
-
-    try:
-        return str(json.loads(content)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status}"

@@ -41,7 +41,7 @@ def dev(
     files = _make([*_ALWAYS_HOSTS, *(host or ())])
     present = [name for name in files if (directory / name).exists()]
     if present and not force:
-        raise ConfigError(f"{directory / present[0]} is there already; --force overwrites it")
+        raise ConfigError(f"{directory / present[0]} exists already; --force overwrites it")
     for name, (content, is_secret) in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def dev(
 
 def _make(hosts: list[str]) -> dict[str, tuple[bytes, bool]]:
     """Return each file's content and whether it is secret."""
-    from stemma.server.dev_ca import DevCA
+    from stemma.server.transport.dev_ca import DevCA
 
     ca = DevCA()
     client = ca.issue_client("stemma development client")

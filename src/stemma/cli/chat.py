@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console
 
@@ -24,6 +25,9 @@ def command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="STEMMA_API_KEY", help="Bearer token.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="The server's admin key, for /tree.")
+    ] = None,
 ) -> None:
     """Chat in the terminal; after each answer, how many tokens came from the cache."""
     console = Console(highlight=False)
@@ -36,7 +40,8 @@ def command(
         if server is not None:
             server.start()
     try:
-        conversation = Conversation(console, server.url if server else model, api_key, system, extra)
+        http = make_http(server.url if server else model, api_key)
+        conversation = Conversation(console, http, admin_key, system, extra)
         asyncio.run(conversation.run())
     finally:
         if server is not None:
@@ -47,10 +52,16 @@ class Conversation:
     """The loop of question and answer."""
 
     def __init__(
-        self, console: Console, url: str, api_key: str | None, system: str | None, extra: dict[str, Any]
+        self,
+        console: Console,
+        http: httpx.AsyncClient,
+        admin_key: str | None,
+        system: str | None,
+        extra: dict[str, Any],
     ) -> None:
         self._console = console
-        self._http = make_http(url, api_key)
+        self._http = http
+        self._admin = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
         self._start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._extra = extra
@@ -73,7 +84,7 @@ class Conversation:
         if question == "/reset":
             self._messages = list(self._start)
         elif question == "/tree":
-            response = await self._http.get("/admin/cache/tree")
+            response = await self._http.get("/admin/cache/tree", headers=self._admin)
             self._console.print(response.text, markup=False, soft_wrap=True)
         elif question:
             await self._ask(question, model)

@@ -19,6 +19,7 @@ from stemma.config.mindie.explain import KeyRow, key_rows
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
 from stemma.model.demo import is_demo
+from stemma.model.directory import is_gguf
 
 app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explain a setting or a key.")
 
@@ -44,11 +45,11 @@ def check(
 
 
 def _missing(settings: Settings) -> Iterator[str]:
-    """Yield what `stemma serve` would stop at on this machine though the file is right."""
+    """Yield the errors that would stop `stemma serve` on this machine although the file is correct."""
     path = settings.engine.model.path
-    if not path.is_dir() and not is_demo(path):
+    if not path.is_dir() and not is_gguf(path) and not is_demo(path):
         yield f"not on this machine: the checkpoint {path}"
-    from stemma.server.tls import load_context
+    from stemma.server.transport.tls import load_context
 
     for tls in (settings.tls, settings.management_tls, settings.metrics_tls):
         if tls.cert is not None:

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stemma.errors import ConfigError, StorageError
+from stemma.cli.admin_client import admin_get
+from stemma.errors import ConfigError
+from stemma.insight.divergence.report import format_duration
 
 
 def command(
     request: Annotated[str, typer.Argument(metavar="[ID]", help="The id of an answer.")] = "",
     last: Annotated[bool, typer.Option("--last", help="The last request that the server started.")] = False,
+    divergences: Annotated[
+        bool, typer.Option("--divergences", help="Where the prompts of a window part, and what that costs.")
+    ] = False,
+    window_s: Annotated[float, typer.Option(min=1.0, help="The window's seconds.")] = 86400.0,
     url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
     admin_key: Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")] = None,
 ) -> None:
     """Tell what a request got from the cache, where it parts from what is cached, and why."""
-    if bool(request) == last:
-        raise ConfigError("give either the id of an answer or --last")
-    show(Console(highlight=False), _fetch(url, request, admin_key))
+    if (bool(request), last, divergences).count(True) != 1:
+        raise ConfigError("give the id of an answer, --last, or --divergences")
+    console = Console(highlight=False)
+    if divergences:
+        found = admin_get(url, "/admin/divergences", {"window_s": str(window_s)}, admin_key)
+        show_divergences(console, found)
+        return
+    show(console, admin_get(url, "/admin/explain", {"request": request} if request else {}, admin_key))
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
@@ -36,6 +46,9 @@ def show(console: Console, found: dict[str, Any]) -> None:
     for name, count in [*found["cached_tokens_by_tier"].items(), ("computed", found["computed_tokens"])]:
         label = name if name == "computed" else f"from {name}"
         table.add_row(label, f"{count:,}", f"{100 * count / total:.1f} %")
+    if found.get("public_tokens"):
+        count = found["public_tokens"]
+        table.add_row("of these public", f"{count:,}", f"{100 * count / total:.1f} %")
     console.print(table)
     if found["reason"] is not None:
         console.print(Text.assemble((found["reason"], "bold"), ": ", found["detail"] or ""))
@@ -63,20 +76,25 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def _fetch(url: str, request: str, admin_key: str | None) -> dict[str, Any]:
-    headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
-    params = {"request": request} if request else {}
-    try:
-        response = httpx.get(
-            f"{url.rstrip('/')}/admin/explain", params=params, headers=headers, timeout=30.0, trust_env=False
-        )
-        found = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise StorageError(f"{url}: {error}") from error
-    if response.status_code != 200:
-        try:
-            message = str(found["error"]["message"])
-        except (KeyError, TypeError):
-            message = f"the server answered with status {response.status_code}"
-        raise StorageError(f"{url}: {message}")
-    return dict(found)
+def show_divergences(console: Console, found: dict[str, Any]) -> None:
+    """Print the costliest divergences as ``/admin/divergences`` gives them."""
+    console.print(
+        f"{found['num_requests']:,} requests in {format_duration(found['seconds'])}: "
+        f"{found['num_missed_tokens']:,} of {found['num_prompt_tokens']:,} prompt tokens were computed."
+    )
+    reasons = ", ".join(f"{name} {count:,}" for name, count in found["missed_tokens_by_reason"].items())
+    console.print(f"Computed tokens by reason: {reasons or 'none'}.")
+    for one in found["divergences"]:
+        console.print()
+        console.print(Text(one["advice"], style="bold"))
+        example = one["example"]
+        for side, colour in (("cached", "green"), ("yours", "yellow")):
+            if example[side] is not None:
+                console.print(_quoted(side, example["common"], example[side], colour, is_start=False))
+        if (replay := one["replay"]) is not None:
+            console.print(
+                f"  Replayed {replay['num_prompts']:,} prompts, {replay['num_changed']:,} of them with it: "
+                f"{replay['num_cached_tokens']:,} tokens cached; with it at the end "
+                f"{replay['num_cached_tokens_moved']:,}.",
+                style="dim",
+            )

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from stemma.config.loading import SettingField, flag_of, setting_fields
 from stemma.config.sizes import format_size
+from stemma.config.words import split_named_paths
 
 _PLAIN_TYPES = (bool, int, float, str, Path)
 
@@ -34,7 +35,7 @@ def with_settings_flags(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def wrapper(**values: Any) -> None:
-        command(**values)
+        command(**{name: None if value == [] else value for name, value in values.items()})
 
     wrapper.__doc__ = command.__doc__
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -69,6 +70,8 @@ def _cli_type(annotation: Any, metadata: list[Any]) -> Any:
         return _cli_type(inner, metadata)
     if origin is Literal:
         return annotation
+    if any(getattr(each, "func", None) is split_named_paths for each in metadata):
+        return list[str]  # the flag may be repeated
     if annotation in _PLAIN_TYPES and not any(hasattr(each, "func") for each in metadata):
         return annotation
     return str

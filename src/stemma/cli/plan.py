@@ -1,4 +1,4 @@
-"""`stemma plan`: how much memory, and in which tier, would this traffic repay?"""
+"""`stemma plan`: how much memory, and in which tier, pays for this traffic?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(
     dram: Annotated[str, typer.Option(help="Host memory for KV.")] = "0",
     ssd: Annotated[str, typer.Option(help="Disk for KV.")] = "0",
     kv_dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or float32; default: the checkpoint's.")
+        str | None, typer.Option(help="bfloat16, float16, float32, int8 or fp8; default: the checkpoint's.")
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = "hazard",
     sharing: Annotated[str, typer.Option(help="inclusive, exclusive or keep-copy.")] = "keep-copy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -14,7 +14,10 @@ from rich.table import Table
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, ModelError
 from stemma.lab.pool_plan import MAX_LINKS, PoolPlan, PoolTokens, plan_pool, plan_tokens
-from stemma.memory.device.layout import DTYPE_BYTES, KVLayout
+from stemma.memory.device.layout import DTYPE_BYTES, KVLayout, StoredAs
+
+_STORED = ("int8", "fp8")
+"""KV dtypes that are stored as codes with scales (--kv-cache-dtype)."""
 
 app = typer.Typer(no_args_is_help=True, help="Blocks shared by machines.")
 
@@ -38,7 +41,9 @@ def plan_command(
     bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="KV bytes of a token, instead of --model.")
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="dtype of the KV; default: the checkpoint's.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, float32, int8 or fp8; default: the checkpoint's.")
+    ] = None,
     dram: Annotated[str, typer.Option(help="DRAM of each node for the pool, e.g. 512GB.")] = "0",
     ssd: Annotated[str, typer.Option(help="SSD of each node for the pool, e.g. 4TB.")] = "0",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that share one model.")] = 1,
@@ -79,19 +84,23 @@ def layout_of(path: Path, dtype: str | None = None, block_size: int = 64) -> KVL
     Raises ModelError if the file lacks what it takes, ConfigError for an unknown dtype.
     """
     config = _read_config(path)
-    named = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    stored = cast(StoredAs, dtype) if dtype in _STORED else "plain"
+    named = (dtype if stored == "plain" else None) or config.get("dtype") or config.get("torch_dtype")
+    named = named or "bfloat16"
     if named not in DTYPE_BYTES:
-        raise ConfigError(f"unknown KV dtype {named!r}; known: {', '.join(DTYPE_BYTES)}")
+        raise ConfigError(f"unknown KV dtype {named!r}; known: {', '.join((*DTYPE_BYTES, *_STORED))}")
     try:
         num_layers, num_heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         if "kv_lora_rank" in config:  # MLA: one compressed latent for all heads
-            latent_dim = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
-            return KVLayout(num_layers, 1, block_size, 1, latent_dim, named)
+            rank = int(config["kv_lora_rank"])
+            latent_dim = rank + int(config["qk_rope_head_dim"])
+            scaled = 0 if stored == "plain" else rank
+            return KVLayout(num_layers, 1, block_size, 1, latent_dim, named, stored, scaled)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
     except KeyError as error:
         raise ModelError(f"{path}: config.json has no {error}") from error
-    return KVLayout(num_layers, 2, block_size, num_kv_heads, head_dim, named)
+    return KVLayout(num_layers, 2, block_size, num_kv_heads, head_dim, named, stored)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stemma.cli.replay_replicas import replay_clusters, replica_table
 from stemma.errors import ConfigError
 from stemma.lab.admission import ADMISSIONS
 from stemma.lab.replay import MIN_POLICY, ReplayResult, known_policies, replay
+from stemma.lab.replicas import Cluster
 from stemma.lab.report import (
     Row,
     hit_ratio_table,
@@ -79,6 +81,19 @@ def replay_command(
     admission: Annotated[
         str, typer.Option(help="What moves down: all (as in a server), reused, adaptive.")
     ] = "all",
+    replicas: Annotated[
+        str | None, typer.Option(help="Replicas behind a router, e.g. 4 or 1,4,16; sizes are those of each.")
+    ] = None,
+    router: Annotated[str, typer.Option(help="Routers, comma-separated, or `all`.")] = "all",
+    event_lag_s: Annotated[
+        float, typer.Option(min=0.0, help="With --replicas: delay of the events that the router goes by.")
+    ] = 0.0,
+    event_loss: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With --replicas: share of events that never arrive.")
+    ] = 0.0,
+    busy: Annotated[
+        float, typer.Option(min=0.01, max=0.99, help="With --replicas: share of time that replicas compute.")
+    ] = 0.5,
 ) -> None:
     """Replay a trace through the index and the eviction policies that serve requests."""
     console = Console()
@@ -94,6 +109,14 @@ def replay_command(
         rows = _replay_tiers(console, trace, policies, sizes, (below, sharing, admission), model, prices)
         console.print(tier_table(trace, rows, sharing, admission))
         _write_files(console, trace, [], rows, json_path, None)
+        return
+    if replicas is not None:
+        cluster = Cluster(1, None, "lru", model, busy, event_lag_s, event_loss)
+        with _progress(console, "requests") as bar:
+            report = replay_clusters(trace, policies, sizes, (replicas, router), cluster, bar)
+        Console(width=_WIDEST_TABLE).print(replica_table(trace, report, cluster))
+        if json_path is not None:
+            write_json(json_path, report)
         return
     costs = parse_cost(cost, trace, model)
     results = _replay_with_bar(console, trace, policies, sizes, costs)

@@ -1,18 +1,36 @@
-"""`stemma route`: a proxy in front of servers with --role prefill and --role decode."""
+"""`stemma route`: a proxy in front of equal servers, or of servers with --role prefill and --role decode."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+if TYPE_CHECKING:
+    from stemma.model.tokenizer import Tokenizer
+
 
 def command(
-    prefill: Annotated[list[str], typer.Option(metavar="URL", help="Prefill server; may be repeated.")],
-    decode: Annotated[list[str], typer.Option(metavar="URL", help="Decode server; may be repeated.")],
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL[,events=ZMQ[,replay=ZMQ]]",
+            help="One of several equal servers (Stemma, vLLM, ...), with its KV events; may be repeated.",
+        ),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Prefill server; may be repeated.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Decode server; may be repeated.")
+    ] = None,
+    router: Annotated[str, typer.Option(help="How a server is chosen (docs/cluster.md).")] = "cache-aware",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Checkpoint of the served model; default: ask the servers.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64MiB",
@@ -23,24 +41,34 @@ def command(
     ] = None,
     admin_key_file: Annotated[Path | None, typer.Option(help="File that holds it instead.")] = None,
 ) -> None:
-    """Send each request to a prefill server and then to a decode server (docs/tiers.md)."""
+    """Send each request to the best of equal servers, or to a prefill and then to a decode server."""
     import uvicorn
 
     from stemma.cli.serve import READY
     from stemma.config.settings import ServerSettings
     from stemma.config.sizes import parse_size
     from stemma.config.words import check_key, read_key
-    from stemma.server.connections import ACCEPT_BURST, make_protocol, quiet_logs
-    from stemma.server.planes import url_of
-    from stemma.server.route import RouteOptions, create_route_app
-    from stemma.server.runtime import listen
+    from stemma.errors import ConfigError
+    from stemma.server.routing.fleet import FleetServer, create_fleet_app
+    from stemma.server.routing.relay import RouteOptions
+    from stemma.server.routing.route import create_route_app
+    from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
+    from stemma.server.transport.planes import url_of
+    from stemma.server.transport.runtime import listen
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = ServerSettings(
         host=host, max_connections=max_connections, max_body_bytes=parse_size(max_body_bytes)
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
-    app = create_route_app(prefill, decode, options=RouteOptions(host, settings.max_body_bytes, key))
+    options = RouteOptions(host, settings.max_body_bytes, key)
+    if server and (prefill or decode):
+        raise ConfigError("give --server, or --prefill and --decode")
+    if server:
+        fleet = [FleetServer.parse(one) for one in server]
+        app = create_fleet_app(fleet, router, options=options, tokenizer=_tokenizer(tokenizer))
+    else:
+        app = create_route_app(prefill or [], decode or [], options=options)
     quiet_logs()
     with listen(host, port) as listener:
         config = uvicorn.Config(
@@ -52,7 +80,16 @@ def command(
             server_header=False,
             backlog=ACCEPT_BURST,
         )
-        server = uvicorn.Server(config)
+        proxy = uvicorn.Server(config)
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"[bold green]{READY}[/] {url_of(listener)}  [dim](Ctrl-C stops)[/]")
-        server.run(sockets=[listener])
+        proxy.run(sockets=[listener])
+
+
+def _tokenizer(path: Path | None) -> Tokenizer | None:
+    if path is None:
+        return None
+    from stemma.model.demo import resolve_checkpoint
+    from stemma.model.tokenizer import Tokenizer
+
+    return Tokenizer(resolve_checkpoint(path))

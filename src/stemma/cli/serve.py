@@ -53,11 +53,14 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     path = settings.engine.model.path
     if not is_demo(path):
         check_directory(path)
+    from stemma.insight.ledger import check_ledger
     from stemma.server.access import Access, is_loopback
-    from stemma.server.planes import listen_planes
-    from stemma.server.runtime import listen, serve
+    from stemma.server.transport.planes import listen_planes
+    from stemma.server.transport.runtime import listen, serve
 
     access = Access(settings.server)
+    if settings.server.ledger is not None:
+        check_ledger(settings.server.ledger)
 
     with listen_planes(settings, listen) as listeners:
         engine = _load(console, settings)
@@ -103,12 +106,14 @@ def _tiers(settings: Settings) -> str:
 def _summary(parts: EngineParts, settings: Settings) -> str:
     cache = settings.engine.cache
     num_blocks = parts.engine.stats().num_blocks
-    layout = parts.model.layout(cache.block_size)
+    layout = parts.model.layout(cache.block_size, cache.kv_cache_dtype)
     size = format_size(num_blocks * layout.block_bytes)
+    formats = f" ({parts.model.info.formats})" if parts.model.info.formats else ""
     reuse = f"{cache.index} index, {cache.eviction} eviction" if cache.enable_prefix_cache else "cache off"
+    kind = "" if layout.stored == "plain" else f"{layout.stored} "
     return (
         f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
-        f"weights {format_size(parts.model.weight_bytes)}; "
-        f"KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; {_tiers(settings)}"
+        f"weights {format_size(parts.model.weight_bytes)}{formats}; "
+        f"{kind}KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; {_tiers(settings)}"
         f"context {parts.engine.limits.max_tokens}"
     )

@@ -36,8 +36,9 @@ _RENAMED: dict[tuple[str, ...], str] = {
     ("engine", "model", "path"): "model",
     ("engine", "cache", "pool", "name"): "pool",
     ("engine", "speculation", "mode"): "speculation",
+    ("engine", "lora", "adapters"): "lora",
 }
-"""Settings that are called after their table: they choose what all the others there are about."""
+"""Settings named like their table: they choose what the other settings of the table apply to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class SettingField:
 class _Given:
     value: Any
     origin: str
-    """Who said so, for error messages."""
+    """Where the value came from, for error messages."""
 
 
 @cache

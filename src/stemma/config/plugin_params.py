@@ -38,7 +38,8 @@ def read_plugin_params(text: str, *, speculation_gamma: int | None = None) -> Pl
 
     `la` with level, window and guess_set_size becomes lookahead; `memory_decoding` with decoding_length and
     dynamic_algo becomes drafts from the prefix cache. `speculation_gamma` is MindIE's speculationGamma, which
-    must have room for what is asked. `mtp` is refused unless it asks for no tokens. Raises ConfigError.
+    must have room for what is asked. `mtp` with num_speculative_tokens becomes drafts of the model's own
+    layer, which the checkpoint must have. Raises ConfigError.
     """
     plugins, params = _parse(text)
     drafters = [name for name in ("la", "memory_decoding", "mtp") if name in plugins]
@@ -96,11 +97,8 @@ def _speculation(plugins: frozenset[str], params: dict[str, Any], gamma: int | N
         if not isinstance(is_dynamic, bool):
             raise ConfigError(f"plugin_params: dynamic_algo must be true or false, got {is_dynamic!r}")
         return _settings(mode="tree", max_draft_tokens=length, adaptive=is_dynamic)
-    if "mtp" in plugins and _integer(params, "num_speculative_tokens", 1, 0, MAX_MTP_TOKENS) > 0:
-        raise ConfigError(
-            "plugin_params: mtp is not supported: the model's layer for multi-token prediction isn't run. "
-            "Leave mtp out; 'la' or 'memory_decoding' draft tokens without it, and the text is the same"
-        )
+    if "mtp" in plugins and (number := _integer(params, "num_speculative_tokens", 1, 0, MAX_MTP_TOKENS)):
+        return _settings(mode="mtp", mtp_tokens=number)
     return SpeculationSettings(mode="off")
 
 

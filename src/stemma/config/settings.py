@@ -32,6 +32,9 @@ class SettingsModel(BaseModel):
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
 
+KVDtype = Literal["auto", "int8", "fp8"]
+
+
 Role = Literal["both", "prefill", "decode"]
 
 
@@ -40,7 +43,7 @@ class ModelSettings(SettingsModel):
 
     path: Path
     served_name: str | None = None
-    """Name in the API; default: the directory's name."""
+    """Name in the API; default: the name of the directory, or of the GGUF file."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of weights and KV; `auto` is the checkpoint's."""
     device: str = "auto"
@@ -54,6 +57,12 @@ class ModelSettings(SettingsModel):
     isa: Literal["auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = "auto"
     """Instruction-set level of the CPU kernels; `auto` is the highest that the processor has. A higher one is
     an error. `amx_emulated` is for tests: the code for AMX, slowly, on a processor without it."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """On CPU, round weights to integers as they are loaded, and activations to int8: half or a third of the
+    bytes. Output heads become int8 with `int4` too."""
+    quantize_group_size: Literal[32, 64, 128] | None = None
+    """Inputs of a weight that share a scale; half of it, and so on, where it doesn't divide a layer's inputs.
+    Default: 128 for `int8`, 32 for `int4`."""
     cuda_graphs: bool = True
     """On CUDA, record decode steps as graphs; off saves their memory."""
 
@@ -88,6 +97,9 @@ class CacheSettings(SettingsModel):
     """Bytes of the device tier; default: `kv_cache_fraction` of free memory."""
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
+    kv_cache_dtype: KVDtype = "auto"
+    """How KV is stored, in every tier: as the model computes it, or one byte a number with a scale per token
+    and KV head, which holds about twice the tokens in the same bytes. `int8` and `fp8` (e4m3) run on CPU."""
     memory_limit: ByteSize | None = Field(default=None, gt=0)
     """On CPU, instead of both: memory limit of the whole process. KV gets what libraries, weights and steps
     leave; a step of the largest size is run at the start to measure its need."""
@@ -104,6 +116,13 @@ class CacheSettings(SettingsModel):
     """For `prefill-time`: the position at which attention costs as much as the weights."""
     record_trace: Path | None = None
     """Append each finished request to this file, as salted hashes without text, for `stemma replay`."""
+    kv_events: str | None = None
+    """ZMQ address where stored and evicted blocks are published, as by vLLM: ``tcp://127.0.0.1:5557``. Events
+    hold the prompts' token ids (docs/cluster.md)."""
+    kv_events_replay: str | None = None
+    """ZMQ address where subscribers ask for events they missed."""
+    kv_events_topic: str = ""
+    """Topic of the events."""
     pool: PoolSettings | None = None
     """None: no pool; one can be attached while the server runs."""
 
@@ -145,21 +164,33 @@ class TierSettings(SettingsModel):
     """Host memory for blocks in transfer to slow tiers; when it is full, writes are dropped."""
 
 
+MAX_SEATS = 256
+"""Sequences that run at once, at most, where no setting says: each takes a row of logits in a step."""
+
+
 class SchedulerSettings(SettingsModel):
     """How waiting requests become steps."""
 
     max_batch_tokens: int = Field(default=2048, ge=1)
     """Maximum tokens per step: decodes first, then prefill chunks."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Maximum number of sequences running at once."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Maximum number of sequences running at once; default: what memory and measured step times allow, up to
+    256 (64 with `memory_limit`, which counts a row of logits for each)."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests in the queue before new ones are refused as Overloaded."""
     order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
     """Which waiting request starts next: first come first served, or the one with most cached tokens."""
     ageing_s: float = Field(default=5.0, gt=0.0)
     """A request is overtaken only by requests that arrived less than this time after it."""
+    log_hits: bool = False
+    """Log MindIE's two `Prefix Cache Reporter` lines for each step that starts prompts."""
     overlap_schedule: Literal["auto", "on", "off"] = "auto"
     """Launch the next step before the tokens of the running one are known. `auto`: on CUDA without drafts."""
+
+    @property
+    def seats(self) -> int:
+        """The largest number of sequences that may ever run at once."""
+        return self.max_num_seqs or MAX_SEATS
 
 
 class SpeculationSettings(SettingsModel):
@@ -167,19 +198,45 @@ class SpeculationSettings(SettingsModel):
 
     flag_prefix: ClassVar[str] = "speculation_"
 
-    mode: Literal["off", "auto", "prompt_lookup", "tree", "la"] = "auto"
+    mode: Literal["off", "auto", "prompt_lookup", "tree", "la", "mtp"] = "auto"
     """Where drafts come from. `prompt_lookup`: the request itself; `tree`: other requests of its namespace in
-    the prefix cache; `auto`: both; `la`: lookahead, the model's own earlier guesses."""
+    the prefix cache; `auto`: both; `mtp`: both, and the layer for multi-token prediction of a DeepSeek-V3, R1
+    or V3.1 checkpoint; `la`: lookahead, the model's own earlier guesses."""
     max_draft_tokens: int = Field(default=16, ge=1, le=64)
     """Longest draft."""
     adaptive: bool = True
     """Choose the draft length, maybe 0, by measured cost and acceptance; False: always the longest."""
+    mtp_tokens: int = Field(default=1, ge=1, le=5)
+    """Most tokens that the layer for multi-token prediction guesses before a step."""
     la_level: int = Field(default=4, ge=2, le=16)
     """Length of lookahead's n-grams."""
     la_window: int = Field(default=5, ge=1, le=16)
     """Positions that lookahead iterates."""
     la_guess_set_size: int = Field(default=5, ge=1, le=16)
     """n-grams kept for each first token."""
+
+
+class LoraSettings(SettingsModel):
+    """Adapters (LoRA) served beside the model (docs/lora.md)."""
+
+    adapters: NamedPaths = {}
+    """Adapters loaded at the start, by the name that requests select them with: ``NAME=DIR``."""
+    max_loras: int = Field(default=8, ge=1)
+    """Adapters that one step may mix, and that are kept ready to compute with; others wait their turn."""
+    max_cpu_loras: int = Field(default=64, ge=1)
+    """Adapters that may be loaded."""
+    max_lora_rank: int = Field(default=64, ge=1, le=1024)
+    """Largest rank of an adapter."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError("max_cpu_loras must be at least max_loras: those in use are loaded too")
+        if len(self.adapters) > self.max_cpu_loras:
+            raise ValueError(
+                f"{len(self.adapters)} adapters are more than max_cpu_loras, {self.max_cpu_loras}"
+            )
+        return self
 
 
 class ServerSettings(SettingsModel):
@@ -205,10 +262,21 @@ class ServerSettings(SettingsModel):
     """File that holds the admin key, instead of `admin_key`."""
     trust_imports: bool = False
     """Accept imported blocks that are unsigned or signed with another secret."""
+    public_prefixes: Path | None = None
+    """File that keeps the prefixes which all tenants share (`stemma cache publish`). Without one a restart
+    drops them."""
     bundle_key_file: Path | None = None
     """File with a secret of at least 32 bytes that signs exported prefixes and verifies imported ones."""
     pool_configs: NamedPaths = {}
     """Pools that `POST /admin/pool` may attach, by backend: ``redis=redis.json,mooncake=mooncake.json``."""
+    log_requests: bool = False
+    """Log one line for each request that ends: times, tokens and what the cache gave; never text."""
+    otlp_endpoint: str | None = None
+    """Send OpenTelemetry traces of requests to this collector, e.g. ``http://127.0.0.1:4318/v1/traces``."""
+    metric_aliases: Words = ("vllm",)
+    """Whose names `/metrics` shows beside ours, separated by commas: vllm, mindie; `none`."""
+    lora_directories: PathList = ()
+    """Directories that `POST /v1/load_lora_adapter` may load from, separated by colons; empty: it is off."""
     ledger: str | None = Field(default=None, repr=False)
     """Usage ledger, read by `stemma usage`: a SQLite file, or the URL of a database."""
     allowed_origins: Words = ()
@@ -319,6 +387,7 @@ class EngineSettings(SettingsModel):
     tiers: TierSettings = TierSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    lora: LoraSettings = LoraSettings()
 
 
 class Settings(SettingsModel):

@@ -21,14 +21,18 @@ def split_words(value: Any) -> Any:
 
 
 def split_named_paths(value: Any) -> Any:
-    """Return ``"a=x.json,b=y.json"`` as a mapping; other types are returned unchanged."""
-    if not isinstance(value, str):
+    """Return ``"a=x.json,b=y.json"``, or a list of such texts, as a mapping; others unchanged."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
         return value
     named: dict[str, str] = {}
-    for word in split_words(value):
+    for word in (word for text in value for word in split_words(text)):
         name, separator, path = word.partition("=")
         if not (name and separator and path):
-            raise ValueError(f"expected NAME=FILE, separated by commas, got {word!r}")
+            raise ValueError(f"expected NAME=PATH, separated by commas, got {word!r}")
+        if name.strip() in named:
+            raise ValueError(f"{name.strip()!r} is given twice")
         named[name.strip()] = path.strip()
     return named
 
@@ -37,7 +41,7 @@ def check_key(value: Any) -> Any:
     """Return a key; raise ValueError for an empty one, or one that no header can carry."""
     if isinstance(value, str):
         if not value:
-            raise ValueError("is empty: everybody could enter")
+            raise ValueError("is empty, which would give everybody access")
         if value != value.strip() or not value.isprintable():
             raise ValueError("has spaces at its ends, or characters that can't be printed")
     return value

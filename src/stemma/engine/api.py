@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import GenerationFailed, StemmaError
 from stemma.memory.tiers.tier_stats import TransferStats
+from stemma.model.lora.adapter import Adapter
 from stemma.prefix.explain import Parting
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import DEFAULT_PRIORITY, FinishReason, Tier, TokenArray
@@ -24,12 +27,19 @@ class GenerationRequest:
     priority: int = DEFAULT_PRIORITY
     """Retention hint of the blocks it commits, 0..100."""
     ttl_s: float | None = None
-    """Retention hint: seconds of disuse after which its blocks go first."""
+    """Retention hint: after so many seconds without use its blocks are evicted first."""
     beam: BeamParams | None = None
     """Search instead of sampling. For `beam_search.run_beam_search`: engines refuse it."""
+    adapter: Adapter | None = None
+    """Adapter to answer with; `namespace.adapter` becomes its key. None: the base model."""
     is_continuation: bool = False
-    """It goes on from a request that was let in and counted: not refused by a full queue or a drain, and its
+    """Continues a request that was admitted and counted: a full queue or a drain doesn't refuse it, and its
     prompt is not counted again."""
+
+    def __post_init__(self) -> None:
+        key = "" if self.adapter is None else self.adapter.key
+        if self.namespace.adapter != key:
+            object.__setattr__(self, "namespace", replace(self.namespace, adapter=key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +55,33 @@ class CacheReport:
     """Machine-readable reason for the first token not served from cache (`prefix/explain.py`)."""
     miss_detail: str | None = None
     """The same in a sentence."""
+    num_public_tokens: int = 0
+    """Of the cached ones, those that belong to a published prefix, which all namespaces share."""
     parting: Parting | None = None
     """How the nearest cached sequence of the same namespace goes on where the prompt parts from it."""
+    num_tokens_of_others: int = 0
+    """Leading tokens that another tenant or salt has cached, where that is more. Only for the operator."""
 
     @property
     def num_cached_tokens(self) -> int:
         """Leading prompt tokens served from any tier."""
         return sum(self.cached_by_tier.values())
+
+
+DRAFT_SOURCES = ("mtp", "tree", "prompt_lookup", "la")
+"""Where drafts come from, as `speculation` names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Draft tokens: verified, and of these those that held."""
+
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+    def plus(self, num_proposed: int, num_accepted: int) -> DraftCount:
+        """Return the sum."""
+        return DraftCount(self.num_proposed + num_proposed, self.num_accepted + num_accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +111,16 @@ class RequestOutput:
     """Over all sequences so far."""
     queue_wait_s: float = 0.0
     """From arrival to the first step."""
+    load_s: float = 0.0
+    """Of that: from a seat in the batch until what lower tiers have had been loaded."""
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+    """Draft tokens so far by source (`DRAFT_SOURCES`), of all sequences."""
     error: str | None = None
     """Set if the engine failed on this request (finish reason ERROR)."""
     error_type: type[StemmaError] = GenerationFailed
     """Of `error`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """On every output of a request that wants them, unless it failed early."""
 
     def raise_error(self) -> None:
         """Raise `error`, if it is set."""
@@ -117,5 +153,9 @@ class EngineStats:
     """Draft tokens verified."""
     num_accepted_draft_tokens: int = 0
     """Of these, those that held: each saved a step of its sequence."""
+    drafts_by_source: dict[str, DraftCount] = field(default_factory=dict)
+    """Both by the source of the draft, one of `DRAFT_SOURCES`."""
     num_policy_failures: int = 0
     """Times that an eviction policy of the device tier raised and LRU ranked instead."""
+    num_regretted_blocks: int = 0
+    """Evicted device blocks that were computed or loaded again within a minute."""

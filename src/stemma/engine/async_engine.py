@@ -4,9 +4,9 @@ Three parties, joined by queues::
 
     event loop --commands--> step thread --news--> output thread --outputs--> event loop
 
-The step thread loads the model and owns the `Engine`; between two steps it works off the commands. (OpenMP
+The step thread loads the model and owns the `Engine`; it runs the commands between two steps. (OpenMP
 keeps a pool of threads for each thread that starts parallel work, and with two pools every barrier sleeps
-instead of spinning: so one thread does all of it.) The output thread turns tokens into text, so that
+instead of spinning: so one thread does both.) The output thread turns tokens into text, so that
 detokenization costs neither the step loop nor the event loop. Nothing the event loop calls here blocks.
 
 Errors: a step or a command that fails ends all requests with an error; if the cache is consistent afterwards,
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 GRAMMAR_TIMEOUT_S = 10.0
-"""Longest wait for a grammar to compile."""
+"""Time limit of compiling a grammar."""
 
 
 @dataclass(slots=True)
@@ -76,26 +76,27 @@ class AsyncEngine:
         """Why nothing is served any more; what is queued after this was set is refused with it."""
         self._is_draining = False
         self._is_closed = False
-        self._supervisor = EngineSupervisor(self._on_failure)
+        self.supervisor = EngineSupervisor(self._on_failure)
         built: Future[EngineParts] = Future()
-        self._supervisor.start("stemma-steps", partial(self._own_engine, build, built))
+        self.supervisor.start("stemma-steps", partial(self._own_engine, build, built))
         try:
             self.parts = built.result()
         except BaseException:
             if built.done():
-                self._supervisor.close()
+                self.supervisor.close()
             raise
         engine = self.parts.engine
         self.model_name = self.parts.model_name
         self.max_model_len = engine.limits.max_tokens
         self.tokenizer = self.parts.tokenizer
+        self.adapters = self.parts.adapters
         self.default_sampling: Mapping[str, float | int] = self.parts.model.default_sampling
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
         self.cache_control = CacheControl(engine, self.parts.device, self.parts.key_space, self._call)
         self._engine: Engine = engine
         self._processor = OutputProcessor(self.parts.tokenizer)
-        self._supervisor.start("stemma-outputs", self._run_outputs)
+        self.supervisor.start("stemma-outputs", self._run_outputs)
 
     @classmethod
     def from_settings(cls, settings: EngineSettings, progress: Progress | None = None) -> AsyncEngine:
@@ -111,7 +112,7 @@ class AsyncEngine:
     @property
     def failure(self) -> str | None:
         """Why the engine stopped serving, if a thread failed; None while it serves."""
-        failure = self._supervisor.failure
+        failure = self.supervisor.failure
         return None if failure is None else failure.reason
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
@@ -194,7 +195,7 @@ class AsyncEngine:
             return
         self._is_draining = self._is_closed = True
         self._commands.put(None)
-        self._supervisor.close()
+        self.supervisor.close()
         self._engine.close()
 
     def _subscribe(self, request: GenerationRequest) -> _Subscription:
@@ -254,7 +255,7 @@ class AsyncEngine:
         """End open requests and calls, and all that come later, with `error`."""
         self._over = error
         for request_id in self._subscriptions.copy():
-            self._deliver(request_id, error)
+            self._deliver([(request_id, error)])
         for future in self._calls.copy():
             _settle(future, error)
 
@@ -263,7 +264,7 @@ class AsyncEngine:
     def _own_engine(self, build: Callable[[Supervisor], EngineParts], built: Future[EngineParts]) -> None:
         """Load the engine, then run its steps until told to stop."""
         try:
-            parts = build(self._supervisor)
+            parts = build(self.supervisor)
         except BaseException as error:  # noqa: BLE001 - whoever started us gets it
             built.set_exception(error)
             return
@@ -276,7 +277,7 @@ class AsyncEngine:
         self._news.put(None)
 
     def _step(self) -> list[SequenceNews]:
-        """Run a step; if it fails, end all requests. Raises IntegrityError if that left something behind."""
+        """Run a step; if it fails, end all requests. Raises IntegrityError if some are left then."""
         try:
             return self._engine.step()
         except Exception as error:
@@ -302,7 +303,7 @@ class AsyncEngine:
             try:
                 command()
             except Exception:
-                # Whoever asked was told. Serve on if nothing was left half done.
+                # The caller has the error. Serve on if the cache is consistent.
                 logger.exception("a command to the step loop failed")
                 self._engine.check()
 
@@ -310,9 +311,9 @@ class AsyncEngine:
         try:
             self._engine.add(request)
         except StemmaError as error:
-            self._deliver(request.request_id, error)
+            self._deliver([(request.request_id, error)])
         except Exception as error:
-            self._deliver(request.request_id, GenerationFailed(describe_error(error)))
+            self._deliver([(request.request_id, GenerationFailed(describe_error(error)))])
             self._engine.abort(request.request_id)
             raise
 
@@ -328,26 +329,38 @@ class AsyncEngine:
             outputs, stopped = self._processor.process(news)
             for one in stopped:
                 self._commands.put(partial(self._engine.stop_sequence, one.request_id, one.index))
+            self._deliver([(output.request_id, output) for output in outputs])
             for output in outputs:
-                self._deliver(output.request_id, output)
                 if output.error is not None:
                     self._commands.put(partial(self._abort, output.request_id))
         self._stop_serving(self._over or ShuttingDown("the engine is closed"))
 
-    def _deliver(self, request_id: str, output: RequestOutput | StemmaError) -> None:
-        subscription = self._subscriptions.get(request_id)
-        if subscription is None:
-            return
-        subscription.has_started = True
-        try:
-            subscription.loop.call_soon_threadsafe(subscription.outputs.put_nowait, output)
-        except RuntimeError:
-            # The client's event loop is closed, so nobody reads the outputs.
-            self._commands.put(lambda: self._abort(request_id))
+    def _deliver(self, outputs: Sequence[tuple[str, RequestOutput | StemmaError]]) -> None:
+        """Pass outputs to their requests; those of a step wake each event loop once."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[_Subscription, RequestOutput | StemmaError]]] = {}
+        for request_id, output in outputs:
+            subscription = self._subscriptions.get(request_id)
+            if subscription is not None:
+                subscription.has_started = True
+                loops.setdefault(subscription.loop, []).append((subscription, output))
+        for loop, group in loops.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, group)
+            except RuntimeError:
+                # The clients' event loop is closed, so nobody reads the outputs.
+                for request_id, _ in outputs:
+                    subscription = self._subscriptions.get(request_id)
+                    if subscription is not None and subscription.loop is loop:
+                        self._commands.put(partial(self._abort, request_id))
+
+
+def _put_all(group: Sequence[tuple[_Subscription, RequestOutput | StemmaError]]) -> None:
+    for subscription, output in group:
+        subscription.outputs.put_nowait(output)
 
 
 def _settle(future: Future[Any], outcome: object) -> None:
-    """Set a future's result, or its exception if `outcome` is one; nothing if it is over already."""
+    """Set a future's result, or its exception if `outcome` is one; do nothing if it has ended already."""
     try:
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)

@@ -4,8 +4,8 @@ As in vLLM, a round is a set of ordinary requests whose prompts are prompt + bea
 once, so the scheduler batches them, and the prefix cache holds everything but the last token of each: a round
 costs one token a beam. Nothing in the engine knows of beams.
 
-Of each beam the 2 x width likeliest next tokens are looked at. Those that end a text make it a finished
-hypothesis; the `width` likeliest others live on. The score is that of transformers: the sum of
+Each beam contributes its 2 x width likeliest next tokens. A token that ends a text makes a finished
+hypothesis; the `width` likeliest others stay live. The score is that of transformers: the sum of
 log-probabilities under the raw distribution / (generated tokens, EOS included) ** length_penalty. (vLLM
 divides by the length of prompt and output, which makes the penalty mean little after a long prompt.)
 """
@@ -31,7 +31,7 @@ from stemma.types import FinishReason, as_tokens
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A way to go on from the prompt."""
+    """One continuation of the prompt."""
 
     logprobs: tuple[TokenLogprob, ...] = ()
     """One entry a token, the closing EOS or stop token included."""
@@ -76,7 +76,7 @@ class BeamSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether another round could change nothing."""
+        """Whether another round can't change the result."""
         return self._is_at_limit or not self._live or self._is_decided
 
     @property
@@ -85,7 +85,7 @@ class BeamSearch:
 
     @property
     def _is_decided(self) -> bool:
-        """Whether no live beam, however it goes on, can beat the finished ones."""
+        """Whether no continuation of a live beam can beat the finished ones."""
         if len(self._finished) < self._width or not self._live or self._is_at_limit:
             return False
         # Log-probabilities only fall; the length that flatters them most depends on the penalty's sign.
@@ -163,7 +163,7 @@ async def run_beam_search(
         while not (search.is_done or was_aborted):
             previous, streams = streams, [engine.generate(one) for one in search.requests()]
             outputs = await _last_outputs(streams)
-            # Only now, so that at any time the engine has a request open and a drain waits for us.
+            # Only now: the engine always has an open request of this search, so a drain waits for it.
             await _close(previous)
             first = first or outputs[0]
             answers = [entry for output in outputs for entry in output.deltas[0].logprobs or ()]
@@ -194,6 +194,7 @@ async def run_beam_search(
         finished=True,
         num_generated_tokens=sum(len(one.logprobs) for one in hypotheses),
         queue_wait_s=first.queue_wait_s,
+        load_s=first.load_s,
     )
 
 

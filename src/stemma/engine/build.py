@@ -1,20 +1,26 @@
-"""From settings to a running engine's parts: the one place that knows which class plugs into which."""
+"""From settings to the parts of a running engine: the one place that connects the classes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.config.settings import CacheSettings, EngineSettings
+from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings
+from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
+from stemma.engine.combinations import check_combinations
+from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
+from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
 from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
-from stemma.engine.drafts.drafter import make_drafter
+from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
@@ -23,20 +29,26 @@ from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV, num_blocks_for
 from stemma.memory.device.sizing import num_device_blocks
+from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.opening import open_tiers
 from stemma.model.causal_lm import CausalLM
 from stemma.model.demo import is_demo, resolve_checkpoint
-from stemma.model.loading import Progress, load_model
+from stemma.model.directory import is_gguf
+from stemma.model.loading import Progress, load_model, resolve_device
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.hashed import HashIndex
+from stemma.prefix.headed import HeadedIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace
 from stemma.prefix.radix import RadixIndex
 from stemma.supervision import LoggingSupervisor, Supervisor
+
+if TYPE_CHECKING:
+    from stemma.kv_events.publisher import KVEventPublisher  # needs ZMQ, an extra
 
 MAX_TRACE_BLOCK_SIZE = 8
 """Tokens a hash of a recorded trace: fine enough to try smaller blocks on it."""
@@ -44,7 +56,7 @@ MAX_TRACE_BLOCK_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """An engine and what its clients need beside it."""
+    """An engine, and what its clients need in addition."""
 
     engine: Engine
     model: CausalLM
@@ -53,6 +65,7 @@ class EngineParts:
     device: DeviceCopy
     """Bytes of device blocks, in and out."""
     key_space: KeySpace
+    adapters: AdapterRegistry
     pool: PoolAttachment | None = None
     """None: the prefix cache is off, and without it there can be no pool."""
 
@@ -66,12 +79,15 @@ def build_engine(
     started here; None: they are logged. Raises ModelError, UnsupportedModel or ConfigError.
     """
     supervisor = supervisor or LoggingSupervisor()
-    check_role(settings)
+    check_combinations(settings, resolve_device(settings.model.device).type)
     settings = with_checkpoint(settings, progress)
-    model = load_model(settings.model, progress)
+    predicts = settings.speculation.mode == "mtp"
+    model = load_model(settings.model, progress, predicts=predicts)
     tokenizer = Tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
     trim_heap()
-    layout = model.layout(settings.cache.block_size)
+    name = settings.model.served_name or served_name(settings.model.path)
+    adapters = load_adapters(settings.lora, model, name)
+    layout = model.layout(settings.cache.block_size, settings.cache.kv_cache_dtype)
     memory: MemoryPlan | None = None
     if settings.cache.memory_limit is not None:
         memory = plan_memory(settings.cache.memory_limit, model, settings)
@@ -82,6 +98,8 @@ def build_engine(
     kv_layout = layout.describe()
     if not settings.cache.share_across_levels:
         kv_layout += f":{model.numeric_path}"
+    if predicts:
+        kv_layout += ":mtp"  # what the last layer of a block holds
     key_space = KeySpace(model.fingerprint, kv_layout, layout.block_size)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
@@ -105,24 +123,40 @@ def build_engine(
         lower=lower,
         takes_tails=settings.role == "decode",
         block_costs=device_block_costs(settings.cache, kv.num_blocks),
+        other_models=known_models(settings.tiers.disk_cache, key_space),
     )
     eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
+    publisher = open_kv_events(settings.cache, supervisor)
+    if publisher is not None:
+        cache.watch(publisher)
+    drafter = make_drafter(settings.speculation, cache.continuation)
+    runner, model_drafts = make_runner(settings, model, kv, cache, drafter)
     engine = Engine(
-        Runner(model, kv, max_batch_tokens=settings.scheduler.max_batch_tokens),
+        runner,
         cache,
         limits,
         settings.scheduler,
         vocab_size=model.vocab_size,
-        drafter=make_drafter(settings.speculation, cache.continuation),
+        drafter=drafter,
+        model_drafts=model_drafts,
         trace_log=open_trace_log(settings.cache, supervisor),
         queue=open_queue(settings, model.device),
         memory=memory,
         grammars=GrammarCompiler(tokenizer.transformers_tokenizer, model.vocab_size, sorted(eos_token_ids)),
+        max_adapters=settings.lora.max_loras,
+        close_events=(lambda: None) if publisher is None else publisher.close,
     )
-    name = settings.model.served_name or settings.model.path.resolve().name
     pool = None if lower is None else PoolAttachment(lower, key_space, layout, settings.role)
-    return EngineParts(engine, model, tokenizer, name, device, key_space, pool)
+    return EngineParts(engine, model, tokenizer, name, device, key_space, adapters, pool)
+
+
+def load_adapters(settings: LoraSettings, model: CausalLM, model_name: str) -> AdapterRegistry:
+    """Return the registry with the adapters that the settings name. Raises AdapterError."""
+    registry = AdapterRegistry(model.adaptable, settings, model_name)
+    for name, path in settings.adapters.items():
+        registry.load(name, path)
+    return registry
 
 
 def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) -> EngineSettings:
@@ -135,27 +169,53 @@ def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) 
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
 
 
-def check_role(settings: EngineSettings) -> None:
-    """Raise ConfigError if prefill and decode apart, or a pool, can't work with the other settings."""
-    pool = settings.cache.pool
-    if pool is not None and not settings.cache.enable_prefix_cache and settings.role != "decode":
-        raise ConfigError("a pool needs the prefix cache; leave enable_prefix_cache on")
-    if settings.role == "both":
-        return
-    if pool is None:
-        raise ConfigError(f"role {settings.role} needs a pool to meet the other side in; set --pool")
-    if settings.role == "prefill" and pool.write != "write_through":
-        raise ConfigError("role prefill publishes every block: pool_write must be write_through")
-    if settings.role == "decode" and settings.tiers.prefetch == "best_effort":
-        raise ConfigError("role decode waits for the pool: prefetch must not be best_effort")
+def served_name(path: Path) -> str:
+    """Return the model's name in the API: of its directory, or of its file without the ending."""
+    return path.resolve().stem if is_gguf(path) else path.resolve().name
+
+
+def make_runner(
+    settings: EngineSettings, model: CausalLM, kv: DeviceKV, cache: PrefixCache, drafter: Drafter | None
+) -> tuple[Runner, ModelDrafts | None]:
+    """Return what runs the steps; and, if the model drafts tokens by itself, what asks it for them."""
+    options: dict[str, Any] = {
+        "max_batch_tokens": settings.scheduler.max_batch_tokens,
+        "adapters": PreparedAdapters(model, settings.lora.max_loras),
+    }
+    if settings.speculation.mode != "mtp" or drafter is None:
+        return Runner(model, kv, **options), None
+    runner = PredictingRunner(model, kv, **options)
+    return runner, ModelDrafts(runner, drafter, cache)
 
 
 def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | None:
-    """Return where steps run that overlap; None where the settings want each in its turn."""
+    """Return the queue of overlapping steps; None if steps run in turn.
+
+    With mtp every step needs the host: the model's own layer runs between two steps.
+    """
+    if settings.speculation.mode == "mtp":
+        return None
     wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
     if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):
         return None
     return StreamQueue(device) if is_cuda else ThreadQueue()
+
+
+def open_kv_events(settings: CacheSettings, supervisor: Supervisor) -> KVEventPublisher | None:
+    """Return the publisher that the settings ask for, or None. Raises ConfigError."""
+    if settings.kv_events is None:
+        return None
+    try:
+        from stemma.kv_events.publisher import KVEventPublisher
+    except ImportError as error:
+        raise ConfigError("kv_events needs ZMQ: pip install 'stemma[events]'") from error
+    return KVEventPublisher(
+        settings.kv_events,
+        settings.kv_events_replay,
+        block_size=settings.block_size,
+        supervisor=supervisor,
+        topic=settings.kv_events_topic,
+    )
 
 
 def open_trace_log(settings: CacheSettings, supervisor: Supervisor) -> TraceLog | None:
@@ -171,10 +231,15 @@ def open_trace_log(settings: CacheSettings, supervisor: Supervisor) -> TraceLog 
 
 
 def device_block_costs(settings: CacheSettings, num_blocks: int) -> npt.NDArray[np.float32] | None:
-    """Return what the eviction policy is told of the cost of blocks by depth; None if all are equal."""
+    """Return the cost of a block by its depth, for the eviction policy; None if all cost the same."""
     if settings.eviction_cost == "blocks":
         return None
     return block_costs(num_blocks, settings.block_size, settings.attention_equal_at)
+
+
+def known_models(disk_cache: Path | None, key_space: KeySpace) -> OtherModelsOnDisk | None:
+    """Return what other models left in the disk directory; None without one."""
+    return None if disk_cache is None else OtherModelsOnDisk(disk_cache, key_space)
 
 
 def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:
@@ -183,5 +248,5 @@ def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | No
         return None
     policy = make_policy(settings.eviction)
     if settings.index == "hash":
-        return HashIndex(key_space, policy)
-    return RadixIndex(key_space.block_size, policy)
+        return HeadedIndex(HashIndex(key_space, policy))
+    return HeadedIndex(RadixIndex(key_space.block_size, policy))

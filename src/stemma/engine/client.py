@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from stemma.config.settings import PoolSettings
+from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.model.tokenizer import Tokenizer
+from stemma.supervision import Supervisor
 
 
 class EngineClient(Protocol):
@@ -18,6 +20,8 @@ class EngineClient(Protocol):
     model_name: str
     max_model_len: int
     tokenizer: Tokenizer
+    adapters: AdapterRegistry
+    """Adapters (LoRA) by the name that requests select them with."""
     cache_control: CacheControl
     """What an operator may do to the cache."""
     eos_token_ids: frozenset[int]
@@ -27,6 +31,10 @@ class EngineClient(Protocol):
 
     pool: PoolAttachment | None
     """None: the prefix cache is off."""
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Learns of errors in the threads that the server starts; one of them stops the engine."""
 
     @property
     def failure(self) -> str | None:
@@ -55,7 +63,7 @@ class EngineClient(Protocol):
         """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
 
     async def detach_pool(self) -> bool:
-        """Write what is queued for the pool and let go of it; return whether there was one."""
+        """Write what is queued for the pool and detach it; return whether there was one."""
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, let running ones finish; abort the rest after `timeout_s`.

@@ -18,9 +18,11 @@ from stemma.engine.build import build_engine
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.engine.step_thread import StepThread
 from stemma.engine.supervisor import EngineSupervisor
 from stemma.errors import ConfigError, EngineFailed, Overloaded
+from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, TokenArray, as_tokens
 
@@ -28,6 +30,9 @@ Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "..."}]``."""
+
+LoraNames: TypeAlias = str | Sequence[str | None] | None
+"""The name of an adapter for all prompts, or one for each; None: the model without an adapter."""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,8 @@ class Generation:
     prompt_token_ids: TokenArray
     completions: list[Completion]
     cache: CacheReport
+    prompt_logprobs: PromptLogprobs | None = None
+    """None unless `SamplingParams.prompt_logprobs` is set."""
 
     @property
     def text(self) -> str:
@@ -65,7 +72,7 @@ class LLM:
     The model is loaded and runs on a thread of this object's own.
 
     Keyword arguments are the flat names of the engine's settings (`config/settings.py`), e.g.
-    ``LLM("Qwen2.5-0.5B", kv_cache_memory="2GB", block_size=64)``.
+    ``LLM("Qwen2.5-0.5B", kv_cache_memory="2GB", lora={"sql": "adapters/sql"})``.
     """
 
     def __init__(self, path: str | Path, **settings: Any) -> None:
@@ -74,15 +81,17 @@ class LLM:
         self._thread = StepThread()
         parts = self._thread.call(lambda: build_engine(checked, supervisor=self._supervisor))
         self.engine = parts.engine
-        """Its steps run on the thread of this object; look, but call `generate`."""
+        """Its steps run on the thread of this object: read its state, but run requests with `generate`."""
         self.tokenizer = parts.tokenizer
+        self.adapters = parts.adapters
+        """Adapters (LoRA) by name; they may be loaded and unloaded at any time."""
         self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
         """What the checkpoint's `generation_config.json` recommends."""
         self._processor = OutputProcessor(parts.tokenizer)
         self._num_requests = 0
 
     def close(self) -> None:
-        """Write what the lower tiers have queued, close them and end the thread. Without them optional."""
+        """Write what the lower tiers have queued, close them, end the thread. Optional without tiers."""
         self._thread.call(self.engine.close)
         self._thread.close()
         self._supervisor.close()
@@ -93,12 +102,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        lora: LoraNames = None,
     ) -> list[Generation]:
         """Continue each prompt; return the results in their order. One SamplingParams serves all.
 
-        Raises InvalidRequest or PromptTooLong if a prompt can't be served, and StemmaError if a step failed.
+        `lora` names the adapter, or one for each prompt; None is the model without one. Raises InvalidRequest
+        or PromptTooLong if a prompt can't be served, UnknownModel for a name of no adapter, and StemmaError
+        if a step failed.
         """
-        return self._run(self._encode(prompts), params, namespace)
+        return self._run(self._encode(prompts), params, namespace, lora)
 
     def chat(
         self,
@@ -106,12 +118,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        lora: LoraNames = None,
     ) -> list[Generation]:
         """Answer each conversation, rendered by the checkpoint's chat template."""
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
         token_ids = [self.tokenizer.apply_chat_template(c) for c in conversations]
-        return self._run(token_ids, params, namespace)
+        return self._run(token_ids, params, namespace, lora)
 
     def beam_search(
         self,
@@ -122,6 +135,7 @@ class LLM:
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        lora: str | None = None,
     ) -> list[Generation]:
         """Return the `beam_width` likeliest answers to each prompt that the search finds, best first.
 
@@ -130,7 +144,9 @@ class LLM:
         beam = BeamParams(beam_width, length_penalty)
         params = SamplingParams(n=beam_width, max_tokens=max_tokens, ignore_eos=ignore_eos)
         requests = [
-            GenerationRequest(self._new_id(), prompt, params, namespace, beam=beam)
+            GenerationRequest(
+                self._new_id(), prompt, params, namespace, beam=beam, adapter=self._adapter(lora)
+            )
             for prompt in self._encode(prompts)
         ]
         limits = self.engine.limits
@@ -161,15 +177,21 @@ class LLM:
         prompts: list[TokenArray],
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: Namespace,
+        lora: LoraNames,
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_sampling] * len(prompts)
+        if lora is None or isinstance(lora, str):
+            lora = [lora] * len(prompts)
         return self._run_requests(
             [
-                GenerationRequest(self._new_id(), prompt, one, namespace)
-                for prompt, one in zip(prompts, params, strict=True)
+                GenerationRequest(self._new_id(), prompt, one, namespace, adapter=self._adapter(name))
+                for prompt, one, name in zip(prompts, params, lora, strict=True)
             ]
         )
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        return None if name is None else self.adapters.get(name)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[TokenArray]:
         batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
@@ -261,6 +283,7 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 def _merge(result: Generation, output: RequestOutput) -> None:
     output.raise_error()
     result.cache = output.cache
+    result.prompt_logprobs = output.prompt_logprobs
     for delta in output.deltas:
         completion = result.completions[delta.index]
         completion.text += delta.text

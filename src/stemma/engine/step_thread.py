@@ -36,7 +36,7 @@ class StepThread:
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` on the thread; return what it returns, raise what it raises.
 
-        An interrupt of the caller sets `is_interrupted` until the function has ended, then goes on.
+        An interrupt of the caller sets `is_interrupted` until the function has ended, then is raised.
         """
         if threading.current_thread() is self._thread:
             return function()

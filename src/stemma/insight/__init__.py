@@ -1,1 +1,1 @@
-"""What the cache did and what it was worth, for people: the usage ledger and its prices."""
+"""What the cache saved, for people: the usage ledger and its prices."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 MAX_BATCH = 512
 MAX_WAITING = 100_000
-"""Rows held while the database doesn't answer; what comes after them is refused and counted."""
+"""Maximum rows held while the database doesn't answer; further ones are refused and counted."""
 RETRY_S = 1.0
 
 _METADATA = sa.MetaData()
@@ -92,6 +92,11 @@ class UsageRow:
 def ledger_url(given: str) -> str:
     """Return the URL of a ledger given as a file or as a URL."""
     return given if "://" in given else sqlite_url(Path(given))
+
+
+def check_ledger(given: str) -> None:
+    """Open a ledger and close it again. Raises ConfigError, StorageError: before a model is loaded."""
+    _open(ledger_url(given)).dispose()
 
 
 def sqlite_url(path: Path) -> str:
@@ -181,7 +186,7 @@ class Ledger:
             with self._engine.begin() as connection:
                 connection.execute(_USAGE.insert(), rows)
         except IntegrityError:
-            # A commit whose answer was lost: the rows that are there already stay as they are.
+            # The answer to a commit may have been lost: rows that exist already stay unchanged.
             for row in rows:
                 try:
                     with self._engine.begin() as connection:

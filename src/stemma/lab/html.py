@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,8 @@ from stemma.lab.statistics import (
 )
 from stemma.lab.traces.columns import Trace
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .25em .8em; text-align: right }
-tr { border-bottom: 1px solid #ddd } td:first-child, th:first-child { text-align: left }
-figure { margin: 2em 0 } figcaption { color: #555 }
-"""
-_PALETTE = ("#4053d3", "#ddb310", "#b51d14", "#00b25d", "#fb49b0", "#00beff", "#8c564b", "#7f7f7f", "#222222")
+_PALETTE = ("#4053d3", "#ddb310", "#b51d14", "#00b25d", "#fb49b0", "#00beff", "#8c564b", "#7f7f7f", "#a05195")
+_NEUTRAL, _GRID = "#76818c", "rgba(128,136,144,0.3)"
 
 
 def write_replay_report(path: Path, trace: Trace, results: list[ReplayResult], rows: list[Row]) -> None:
@@ -66,7 +62,8 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write a self-contained page of HTML parts. Raises StorageError."""
     page = (
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>{''.join(parts)}</body></html>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<style>{_style()}</style><script>{get_plotlyjs()}</script></head><body>{''.join(parts)}</body></html>"
     )
     try:
         path.write_text(page, encoding="utf-8")
@@ -74,9 +71,24 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
         raise StorageError(f"can't write {path}: {error}") from error
 
 
+def _style() -> str:
+    """Return the style that the dashboard has too."""
+    return (files("stemma.insight.page") / "style.css").read_text(encoding="utf-8")
+
+
 def figure_part(figure: Any, caption: str) -> str:
     """Return a plot with its caption as HTML; the page holds plotly once."""
-    figure.update_layout(template="plotly_white", height=420, margin={"l": 60, "r": 20, "t": 20, "b": 50})
+    # Transparent, with a grey that reads on light and on dark paper: the page follows the reader's choice.
+    figure.update_layout(
+        template="plotly_white",
+        height=420,
+        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": _NEUTRAL},
+    )
+    figure.update_xaxes(gridcolor=_GRID, zerolinecolor=_GRID)
+    figure.update_yaxes(gridcolor=_GRID, zerolinecolor=_GRID)
     body = figure.to_html(full_html=False, include_plotlyjs=False)
     return f"<figure>{body}<figcaption>{caption}</figcaption></figure>"
 

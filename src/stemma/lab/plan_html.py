@@ -1,4 +1,4 @@
-"""The planner's curves as one self-contained HTML file."""
+"""The curves of the planner as one self-contained HTML file."""
 
 from __future__ import annotations
 

@@ -70,13 +70,20 @@ class TraceCache:
         policy: str,
         capacity_blocks: int | None,
         costs: npt.NDArray[np.float32] | None = None,
+        on_evict: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """`costs` are seconds to recompute a block by its depth; None: all equal."""
+        """`costs` are seconds to recompute a block by its depth; None: all equal.
+
+        `on_evict` gets the ids of evicted blocks as the trace names them.
+        """
         self._index = RadixIndex(1, make_policy(policy))
         self._capacity = capacity_blocks
         self._costs = costs
         self._free: list[int] = []
         self._num_ids = 0
+        self._on_evict = on_evict
+        self._block_of: dict[int, int] = {}
+        """Slot -> block of the trace; kept only where somebody wants to know what was evicted."""
         self.num_evicted = 0
 
     @property
@@ -97,6 +104,8 @@ class TraceCache:
             index.touch(match.block_ids, now)
         if num_hit < len(chain):
             ids = np.concatenate((match.block_ids, self._take(len(chain) - num_hit)))
+            if self._on_evict is not None:
+                self._block_of.update(zip(ids[num_hit:].tolist(), chain[num_hit:].tolist(), strict=True))
             index.insert(DEFAULT_NAMESPACE, chain, ids, now, self._traits(chain))
             self._make_room(now)
         return num_hit
@@ -124,6 +133,8 @@ class TraceCache:
             evicted = self._index.evict(excess, now)
             self.num_evicted += len(evicted)
             self._free.extend(evicted.tolist())
+            if self._on_evict is not None:
+                self._on_evict([self._block_of.pop(slot) for slot in evicted.tolist()])
 
 
 def replay(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import orjson
@@ -183,7 +185,14 @@ def name_of_size(capacity_blocks: int | None) -> str:
     return "unlimited" if capacity_blocks is None else f"{capacity_blocks:,}"
 
 
-def write_json(path: Path, rows: list[Row]) -> None:
+class Writable(Protocol):
+    """A result that JSON can hold."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON form."""
+
+
+def write_json(path: Path, rows: Sequence[Writable]) -> None:
     """Write a list of rows. Raises StorageError."""
     data = orjson.dumps(
         [row.as_dict() for row in rows], option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE

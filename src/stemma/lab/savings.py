@@ -1,4 +1,4 @@
-"""What a hit is worth: prefill time and money, from stated or measured speeds and prices.
+"""The value of a hit: prefill time and money, from stated or measured speeds and prices.
 
 Computing the KV of a token costs a constant (its weights) plus a part that grows with its position (it
 attends to everything before it)::

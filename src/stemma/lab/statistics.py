@@ -1,4 +1,4 @@
-"""What a trace is like, and where in it a policy finds its hits: over time, by depth, by turn."""
+"""Statistics of a trace, and where a policy finds its hits: over time, by depth, by turn."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ How tiers share blocks:
   have, and more.
 * `exclusive`: a block is in one tier. It moves down when evicted and up when hit.
 * `keep-copy`: like exclusive, but a block that moves up leaves its copy below, so that evicting it again
-  costs no write; the copy goes when the room is needed.
+  costs no write; the copy is evicted when its room is needed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LowerTier:
         self.num_written = 0
 
     def write(self, block: int, parent: int, now: float) -> int | None:
-        """Take a block; return the one that had to go for it, if any (itself, if there is no room)."""
+        """Take a block; return the block evicted for it, if any (itself, if there is no room)."""
         gone: int | None = None
         slot = self.index.reserve()
         if slot is None:

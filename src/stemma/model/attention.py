@@ -41,6 +41,8 @@ class AttentionCall:
     """Set for a layer that caches a compressed latent; `key` and `value` then are that latent."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[H] float32, attention sinks: one extra softmax score per head, without a value; None: none."""
+    first_key: int = 0
+    """Tokens before this one are seen by no query but their own; 0: all tokens are seen."""
 
 
 class StepContext(Protocol):
@@ -87,6 +89,7 @@ def paged_attention(
         sliding_window=sliding_window,
         softcap=softcap,
         latent=getattr(module, "stemma_latent", None),
+        first_key=getattr(module, "stemma_first_key", 0),
         sinks=None if s_aux is None else s_aux.detach().float(),
     )
     output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))

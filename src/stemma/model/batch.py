@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stemma.model.lora.adapter import AdapterRows
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -29,6 +31,13 @@ class ForwardBatch:
     """[S, max_blocks] int32, on CPU; rows padded with 0."""
     logits_rows: torch.Tensor
     """[L] int64: rows that need logits."""
+    adapters: tuple[AdapterRows, ...] = ()
+    """Rows that adapters serve, in order of rows; the others get the base model."""
+    written_rows: torch.Tensor | None = None
+    """[W] int64: rows whose KV is written; None: all. The KV of the others is in their slots already."""
+    previous_hidden: torch.Tensor | None = None
+    """[S, H]: for the layer of `model/prediction.py`, the model's last hidden state of the token before each
+    sequence's first row. None: every sequence begins in this batch."""
 
     @property
     def num_seqs(self) -> int:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from stemma.config.settings import KVDtype
+from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.attention import STEP_KEYWORD, StepContext
+from stemma.model.attention import STEP_KEYWORD, AttentionProbe, StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.rowwise import RowwiseOperations
+from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.lora.modules import AdaptedModules
 from stemma.model.paged import AttentionStep
-from stemma.native.library import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     """The larger one where keys and values differ."""
+    latent_rank: int = 0
+    """Dims of a compressed latent before its rotary key; 0: KV is no latent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,8 @@ class ModelInfo:
     fingerprint: str
     """Identifies the weights (`model/fingerprint.py`)."""
     weight_bytes: int
+    formats: str = ""
+    """What became of the weights of a quantized checkpoint, for people: ``210 Q4_1 kept quantized``."""
     numeric_path: str = "torch"
     """Names the order of sums: machines on which it is equal compute the same bits."""
 
@@ -55,17 +64,32 @@ class Decoder(Protocol):
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab]."""
 
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """Return the linear layers that adapters may add to, by their names in transformers."""
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """Return what `AdapterRows` carry: the adapter as a step uses it."""
+
 
 class ModuleDecoder:
     """Runs the modules of transformers, with attention over paged KV: serves every supported architecture."""
 
-    def __init__(self, hf_model: Any, kernels: Kernels | None) -> None:
+    def __init__(self, hf_model: Any, packing: Packing | None) -> None:
         self._hf = hf_model
-        self._kernels = kernels
+        self._kernels = None if packing is None else packing.kernels
         self._operations = None
-        if kernels is not None:
-            self._operations = RowwiseOperations(kernels)
-            self._operations.pack_tied_head(hf_model)
+        if packing is not None:
+            self._operations = RowwiseOperations(packing.kernels)
+            self._operations.pack_tied_head(hf_model, packing)
+        self._adapted = AdaptedModules(hf_model, self._kernels, self._try)
+
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """See `Decoder.adaptable`."""
+        return self._adapted.shapes
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `Decoder.prepare_adapter`."""
+        return self._adapted.prepare(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
@@ -76,15 +100,29 @@ class ModuleDecoder:
 
     def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
         """Run the modules with `step` as context of attention; return logits [L, vocab]."""
+        with self._adapted.step(batch):
+            return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
+
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
         output = self._hf(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
+            input_ids=token_ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=batch.logits_rows,
+            logits_to_keep=logits_rows,
             **{STEP_KEYWORD: step},
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @torch.inference_mode()
+    def _try(self, num_tokens: int) -> None:
+        """Run `num_tokens` tokens without KV; logits of the last."""
+        device = self._hf.device
+        positions = torch.arange(num_tokens, device=device)
+        with self._operations or nullcontext():
+            self._run(torch.zeros_like(positions), positions, positions[-1:], AttentionProbe())
 
 
 class CausalLM:
@@ -134,13 +172,34 @@ class CausalLM:
         """Bytes of all parameters in memory."""
         return self.info.weight_bytes
 
-    def layout(self, block_size: int) -> KVLayout:
-        """Return what a block of `block_size` tokens looks like for this model."""
+    @property
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """Linear layers that adapters may add to, by their names in transformers."""
+        return self.decoder.adaptable()
+
+    @torch.inference_mode()
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """Return what `AdapterRows` carry: the adapter's matrices as a step uses them. Not beside a step."""
+        return self.decoder.prepare_adapter(adapter)
+
+    def layout(self, block_size: int, kv_dtype: KVDtype = "auto") -> KVLayout:
+        """Return what a block of `block_size` tokens looks like for this model.
+
+        Raises ConfigError for a KV dtype that the model's device can't attend over.
+        """
         shape = self._kv_shape
         dtype = str(self.dtype).removeprefix("torch.")
-        return KVLayout(
+        plain = KVLayout(
             shape.num_layers, shape.num_parts, block_size, shape.num_kv_heads, shape.head_dim, dtype
         )
+        if kv_dtype == "auto":
+            return plain
+        if self.device.type != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype {kv_dtype} runs on CPU only: the kernels for {self.device.type} read KV in "
+                "the model's dtype; leave kv_cache_dtype auto"
+            )
+        return replace(plain, stored=kv_dtype, latent_rank=shape.latent_rank)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:

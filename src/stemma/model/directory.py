@@ -1,7 +1,8 @@
-"""The contents of a checkpoint directory: read without torch, checked before anything is loaded.
+"""The contents of a checkpoint, a directory or a GGUF file: read without torch, checked before anything is
+loaded.
 
-A directory that can't be served is refused here with a specific message: GGUF, LoRA adapters, `.bin` weights,
-a download that lacks a shard. Headers of safetensors files are parsed here too: names, dtypes and offsets of
+A directory that can't be served is refused here with a specific message: LoRA adapters, `.bin` weights, a
+download that lacks a shard. Headers of safetensors files are parsed here too: names, dtypes and offsets of
 all tensors, for the fingerprint and the checks of the weights.
 """
 
@@ -14,11 +15,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from stemma.errors import ModelError
+from stemma.errors import ModelError, UnsupportedModel
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GGUF_SUFFIX = ".gguf"
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
 _BITS = {"BOOL": 8, "BF16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
@@ -26,12 +28,12 @@ _BITS = {"BOOL": 8, "BF16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a safetensors file holds it."""
+    """A tensor as a file holds it."""
 
     name: str
     file: Path
     dtype: str
-    """As the format names it: F32, BF16, F8_E4M3, I8, ..."""
+    """As the format names it: F32, BF16, F8_E4M3, I8, ...; in GGUF Q8_0, Q4_K, ..."""
     shape: tuple[int, ...]
     start: int
     """Offset in the file."""
@@ -39,31 +41,36 @@ class StoredTensor:
 
 
 def check_directory(path: Path) -> None:
-    """Raise ModelError, saying what to do, unless `path` looks like a whole Hugging Face checkpoint."""
-    if path.suffix == ".gguf":
-        raise ModelError(
-            f"{path} is a GGUF file, which isn't served as it is; give the directory of the original "
-            "checkpoint, or convert the file: transformers' from_pretrained(..., gguf_file=...) reads it, "
-            "save_pretrained(...) writes a directory that is served"
-        )
+    """Raise ModelError, saying what to do, unless `path` looks like a whole checkpoint.
+
+    That is a Hugging Face checkpoint, or a file whose name ends in `.gguf`.
+    """
+    if is_gguf(path):
+        return
     if not path.is_dir():
-        raise ModelError(f"no checkpoint directory at {path}; give the path of a downloaded one")
+        kind = "GGUF file" if path.suffix.lower() == GGUF_SUFFIX else "checkpoint directory"
+        raise ModelError(f"no {kind} at {path}; give the path of a downloaded one")
     if has_file(path, "adapter_config.json"):
         beside = "an adapter beside a full model" if has_file(path, CONFIG) else "an adapter (LoRA) alone"
         raise ModelError(
-            f"{path} holds {beside} (adapter_config.json), and adapters aren't served; merge it into its "
-            "base model (peft: merge_and_unload, then save_pretrained), or take adapter_config.json and "
-            "adapter_model.* out of the directory to serve the model without it"
+            f"{path} holds {beside} (adapter_config.json), which is no model by itself; serve its base model "
+            f"with it (--lora NAME={path}), or take adapter_config.json and adapter_model.* out of the "
+            "directory to serve the model without it"
         )
     if not has_file(path, CONFIG):
-        if any(path.glob("*.gguf")):
-            raise ModelError(f"{path} holds GGUF files only; give the directory of the original checkpoint")
+        if found := sorted(path.glob("*.gguf")):
+            raise ModelError(f"{path} holds GGUF files only; give one of them, e.g. {found[0]}")
         raise ModelError(f"{path} has no config.json; give the directory that holds the checkpoint's files")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` names a GGUF file that exists, rather than a directory."""
+    return path.suffix.lower() == GGUF_SUFFIX and path.is_file()
 
 
 def has_file(path: Path, name: str) -> bool:
     """Whether the directory holds a plain file of that name."""
-    return (path / name).is_file()
+    return bool(name) and (path / name).is_file()
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -78,14 +85,17 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files that are loaded, as transformers chooses them; raise ModelError."""
-    if has_file(path, SINGLE):
-        return [path / SINGLE]
-    if has_file(path, INDEX):
-        weight_map = read_json(path / INDEX).get("weight_map")
+    """Return the files that hold weights, of safetensors as transformers chooses them; raise ModelError."""
+    if is_gguf(path):
+        return [path]
+    single, index = (SINGLE, INDEX) if description_file(path) is None else _described_files(path)
+    if has_file(path, single):
+        return [path / single]
+    if has_file(path, index):
+        weight_map = read_json(path / index).get("weight_map")
         names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ModelError(f"{path / INDEX} has no usable weight_map; download it again")
+            raise ModelError(f"{path / index} has no usable weight_map; download it again")
         lacking = sorted(name for name in names if not has_file(path, name))
         if lacking:
             raise ModelError(
@@ -98,28 +108,74 @@ def weight_files(path: Path) -> list[Path]:
             f"{path} has weights as .bin or .pt files only, which can run code when they are read; convert "
             "them once: transformers' from_pretrained(...) and save_pretrained(...) write safetensors"
         )
-    if any(path.glob("*.gguf")):
-        raise ModelError(f"{path} has weights as GGUF only; give the original checkpoint's safetensors")
+    if found := sorted(path.glob("*.gguf")):
+        raise ModelError(f"{path} has weights as GGUF only; give one of these files, e.g. {found[0]}")
     raise ModelError(f"{path} has no {SINGLE} and no {INDEX}: can't load weights; is the download complete?")
+
+
+def description_file(path: Path) -> Path | None:
+    """Return the file that describes the formats of weights in a directory of msModelSlim; None in others.
+
+    Raises UnsupportedModel for W8A8SC, which is compressed for one kind of processor, ModelError if there are
+    several such files.
+    """
+    if not path.is_dir():
+        return None
+    if any(path.glob("part*-of-*/quant_model_description*.json")):
+        raise UnsupportedModel(
+            f"{path} holds weights that are compressed for Atlas processors (W8A8SC, W16A16SC); take the "
+            "checkpoint "
+            "that they were made from (W8A8S, W16A16S)"
+        )
+    found = sorted(path.glob("quant_model_description*.json"))
+    if len(found) > 1:
+        raise ModelError(
+            f"{path} has several descriptions: {', '.join(file.name for file in found)}; keep the one that "
+            "fits"
+        )
+    return found[0] if found else None
+
+
+def _described_files(path: Path) -> tuple[str, str]:
+    """Return the names of the weight file and the index in a directory of msModelSlim."""
+    indexes = sorted(file.name for file in path.glob("quant_model_weight*.safetensors.index.json"))
+    singles = sorted(file.name for file in path.glob("quant_model_weight*.safetensors"))
+    if len(indexes) > 1 or (not indexes and len(singles) > 1):
+        raise ModelError(f"{path} has several weights: {', '.join(indexes or singles)}; keep those that fit")
+    if indexes:
+        return "", indexes[0]
+    return (singles[0], "") if singles else (SINGLE, INDEX)
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
     """Return all tensors of the checkpoint in `path`, in order of names; raise ModelError."""
+    if is_gguf(path):
+        from stemma.model.formats.gguf.header import read_header
+
+        in_file = read_header(path).tensors
+        return [
+            StoredTensor(name, path, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes)
+            for name, tensor in sorted(in_file.items())
+        ]
     found: dict[str, StoredTensor] = {}
     for file in weight_files(path):
-        for tensor in _read_header(file):
+        for tensor in read_safetensors_header(file):
             if tensor.name in found:
                 raise ModelError(f"{tensor.name} is in {found[tensor.name].file.name} and in {file.name}")
             found[tensor.name] = tensor
     return [found[name] for name in sorted(found)]
 
 
-def _read_header(file: Path) -> list[StoredTensor]:
+def read_safetensors_header(file: Path, max_bytes: int = _MAX_HEADER_BYTES) -> list[StoredTensor]:
+    """Return the tensors that a safetensors file says it has; raise ModelError.
+
+    `max_bytes`: of the header; a longer one isn't read.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            if header_bytes > min(size - 8, max_bytes):
                 raise ModelError(f"{file} is cut short or no safetensors file; download it again")
             header = json.loads(stream.read(header_bytes))
     except (OSError, ValueError, struct.error, RecursionError) as error:

@@ -1,12 +1,12 @@
 """A name for the content of a checkpoint, so that KV of one model is never used for another.
 
-It is a SHA-256 of the fields of config.json that affect KV, the checkpoint's own Python files if they run,
-and all tensors in order of names: name, dtype, shape, content. The split into files doesn't matter.
-Tensors are hashed whole, smallest first, until `WHOLE_BYTES` in total are reached: this covers every bias and
-norm of any model, and all of a small checkpoint. In larger tensors, `SAMPLE_BYTES` are hashed at each
-multiple of `SAMPLE_STRIDE`, in the middle and at the end. Training changes nearly all values of a tensor, so
-other weights differ in some sample; a manual edit of a few values in a large tensor may go unnoticed. The
-same files give the same fingerprint on every machine.
+It is a SHA-256 of the fields of config.json (of a GGUF file, its metadata) that affect KV, the checkpoint's
+own Python files if they run, and all tensors in order of names: name, dtype, shape, content. The split into
+files doesn't matter. Tensors are hashed whole, smallest first, until `WHOLE_BYTES` in total are reached: this
+covers every bias and norm of any model, and all of a small checkpoint. In larger tensors, `SAMPLE_BYTES` are
+hashed at each multiple of `SAMPLE_STRIDE`, in the middle and at the end. Training changes nearly all values
+of a tensor, so other weights differ in some sample; a manual edit of a few values in a large tensor may go
+unnoticed. The same files give the same fingerprint on every machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from stemma.errors import ModelError
-from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tensors
+from stemma.model.directory import CONFIG, StoredTensor, description_file, is_gguf, read_json, stored_tensors
 
 _FORMAT = b"stemma fingerprint 2"
 """Version of the method; changes with what is hashed, and how."""
@@ -40,8 +41,7 @@ def model_fingerprint(path: Path, *, remote_code: bool = False, whole_bytes: int
     in addition to samples.
     """
     digest = hashlib.sha256(_FORMAT)
-    config = read_json(path / CONFIG)
-    essentials = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
+    essentials = _essentials(path)
     tensors = stored_tensors(path)
     largest_whole = _largest_whole(tensors, whole_bytes)
     try:
@@ -55,6 +55,20 @@ def model_fingerprint(path: Path, *, remote_code: bool = False, whole_bytes: int
     except (OSError, ValueError) as error:
         raise ModelError(f"can't read the checkpoint in {path}: {error}") from error
     return digest.hexdigest()
+
+
+def _essentials(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of its model, but for names, versions and its tokenizer."""
+    if not is_gguf(path):
+        config = read_json(path / CONFIG)
+        essentials = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
+        described = description_file(path)
+        return essentials if described is None else essentials | {"described": read_json(described)}
+    from stemma.model.formats.gguf.header import read_header
+
+    header = read_header(path)
+    own = (header.architecture + ".", "general.architecture")
+    return {"gguf": {name: value for name, value in header.metadata.items() if name.startswith(own)}}
 
 
 def _largest_whole(tensors: Iterable[StoredTensor], whole_bytes: int) -> int:

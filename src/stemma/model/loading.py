@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a `CausalLM`, or to one clear error.
+"""From a checkpoint to a `CausalLM`, or to one clear error.
 
 What can't be served correctly is refused here, not found by a wrong answer later. The checks: the directory
 (directory.py); architecture and weights (pretrained.py); a probe of two tokens, which shows whether every
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,26 +23,44 @@ from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, Module
 from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.fused import FusedDecoder, follows_pattern
 from stemma.model.cpu.latent import pack_latents
-from stemma.model.cpu.weights import pack_linears, plain_layers
+from stemma.model.cpu.linears import pack_linears, plain_layers
+from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
-from stemma.model.directory import check_directory, has_file, read_json, weight_files
+from stemma.model.directory import check_directory, weight_files
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.foreign import foreign_code
 from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
-from stemma.model.pretrained import Progress, load_config, load_weights, runs_remote_code
-from stemma.model.selfcheck import check_served, check_weights, needs_check, take_reference
+from stemma.model.prediction import PredictingDecoder, add_prediction_layer
+from stemma.model.pretrained import (
+    Progress,
+    load_config,
+    load_generation,
+    load_weights,
+    runs_remote_code,
+)
+from stemma.model.quantization.attach import detach, has_attached
+from stemma.model.quantization.quantize import RoundToNearest
+from stemma.model.selfcheck import (
+    Reference,
+    check_served,
+    check_weights,
+    first_layers,
+    needs_check,
+    take_reference,
+)
 from stemma.native.levels import NUMERIC_VERSION
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart, trim_heap
 
 __all__ = ["Progress", "load_model", "probe", "resolve_device"]
 
-_GENERATION = "generation_config.json"
 
-
-def load_model(settings: ModelSettings, progress: Progress | None = None) -> CausalLM:
-    """Load the checkpoint that `settings` name.
+def load_model(
+    settings: ModelSettings, progress: Progress | None = None, *, predicts: bool = False
+) -> CausalLM:
+    """Load the checkpoint that `settings` name; with `predicts`, its layer for multi-token prediction too.
 
     Raises ModelError if it is missing, broken or no causal LM, UnsupportedModel if its architecture can't be
     served, ConfigError if a setting contradicts it.
@@ -49,7 +69,7 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     path = settings.path
     check_directory(path)
     config = load_config(settings)
-    generation = read_json(path / _GENERATION) if has_file(path, _GENERATION) else {}
+    generation = load_generation(path)
     max_model_len = _max_model_len(settings, config)
     device = resolve_device(settings.device)
     if settings.num_threads is not None:
@@ -58,22 +78,29 @@ def load_model(settings: ModelSettings, progress: Progress | None = None) -> Cau
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         hashing = beside.submit(model_fingerprint, path, remote_code=runs_remote_code(settings))
-        hf_model = load_weights(settings, config, device, report)
+        hf_model, counts = load_weights(settings, config, device, report)
+        if predicts:
+            add_prediction_layer(settings, config, hf_model)
         report("reading the fingerprint", 0.0)
         fingerprint = hashing.result()
         dtype: torch.dtype = hf_model.dtype
         kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
+    rounding = _rounding(settings, hf_model, kernels)
     info = ModelInfo(
         architecture=type(hf_model).__name__,
         vocab_size=config.get_text_config().vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(generation, config, config.get_text_config().vocab_size),
         default_sampling=default_sampling(generation),
-        fingerprint=fingerprint,
+        fingerprint=fingerprint if rounding is None else rounding.fingerprint(fingerprint),
         weight_bytes=sum(p.numel() * p.element_size() for p in hf_model.parameters()),
         numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
-    model = _make_servable(hf_model, info, device, kernels, settings, report)
+    packing = None if kernels is None else Packing(kernels, dtype, rounding)
+    model = _make_servable(hf_model, info, device, packing, settings, report)
+    num_packed = 0 if packing is None else packing.num_quantized
+    formats = counts.describe(str(dtype).removeprefix("torch."), num_packed)
+    model.info = replace(model.info, formats=formats)
     report("ready", 1.0)
     return model
 
@@ -82,7 +109,7 @@ def _make_servable(
     hf_model: Any,
     info: ModelInfo,
     device: torch.device,
-    kernels: Kernels | None,
+    packing: Packing | None,
     settings: ModelSettings,
     report: Progress,
 ) -> CausalLM:
@@ -91,29 +118,55 @@ def _make_servable(
 
     def reporting(stage: str) -> Callable[[float], None]:
         def dropping_pages(share: float) -> None:
-            checkpoint.drop_pages()  # else memory would hold every weight twice, as read and as packed
+            checkpoint.drop_pages()  # otherwise memory would hold every weight twice, as read and as packed
             report(stage, share)
 
         return dropping_pages
 
     check_weights(hf_model, reporting("checking weights"))
     report("probing", 0.0)
-    reference = take_reference(hf_model) if needs_check(hf_model) else None
+    reference: Reference | None = None
+    # On CUDA the steps may be recorded with all layers.
+    shallow = first_layers if device.type == "cpu" else nullcontext
+    if needs_check(hf_model):
+        with shallow(hf_model):
+            reference = take_reference(hf_model)
     with foreign_code(f"can't run {info.architecture}"):
         hf_model.set_attn_implementation(ATTENTION)
         cache_latents(hf_model)
         kv_shape, calls = probe(hf_model, last_position=info.max_model_len - 1)
-    with large_blocks_apart():
-        decoder = _make_decoder(hf_model, calls, kernels, reporting("packing weights"))
+    if hasattr(hf_model, "stemma_prediction"):
+        kv_shape = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
+    with large_blocks_apart(), weights_together():
+        decoder = _make_decoder(hf_model, calls, packing, reporting("packing weights"))
     trim_heap()
+    if packing is not None:
+        info = replace(info, weight_bytes=info.weight_bytes - packing.saved_bytes)
     if device.type == "cuda" and all(call.sinks is None for call in calls):  # Triton's kernels know no sinks
         decoder = make_cuda_decoder(
             hf_model, device, max_context=info.max_model_len, use_graphs=settings.cuda_graphs
         )
     model = CausalLM(decoder, info, kv_shape, device, hf_model.dtype)
     report("self-check", 0.0)
-    check_served(model, reference)
+    with nullcontext() if reference is None else shallow(hf_model):
+        check_served(model, reference, None if packing is None else packing.fewest_bits)
     return model
+
+
+def _rounding(settings: ModelSettings, hf_model: Any, kernels: Kernels | None) -> RoundToNearest | None:
+    """Return how plain weights are to be rounded. Raises ConfigError where they can't be."""
+    if settings.quantize == "none":
+        return None
+    if kernels is None:
+        raise ConfigError(
+            f"quantize is {settings.quantize}, which needs the CPU kernels; stemma doctor says what is wrong"
+        )
+    if has_attached(hf_model):
+        raise ConfigError(
+            f"quantize is {settings.quantize}, but the checkpoint is quantized already; leave it out"
+        )
+    bits = 8 if settings.quantize == "int8" else 4
+    return RoundToNearest(bits, settings.quantize_group_size or (128 if bits == 8 else 32))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -167,16 +220,19 @@ def _rope_parameters(rope: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _make_decoder(
-    hf_model: Any, calls: list[AttentionCall], kernels: Kernels | None, report: Callable[[float], None]
+    hf_model: Any, calls: list[AttentionCall], packing: Packing | None, report: Callable[[float], None]
 ) -> Decoder:
     """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
-    if kernels is not None and follows_pattern(hf_model):
-        return FusedDecoder(hf_model, calls, kernels, report)
-    if kernels is not None:
-        pack_experts(hf_model, kernels)
-        pack_latents(hf_model, kernels)
-        pack_linears(hf_model, kernels, plain_layers(hf_model), report)
-    return ModuleDecoder(hf_model, kernels)
+    if packing is not None and follows_pattern(hf_model):
+        return FusedDecoder(hf_model, calls, packing, report)
+    if packing is not None:
+        pack_experts(hf_model, packing)
+        pack_latents(hf_model, packing.kernels)
+        pack_linears(hf_model, packing, plain_layers(hf_model), report)
+    predicts = hasattr(hf_model, "stemma_prediction")
+    decoder = PredictingDecoder(hf_model, packing) if predicts else ModuleDecoder(hf_model, packing)
+    detach(hf_model)
+    return decoder
 
 
 def probe(hf_model: Any, *, last_position: int = 1) -> tuple[KVShape, list[AttentionCall]]:
@@ -216,7 +272,9 @@ def probe(hf_model: Any, *, last_position: int = 1) -> tuple[KVShape, list[Atten
     if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: layers keep KV of different shapes. {SUPPORTED}")
     heads, dim, has_value = shapes.pop()
-    return KVShape(num_layers, 2 if has_value else 1, heads, dim), ordered
+    latent = ordered[0].latent
+    rank = 0 if latent is None else latent.rank
+    return KVShape(num_layers, 2 if has_value else 1, heads, dim, rank), ordered
 
 
 def _check_windows(name: str, config: Any, passed: list[int | None]) -> None:

@@ -3,7 +3,8 @@
 `AttentionStep` is built once per step. Its groups of decodes and prefills, gather indices and masks are the
 same in all layers with the same sliding window, so they are built on first use and kept.
 
-- A layer first writes the new tokens' KV into their slots, then reads through block tables.
+- A layer first writes the new tokens' KV into their slots, then reads through block tables. So where KV is
+  stored as codes, every query sees what the codes say, of its own chunk's tokens too.
 - Decodes of similar context length are batched: groups double in length, so padding is at most one half.
 - Query heads that share a KV head are packed, ``[B, Hk, H / Hk, D]``: one matrix product reads the KV once.
   (torch's own `enable_gqa` repeats K and V first and is over ten times slower for decode.)
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
+from stemma.model.kv_format import KVRows
+from stemma.model.latent import LatentProjection
 
 PACKED_QUERIES = 32
 """Chunks up to this many queries pack heads; for longer ones torch repeats K and V, which is then cheap."""
@@ -70,71 +73,73 @@ class AttentionStep:
         self._kv = kv
         self._longer_than = longer_than
         self._block_size = block_size
-        self._slot_blocks = batch.slots // block_size
-        self._slot_offsets = batch.slots % block_size
-        self._plans: dict[int | None, Plan] = {}
+        slots = batch.slots if batch.written_rows is None else batch.slots[batch.written_rows]
+        self._slot_blocks = slots // block_size
+        self._slot_offsets = slots % block_size
+        self._plans: dict[tuple[int | None, int], Plan] = {}
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
-        caches = self.write(call, key, value)
+        rows = self.write(call, key, value)
         value_dim = value.shape[-1] if call.latent is None else call.latent.value_dim
         output = query.new_empty(query.shape[0], query.shape[1], value_dim)
-        self.read(call, query, caches, output)
+        self.read(call, query, rows, output)
         return output
 
     def write(
         self, call: AttentionCall, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new KV into its slots; return the layer's keys and values [blocks, block_size, Hk, D]."""
-        layer = self._kv.layer(call.layer_idx)
-        cache_k = layer[:, 0, :, :, : key.shape[-1]]
-        cache_k.index_put_((self._slot_blocks, self._slot_offsets), key)
+    ) -> tuple[KVRows, KVRows | None]:
+        """Write new KV into its slots; return the layer's keys and values (None: they are latents)."""
+        if (rows := self._batch.written_rows) is not None:
+            key, value = key[rows], value[rows]
+        keys = KVRows(self._kv, call.layer_idx, 0, key.shape[-1])
+        keys.write(self._slot_blocks, self._slot_offsets, key)
         if call.latent is not None:
-            return cache_k, cache_k[..., : call.latent.rank]
-        cache_v = layer[:, 1, :, :, : value.shape[-1]]
-        cache_v.index_put_((self._slot_blocks, self._slot_offsets), value)
-        return cache_k, cache_v
+            return keys, None
+        values = KVRows(self._kv, call.layer_idx, 1, value.shape[-1])
+        values.write(self._slot_blocks, self._slot_offsets, value)
+        return keys, values
 
     def read(
         self,
         call: AttentionCall,
         query: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
+        rows: tuple[KVRows, KVRows | None],
         output: torch.Tensor,
     ) -> None:
         """Attend to KV that is written already; fill the covered rows of `output` [T, H, Dv]."""
-        cache_k, cache_v = caches
         latent = call.latent
-        plan = self._plan(call.sliding_window)
+        plan = self._plan(call.sliding_window, call.first_key)
         for group in plan.decodes:
-            rows = query[group.rows]
+            queries = query[group.rows]
+            keys, values = _gather(rows, group.blocks, latent)
             if latent is None:
-                output[group.rows] = _decode(call, rows, cache_k, cache_v, group)
+                output[group.rows] = _decode(call, queries, keys, values, group)
             else:
-                weighted = _decode(call, latent.absorb(rows), cache_k, cache_v, group)
+                weighted = _decode(call, latent.absorb(queries), keys, values, group)
                 output[group.rows] = latent.project(weighted)
         for chunk in plan.chunks:
-            rows = query[chunk.start : chunk.stop]
-            keys = cache_k[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
+            queries = query[chunk.start : chunk.stop]
+            gathered = _gather(rows, chunk.blocks, latent)
+            keys, values = (part.flatten(0, 1)[: chunk.num_keys] for part in gathered)
             target = output[chunk.start : chunk.stop]
             if latent is None:
-                values = cache_v[chunk.blocks].flatten(0, 1)[: chunk.num_keys]
-                target.copy_(_prefill(call, rows, keys, values, chunk.mask))
-            elif chunk.mask is not None and len(rows) <= latent.max_absorbed_queries:
-                weighted = _prefill(call, latent.absorb(rows), keys, keys[..., : latent.rank], chunk.mask)
+                target.copy_(_prefill(call, queries, keys, values, chunk.mask))
+            elif chunk.mask is not None and len(queries) <= latent.max_absorbed_queries:
+                weighted = _prefill(call, latent.absorb(queries), keys, values, chunk.mask)
                 target.copy_(latent.project(weighted))
             else:
-                target.copy_(_prefill(call, rows, *latent.expand(keys[:, 0]), chunk.mask))
+                target.copy_(_prefill(call, queries, *latent.expand(keys[:, 0]), chunk.mask))
 
-    def _plan(self, window: int | None) -> Plan:
-        plan = self._plans.get(window)
+    def _plan(self, window: int | None, first_key: int) -> Plan:
+        plan = self._plans.get((window, first_key))
         if plan is None:
-            plan = self._plans[window] = self._make_plan(window)
+            plan = self._plans[window, first_key] = self._make_plan(window, first_key)
         return plan
 
-    def _make_plan(self, window: int | None) -> Plan:
+    def _make_plan(self, window: int | None, first_key: int) -> Plan:
         starts = self._batch.query_starts
         buckets: dict[int, list[tuple[int, int, int]]] = {}
         chunks: list[PrefillChunk] = []
@@ -143,18 +148,21 @@ class AttentionStep:
             if num_queries <= self._longer_than:
                 continue
             if num_queries > 1:
-                chunks.append(self._make_chunk(seq, window))
+                chunks.append(self._make_chunk(seq, window, first_key))
             else:
                 first, last = self._visible_blocks(context_len - 1, context_len, window)
                 buckets.setdefault((last - first - 1).bit_length(), []).append((seq, first, last))
-        return Plan([self._make_group(bucket, window) for bucket in buckets.values()], chunks)
+        groups = [self._make_group(bucket, window, first_key) for bucket in buckets.values()]
+        return Plan(groups, chunks)
 
     def _visible_blocks(self, first_position: int, context_len: int, window: int | None) -> tuple[int, int]:
         """Return the half-open range of blocks that the query at `first_position` and later ones may see."""
         first_token = 0 if window is None else max(0, first_position - window + 1)
         return first_token // self._block_size, -(-context_len // self._block_size)
 
-    def _make_group(self, members: list[tuple[int, int, int]], window: int | None) -> DecodeGroup:
+    def _make_group(
+        self, members: list[tuple[int, int, int]], window: int | None, first_key: int
+    ) -> DecodeGroup:
         num_blocks = max(last - first for _, first, last in members)
         tables = self._batch.block_tables
         blocks = torch.zeros(len(members), num_blocks, dtype=torch.int64)
@@ -168,11 +176,13 @@ class AttentionStep:
         mask = positions < lens
         if window is not None:
             mask &= positions >= lens - window
+        if first_key:
+            mask &= positions >= (lens - 1).clamp_max(first_key)
         rows = torch.tensor([self._batch.query_starts[seq] for seq, _, _ in members])
         device = self._kv.device
         return DecodeGroup(rows.to(device), blocks.to(device), mask[:, None, None].to(device))
 
-    def _make_chunk(self, seq: int, window: int | None) -> PrefillChunk:
+    def _make_chunk(self, seq: int, window: int | None, first_key: int) -> PrefillChunk:
         start, stop = self._batch.query_starts[seq : seq + 2]
         context_len = self._batch.context_lens[seq]
         num_queries = stop - start
@@ -181,21 +191,33 @@ class AttentionStep:
         blocks = self._batch.block_tables[seq, first:last].to(self._kv.device, torch.int64)
         origin = first * self._block_size
         mask = None
-        if first_position > 0 or (window is not None and window < context_len):
+        if first_position > 0 or first_key or (window is not None and window < context_len):
             queries = torch.arange(first_position, context_len, device=self._kv.device)[:, None]
             keys = torch.arange(origin, context_len, device=self._kv.device)
             mask = keys <= queries
             if window is not None:
                 mask &= keys > queries - window
+            if first_key:
+                mask &= keys >= queries.clamp_max(first_key)
         return PrefillChunk(start, stop, blocks, context_len - origin, mask)
 
 
+def _gather(
+    rows: tuple[KVRows, KVRows | None], blocks: torch.Tensor, latent: LatentProjection | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of blocks [...] as [..., block_size, Hk, D]."""
+    keys = rows[0].gather(blocks)
+    if rows[1] is not None:
+        return keys, rows[1].gather(blocks)
+    assert latent is not None, "keys without values"
+    return keys, keys[..., : latent.rank]
+
+
 def _decode(
-    call: AttentionCall, query: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor, group: DecodeGroup
+    call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup
 ) -> torch.Tensor:
-    """q [B, H, D] over gathered blocks -> [B, H, Dv]."""
-    keys = cache_k[group.blocks].flatten(1, 2).transpose(1, 2)
-    values = cache_v[group.blocks].flatten(1, 2).transpose(1, 2)
+    """q [B, H, D] over gathered k, v [B, N, block_size, Hk, D] -> [B, H, Dv]."""
+    keys, values = keys.flatten(1, 2).transpose(1, 2), values.flatten(1, 2).transpose(1, 2)
     batch_size, num_kv_heads = keys.shape[:2]
     packed = query.reshape(batch_size, num_kv_heads, -1, query.shape[-1])
     sinks = None if call.sinks is None else call.sinks.view(num_kv_heads, -1, 1)

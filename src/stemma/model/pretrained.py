@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a transformers model that holds exactly the checkpoint's weights.
+"""From a checkpoint to a transformers model that holds exactly the checkpoint's weights.
 
 transformers initializes missing weights and ignores surplus ones; either would be served as wrong text. So
 every tensor of the file must have a place in the model. Exceptions are tensors on transformers' own ignore
@@ -13,6 +13,8 @@ import logging
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -22,14 +24,18 @@ from transformers.utils import logging as hf_logging
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import TORCH_DTYPES
-from stemma.model import fp8
 from stemma.model.attention import SUPPORTED
-from stemma.model.directory import CONFIG, StoredTensor, read_json, stored_tensors
+from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read_json, stored_tensors
 from stemma.model.foreign import foreign_code
+from stemma.model.formats.reading import find_format, read_quantized
+from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.attach import StoredWeights, attach, plain_weights
+from stemma.model.quantization.weights import QuantizedWeight
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called with the name of the current stage and the share of it that is done, 0..1."""
 
+_GENERATION = "generation_config.json"
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 _NUMBERED_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -42,6 +48,8 @@ _SCALES = re.compile(
 
 def runs_remote_code(settings: ModelSettings) -> bool:
     """Whether the model's code comes from the checkpoint."""
+    if is_gguf(settings.path):
+        return False
     auto_map = read_json(settings.path / CONFIG).get("auto_map")
     return settings.trust_remote_code and isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
 
@@ -49,6 +57,8 @@ def runs_remote_code(settings: ModelSettings) -> bool:
 def load_config(settings: ModelSettings) -> Any:
     """Return the transformers config of a causal LM whose layers we serve; raise ModelError."""
     path = settings.path
+    if is_gguf(path):
+        return _load_gguf_config(settings)
     raw = read_json(path / CONFIG)
     foreign = bool(raw.get("auto_map")) and raw.get("model_type") not in _known_model_types()
     if foreign and not settings.trust_remote_code:
@@ -64,6 +74,27 @@ def load_config(settings: ModelSettings) -> Any:
         )
         _check_architecture(settings, config)
     return config
+
+
+def _load_gguf_config(settings: ModelSettings) -> Any:
+    from stemma.model.formats.gguf.config import read_config
+    from stemma.model.formats.gguf.header import read_header
+
+    with foreign_code(f"transformers can't use the metadata of {settings.path}"):
+        config = read_config(read_header(settings.path))
+        _check_architecture(settings, config)
+    return config
+
+
+def load_generation(path: Path) -> dict[str, Any]:
+    """Return the checkpoint's generation_config.json, empty without one; of GGUF, what the file says."""
+    if is_gguf(path):
+        from stemma.model.formats.gguf.header import read_header
+        from stemma.model.formats.gguf.tokenizer import end_token_ids
+
+        ids = end_token_ids(read_header(path))
+        return {"eos_token_id": list(ids)} if ids else {}
+    return read_json(path / _GENERATION) if has_file(path, _GENERATION) else {}
 
 
 def _known_model_types() -> Container[object]:
@@ -93,21 +124,32 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
         raise UnsupportedModel(f"{named} has layers of type {other}. {SUPPORTED}")
 
 
-def load_weights(settings: ModelSettings, config: Any, device: torch.device, report: Progress) -> Any:
-    """Return the model of transformers on `device`, with all weights of the file; raise ModelError."""
+def load_weights(
+    settings: ModelSettings, config: Any, device: torch.device, report: Progress
+) -> tuple[Any, FormatCounts]:
+    """Return the model of transformers on `device`, with all weights of the file; raise ModelError.
+
+    Beside it stands what the file's weights were; nothing is counted where transformers reads them.
+    """
     path = settings.path
+    weights: StoredWeights = {}
+    counts = FormatCounts()
     stored = stored_tensors(path)
-    quantization = _quantization(config)
-    method = _check_method(settings, quantization)
+    quantization = quantization_of(config)
+    format_name = find_format(path, quantization)
+    method = format_name or _check_method(settings, quantization)
     dtype = _dtype(settings, config, stored)
+    if format_name is not None and dtype == torch.float16 and settings.dtype == "auto":
+        dtype = torch.bfloat16  # our products know no float16
     doing = f"can't load {path}"
     advice = "; compare config.json with the one the checkpoint was published with"
-    if method is not None and method not in fp8.METHODS:
+    if method is not None and format_name is None:
         advice = f"; its weights are quantized ({method}): install what transformers needs for that, or take "
         advice += "the unquantized checkpoint"
-    with foreign_code(doing, advice), _transformers_reports(report):
-        if method in fp8.METHODS:
-            model, loaded = _load_dequantized(settings, config, quantization, dtype)
+    with foreign_code(doing, advice), transformers_reports(report):
+        if format_name is not None:
+            weights, counts = _read(settings, config, format_name, quantization, dtype)
+            model, loaded = _from_tensors(config, plain_weights(weights, dtype), dtype)
         else:
             auto: Any = AutoModelForCausalLM
             model, loaded = auto.from_pretrained(
@@ -120,10 +162,13 @@ def load_weights(settings: ModelSettings, config: Any, device: torch.device, rep
             )
     _check_shapes(settings, model, loaded)
     _check_surplus(settings, model, loaded, stored, quantized=method is not None)
+    placed = {name: weight for name, weight in weights.items() if name not in loaded["unexpected_keys"]}
+    attach(model, placed)
+    num_quantized = sum(isinstance(weight, QuantizedWeight) for weight in placed.values())
     with foreign_code(f"can't run {type(model).__name__}"):
         if not model._can_set_attn_implementation():
             raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
-        return model.to(device).eval().requires_grad_(False)
+        return model.to(device).eval().requires_grad_(False), replace(counts, num_quantized=num_quantized)
 
 
 def _loading_options(dtype: torch.dtype) -> dict[str, Any]:
@@ -135,24 +180,44 @@ def _loading_options(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _load_dequantized(
-    settings: ModelSettings, config: Any, quantization: dict[str, Any], dtype: torch.dtype
+def _read(
+    settings: ModelSettings, config: Any, format_name: str, quantization: dict[str, Any], dtype: torch.dtype
+) -> tuple[StoredWeights, FormatCounts]:
+    """Return the weights that a reader of ours finds, and what they were."""
+    if runs_remote_code(settings):
+        raise UnsupportedModel(
+            f"{settings.path}: quantized weights ({format_name}) under the checkpoint's own code aren't "
+            "served"
+        )
+    return read_quantized(settings.path, format_name, quantization, config, dtype)
+
+
+def _from_tensors(
+    config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
+    """Return the model of transformers with these weights, and what fitted."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if runs_remote_code(settings):
-        raise UnsupportedModel(f"{settings.path}: FP8 weights under the checkpoint's own code aren't served")
     plain = copy.deepcopy(config)
-    del plain.quantization_config
-    weights = fp8.read_dequantized(settings.path, quantization, dtype)
+    for field in ("quantization_config", "compression_config"):
+        if hasattr(plain, field):
+            delattr(plain, field)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    loaded: tuple[Any, dict[str, Any]] = model_class.from_pretrained(
+    model, loaded = model_class.from_pretrained(
         None, config=plain, state_dict=weights, **_loading_options(dtype)
     )
-    return loaded
+    # Some quantizers write zeros for the biases that a model doesn't have.
+    loaded["unexpected_keys"] = {
+        name for name in loaded["unexpected_keys"] if not _is_zero_bias(weights, name)
+    }
+    return model, loaded
 
 
-def _quantization(config: Any) -> dict[str, Any]:
+def _is_zero_bias(weights: dict[str, torch.Tensor], name: str) -> bool:
+    return name.endswith(".bias") and name in weights and not bool(weights[name].any())
+
+
+def quantization_of(config: Any) -> dict[str, Any]:
     """Return what config.json says about quantized weights; empty: nothing."""
     given = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if given is None:
@@ -182,6 +247,9 @@ def _dtype(settings: ModelSettings, config: Any, stored: list[StoredTensor]) -> 
     """Return the requested dtype, else the config's, else that of most bytes in the file."""
     if settings.dtype != "auto":
         return TORCH_DTYPES[settings.dtype]
+    if is_gguf(settings.path):
+        matrices = {tensor.dtype for tensor in stored if len(tensor.shape) > 1}
+        return torch.float32 if matrices == {"F32"} else torch.bfloat16
     for source in (config, config.get_text_config()):
         named = getattr(source, "dtype", None)
         if isinstance(named, torch.dtype) and named in TORCH_DTYPES.values():
@@ -276,7 +344,7 @@ def _why_unexpected(names: list[str], config: Any) -> str:
 
 
 @contextmanager
-def _transformers_reports(report: Progress) -> Iterator[None]:
+def transformers_reports(report: Progress) -> Iterator[None]:
     """Turn transformers' progress bar into calls of `report`; silence its load log."""
     silent: Any = hf_logging.EmptyTqdm
 

@@ -1,4 +1,4 @@
-"""Text <-> token ids, as the checkpoint's own tokenizer files say."""
+"""Text <-> token ids, as the checkpoint's own tokenizer says."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer
 
 from stemma.errors import InvalidRequest
+from stemma.model.directory import is_gguf
 from stemma.model.foreign import foreign_code
 from stemma.types import TokenArray, as_tokens
 
@@ -24,14 +25,25 @@ _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
 
 
+def _gguf_tokenizer(path: Path) -> Any:
+    from stemma.model.formats.gguf.header import read_header
+    from stemma.model.formats.gguf.tokenizer import read_tokenizer
+
+    return read_tokenizer(read_header(path))
+
+
 class Tokenizer:
-    """A thin wrapper over the Hugging Face tokenizer of a checkpoint directory. Thread-safe to read."""
+    """A thin wrapper over the Hugging Face tokenizer of a checkpoint. Thread-safe to read."""
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         advice = "; take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
         with foreign_code(f"no usable tokenizer in {path}", advice):
-            self._hf: Any = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=trust_remote_code
+            self._hf: Any = (
+                _gguf_tokenizer(path)
+                if is_gguf(path)
+                else AutoTokenizer.from_pretrained(
+                    str(path), local_files_only=True, trust_remote_code=trust_remote_code
+                )
             )
             # Some broken files are noticed only in use.
             self._hf.decode(self._hf.encode("a"))

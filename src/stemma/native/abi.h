@@ -29,14 +29,20 @@ static std::string describe_structures() {
 #define END ; }
     BEGIN(Batch) F(num_seqs) F(query_starts) F(context_lens) F(tables) F(table_stride) F(block_size) END
     BEGIN(AttendArgs) F(query) F(keys) F(values) F(output) F(query_token_stride) F(query_head_stride)
-        F(block_stride) F(token_stride) F(head_stride) F(key_dim) F(value_dim) F(window) F(is_bf16) F(scale)
-        F(softcap) F(sinks) END
+        F(block_stride) F(token_stride) F(head_stride) F(key_dim) F(value_dim) F(window) F(first_key) F(is_bf16)
+        F(scale) F(softcap) F(sinks) F(format) END
     BEGIN(NormArgs) F(delta) F(residual) F(weight) F(output) F(rows) F(dim) F(is_bf16) F(threads) F(eps) END
     BEGIN(RotateArgs) F(qkv) F(cos) F(sin) F(q_norm) F(k_norm) F(query) F(keys) F(values) F(slots) F(tokens)
         F(block_stride) F(token_stride) F(head_stride) F(heads) F(kv_heads) F(dim) F(block_size) F(is_bf16)
-        F(threads) F(eps) END
+        F(threads) F(eps) F(format) END
+    BEGIN(KVFormat) F(stored) F(num_scales) F(first_dims) F(scale_offset) END
+    BEGIN(WriteArgs) F(source) F(target) F(slots) F(tokens) F(source_token_stride) F(source_head_stride)
+        F(block_stride) F(token_stride) F(head_stride) F(heads) F(dim) F(block_size) F(is_bf16) F(threads)
+        F(format) END
     BEGIN(GateArgs) F(gate_up) F(output) F(rows) F(dim) F(is_bf16) F(threads) END
-    BEGIN(Strips) F(data) F(bias) F(n) F(k) END
+    BEGIN(Codes) F(bits) F(group) F(scale_bytes) F(has_offsets) F(activations) F(input_scale) F(input_zero) END
+    BEGIN(Strips) F(data) F(bias) F(n) F(k) F(codes) END
+    BEGIN(PackCodesArgs) F(codes) F(scales) F(offsets) F(rows) F(first) F(target) F(threads) END
     BEGIN(GatedWeights) F(gate) F(up) F(down) END
     BEGIN(PackArgs) F(weight) F(stride) F(rows) F(first) F(target) F(is_bf16) F(threads) END
     BEGIN(MultiplyArgs) F(weight) F(x) F(output) F(x_stride) F(output_stride) F(rows) F(is_bf16) F(threads) END
@@ -44,8 +50,11 @@ static std::string describe_structures() {
         F(is_bf16) F(threads) END
     BEGIN(LayerWeights) F(qkv) F(output) F(dense) F(router) F(experts) F(input_norm) F(post_norm) F(q_norm) F(k_norm)
         F(num_experts) F(top_k) F(normalize) F(window) F(scale) END
+    BEGIN(LowRank) F(down) F(up) F(scale) END
+    BEGIN(AdapterLayer) F(query) F(key) F(value) F(output) F(gate) F(up) F(down) END
+    BEGIN(AdapterRows) F(layers) F(begin) F(end) F(first_logit) F(last_logit) END
     BEGIN(StepArgs) F(layers) F(num_layers) F(threads) F(final_norm) F(head) F(rows) F(num_logits) F(logits_rows)
-        F(hidden_dim) F(hidden) F(logits) F(room) F(layer_bytes) F(rotate) F(attend) F(is_bf16) F(eps) END
+        F(hidden_dim) F(hidden) F(logits) F(room) F(layer_bytes) F(rotate) F(attend) F(adapters) F(num_adapters) F(is_bf16) F(eps) END
 #undef BEGIN
 #undef F
 #undef END

@@ -35,7 +35,7 @@ Origin = Literal["prebuilt", "cached", "compiled"]
 
 
 class BuildFailed(Exception):
-    """No library can be had; the message says why."""
+    """There is no library and none could be built; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _examine(path: str) -> Compiler | None:
 
 
 def find_or_build(level: Level) -> Library:
-    """Return the library of `level`, compiled if it has to be. Raises BuildFailed."""
+    """Return the library of `level`; compile it if there is none. Raises BuildFailed."""
     prebuilt = PREBUILT / library_name(level)
     if prebuilt.exists():
         return Library(prebuilt, "prebuilt")

@@ -1,4 +1,4 @@
-"""Copying blocks between host tiers and a CPU device, past the caches where the kernels are there."""
+"""Copies of blocks between host tiers and a CPU device; with kernels they bypass the processor's caches."""
 
 from __future__ import annotations
 

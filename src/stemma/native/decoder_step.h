@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "layers.h"
+#include "low_rank.h"
 #include "mixture.h"
 #include "products.h"
 #include "team.h"
@@ -31,6 +32,8 @@ struct StepArgs {
     int64_t layer_bytes;         // from a layer's blocks to the next one's
     RotateArgs rotate;           // qkv, norms and query are set here
     AttendArgs attend;           // of layer 0; query and output are set here
+    const AdapterRows* adapters;  // [num_adapters], in order of rows
+    int32_t num_adapters;
     int32_t is_bf16;
     float eps;
 };
@@ -38,24 +41,26 @@ struct StepArgs {
 // What a step works in, cut out of StepArgs::room.
 template <class T>
 struct Room {
-    T *normed, *qkv, *query, *attended, *activated, *delta, *last, *router_logits;
+    T *normed, *qkv, *query, *attended, *gates, *activated, *delta, *last, *router_logits;
     float* routing_weights;
     int32_t* routing;
-    char *inputs, *mixture;
-    int64_t bytes;
+    char *inputs, *mixture, *low_rank;
+    int64_t widest, bytes;
 
     explicit Room(const StepArgs& a) {
         const int64_t heads = int64_t(a.rotate.heads) * a.rotate.dim;
         int64_t inner = 0, experts = 0, top_k = 0, input_bytes = 0, mixture_bytes = 0;
-        auto multiplied = [&](int64_t k) { input_bytes = std::max(input_bytes, bytes_of_inputs<T>(a.rows, k)); };
-        multiplied(a.hidden_dim), multiplied(heads);
+        auto multiplied = [&](const Strips& w) { input_bytes = std::max(input_bytes, bytes_of_inputs<T>(a.rows, w)); };
+        multiplied(a.head);
         for (int l = 0; l < a.num_layers; l++) {
             const LayerWeights& layer = a.layers[l];
+            multiplied(layer.qkv), multiplied(layer.output);
             if (layer.num_experts == 0) {
                 inner = std::max(inner, layer.dense.down.k);
-                multiplied(layer.dense.down.k);
+                multiplied(layer.dense.gate), multiplied(layer.dense.down);
                 continue;
             }
+            multiplied(layer.router);
             experts = std::max<int64_t>(experts, layer.num_experts), top_k = std::max<int64_t>(top_k, layer.top_k);
             MixtureArgs args = mixture_args(a, layer, a.rows);
             mixture_bytes = std::max(mixture_bytes, bytes_of_mixture<T>(args));
@@ -65,11 +70,14 @@ struct Room {
         normed = cut(a.hidden_dim, a.rows), qkv = cut(a.layers[0].qkv.n, a.rows);
         query = cut(heads, a.rows), attended = cut(heads, a.rows);
         activated = cut(inner, std::min(PASS_ROWS, a.rows));
+        gates = cut(a.num_adapters > 0 ? 2 * inner : 0, std::min(PASS_ROWS, a.rows));
         delta = cut(a.hidden_dim, a.rows), last = cut(a.hidden_dim, a.num_logits);
         router_logits = cut(experts, a.rows);
         routing_weights = (float*)cut_room(at, a.rows * top_k * int64_t(sizeof(float)));
         routing = (int32_t*)cut_room(at, a.rows * top_k * int64_t(sizeof(int32_t)));
         inputs = cut_room(at, input_bytes), mixture = cut_room(at, mixture_bytes);
+        widest = std::max(std::max(heads, inner), a.hidden_dim);
+        low_rank = at, at += LowRankStep<T>(a.adapters, a.num_adapters, a.num_layers, widest, at).bytes;
         bytes = at - a.room;
     }
 
@@ -85,7 +93,12 @@ template <class T>
 class DecoderStep {
   public:
     DecoderStep(const StepArgs& args, Plan& plan, Team& team, int member)
-        : a_(args), plan_(plan), team_(team), member_(member), room_(args) {}
+        : a_(args),
+          plan_(plan),
+          team_(team),
+          member_(member),
+          room_(args),
+          low_rank_(args.adapters, args.num_adapters, args.num_layers, room_.widest, room_.low_rank) {}
 
     void run() {
         TileScope tiles;
@@ -96,16 +109,20 @@ class DecoderStep {
             const LayerWeights& layer = a_.layers[l];
             norm(hidden, delta, layer.input_norm, rows);
             multiply(layer.qkv, room_.normed, rows, room_.qkv);
+            adapt_qkv(l);
             attend(layer, l);
             const T* attended = room_.attended;
-            if (l == a_.num_layers - 1) {  // what follows serves logits alone
+            const bool at_end = l == a_.num_layers - 1;
+            if (at_end) {  // what follows serves logits alone
                 if (a_.num_logits == 0) return;
                 keep_logits_rows(hidden);
                 hidden = room_.last, attended = room_.query, rows = a_.num_logits;
             }
             multiply(layer.output, attended, rows, room_.delta);
+            low_rank_.add(team_, member_, l, {{&AdapterLayer::output, 0}}, at_end, attended, layer.output.k, 0, rows,
+                          room_.delta, a_.hidden_dim);
             norm(hidden, room_.delta, layer.post_norm, rows);
-            layer.num_experts > 0 ? mix(layer, rows) : gate(layer.dense, rows);
+            layer.num_experts > 0 ? mix(layer, rows) : gate(layer.dense, l, at_end, rows);
             delta = room_.delta;
         }
         norm(hidden, delta, a_.final_norm, rows);
@@ -118,6 +135,7 @@ class DecoderStep {
     Team& team_;
     const int member_;
     const Room<T> room_;
+    const LowRankStep<T> low_rank_;
 
     void norm(T* residual, const T* delta, const void* weight, int64_t rows) {
         NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
@@ -128,16 +146,46 @@ class DecoderStep {
         ::multiply(team_, member_, w, x, w.k, rows, out, w.n, room_.inputs);
     }
 
-    void gate(const GatedWeights& w, int64_t rows) {
+    void adapt_qkv(int index) {
+        const int64_t heads = int64_t(a_.rotate.heads) * a_.rotate.dim;
+        const int64_t kv_heads = int64_t(a_.rotate.kv_heads) * a_.rotate.dim;
+        low_rank_.add(team_, member_, index,
+                      {{&AdapterLayer::query, 0}, {&AdapterLayer::key, heads}, {&AdapterLayer::value, heads + kv_heads}},
+                      false, room_.normed, a_.hidden_dim, 0, a_.rows, room_.qkv, a_.rotate.width());
+    }
+
+    void gate(const GatedWeights& w, int index, bool at_end, int64_t rows) {
+        const bool is_adapted =
+            low_rank_.touches(index, &AdapterLayer::gate) || low_rank_.touches(index, &AdapterLayer::up);
         const int parts = parts_of_strip(w.gate.count(), team_.size());
         for (int64_t first = 0; first < rows; first += PASS_ROWS) {
             int64_t count = std::min(PASS_ROWS, rows - first);
-            Inputs x = lay_out(team_, member_, room_.normed + first * w.gate.k, w.gate.k, count, w.gate.k, room_.inputs);
-            team_.share(member_, w.gate.count() * parts, [&](int64_t piece) {
-                gate_piece(w, piece, parts, x, count, room_.activated, w.down.k);
-            });
-            multiply(w.down, room_.activated, count, room_.delta + first * a_.hidden_dim);
+            const T* normed = room_.normed + first * w.gate.k;
+            T* output = room_.delta + first * a_.hidden_dim;
+            if (is_adapted) {
+                gate_and_adapt(w, index, at_end, normed, first, count);
+            } else {
+                Inputs x = lay_out(team_, member_, w.gate, normed, w.gate.k, count, room_.inputs);
+                team_.share(member_, w.gate.count() * parts, [&](int64_t piece) {
+                    gate_piece(w, piece, parts, x, count, room_.activated, w.down.k);
+                });
+            }
+            multiply(w.down, room_.activated, count, output);
+            low_rank_.add(team_, member_, index, {{&AdapterLayer::down, 0}}, at_end, room_.activated, w.down.k, first,
+                          count, output, a_.hidden_dim);
         }
+    }
+
+    // As the fused pieces do, to the bit, with room for what adapters add before the activation.
+    void gate_and_adapt(const GatedWeights& w, int index, bool at_end, const T* normed, int64_t first, int64_t rows) {
+        const int64_t inner = w.down.k;
+        ::multiply(team_, member_, w.gate, normed, w.gate.k, rows, room_.gates, 2 * inner, room_.inputs);
+        ::multiply(team_, member_, w.up, normed, w.up.k, rows, room_.gates + inner, 2 * inner, room_.inputs);
+        low_rank_.add(team_, member_, index, {{&AdapterLayer::gate, 0}, {&AdapterLayer::up, inner}}, at_end, normed,
+                      w.gate.k, first, rows, room_.gates, 2 * inner);
+        team_.share(member_, rows, [&](int64_t i) {
+            silu_and_multiply_row(room_.gates + i * 2 * inner, room_.activated + i * inner, inner);
+        });
     }
 
     void mix(const LayerWeights& layer, int64_t rows) {

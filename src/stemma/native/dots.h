@@ -3,41 +3,39 @@
 #pragma once
 
 #include "strips.h"
+#include "tiles.h"
 
-// Arithmetic of one step: Sum += Line (16 outputs) * Input (one row), where an input takes BYTES.
+// Arithmetic of one step, in PARTS one after the other: Sum += Line (16 outputs) * Input (one row), where a row's
+// inputs of a step take BYTES.
 struct FloatDot {  // float weights
     using Element = float;
     using Line = v16f;
     using Input = v16f;
-    static constexpr int BYTES = 4;
-    static Line line(const char* p) { return load((const float*)p); }
-    static Input input(const char* p) { return splat(*(const float*)p); }
+    static constexpr int BYTES = 4, PARTS = 1;
+    static Line line(const char* p, int) { return load((const float*)p); }
+    static Input input(const char* p, int) { return splat(*(const float*)p); }
     static v16f add(v16f sum, Line w, Input x) { return fma(w, x, sum); }
 };
-struct WideDot {  // bf16 weights, inputs widened to float before
+struct WideDot {  // bf16 weights, inputs widened to float before; first even inputs, then odd ones
     using Element = bf16;
-    struct Line {
-        v16f even, odd;
-    };
-    struct Input {
-        v16f even, odd;
-    };
-    static constexpr int BYTES = 8;
-    static Line line(const char* p) {
+    using Line = v16f;
+    using Input = v16f;
+    static constexpr int BYTES = 8, PARTS = 2;
+    static Line line(const char* p, int part) {
         v16u pairs = load((const uint32_t*)p);
-        return {as_float(pairs << 16), as_float(pairs & 0xFFFF0000u)};
+        return as_float(part == 0 ? pairs << 16 : pairs & 0xFFFF0000u);
     }
-    static Input input(const char* p) { return {splat(((const float*)p)[0]), splat(((const float*)p)[1])}; }
-    static v16f add(v16f sum, Line w, Input x) { return fma(w.odd, x.odd, fma(w.even, x.even, sum)); }
+    static Input input(const char* p, int part) { return splat(((const float*)p)[part]); }
+    static v16f add(v16f sum, Line w, Input x) { return fma(w, x, sum); }
 };
 #if STEMMA_BF16_DOT
 struct PairDot {  // bf16 weights and inputs
     using Element = bf16;
     using Line = __m512bh;
     using Input = __m512bh;
-    static constexpr int BYTES = 4;
-    static Line line(const char* p) { return (__m512bh)_mm512_loadu_si512(p); }
-    static Input input(const char* p) {
+    static constexpr int BYTES = 4, PARTS = 1;
+    static Line line(const char* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+    static Input input(const char* p, int) {
         int32_t pair;
         std::memcpy(&pair, p, sizeof pair);
         return (__m512bh)_mm512_set1_epi32(pair);
@@ -53,9 +51,11 @@ static inline int lines_at_once(int rows, int lines) {
     if (NATIVE == 8) return rows == 1 ? lines : rows <= 3 ? std::min(lines, 2) : 1;
     return 1;
 }
-constexpr int AHEAD = 4096;      // bytes: how far ahead a single group asks for weights
-constexpr int SOME_ROWS = 32;    // up to here memory is the limit, beyond it arithmetic
-constexpr int SOME_STEPS = 64, MANY_STEPS = 128;  // 16 and 32 kB that stay in L1 while several groups pass
+// While several passes go over a chunk of weights, the next chunk is asked for into L2. Into L1 it would wait for the
+// few buffers of L1's misses and drive out the chunk at hand. A single pass leaves asking to the processor.
+constexpr int SOME_ROWS = NATIVE == 16 ? 16 : 0;  // up to here memory is the limit, beyond it arithmetic
+constexpr int SOME_STEPS = 32, MANY_STEPS = 64;   // of a chunk: 8 and 16 kB
+constexpr int BLOCK_ROWS = STEMMA_AMX ? 256 : 64;  // rows whose sums for one strip are kept at a time
 
 struct Ahead {  // weights that are read soon: lines of a piece with 2^shift lines a step
     const char* at;
@@ -77,16 +77,19 @@ static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int6
             int64_t asked = i * A;
             const char* at = ahead.at + (asked >> ahead.shift) * STEP_BYTES + (asked & ((1 << ahead.shift) - 1)) * 64;
 #pragma GCC unroll 4
-            for (int a = 0; a < A; a++) __builtin_prefetch(at + 64 * a);
+            for (int a = 0; a < A; a++) __builtin_prefetch(at + 64 * a, 0, 2);
         }
-        typename K::Line weights[J];
+#pragma GCC unroll 2
+        for (int part = 0; part < K::PARTS; part++) {
+            typename K::Line weights[J];
 #pragma GCC unroll 4
-        for (int j = 0; j < J; j++) weights[j] = K::line(w + 64 * j);
+            for (int j = 0; j < J; j++) weights[j] = K::line(w + 64 * j, part);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            typename K::Input inputs = K::input(x + r * x_stride + K::BYTES * i);
+            for (int r = 0; r < R; r++) {
+                typename K::Input inputs = K::input(x + r * x_stride + K::BYTES * i, part);
 #pragma GCC unroll 4
-            for (int j = 0; j < J; j++) sum[r][j] = K::add(sum[r][j], weights[j], inputs);
+                for (int j = 0; j < J; j++) sum[r][j] = K::add(sum[r][j], weights[j], inputs);
+            }
         }
     }
 #pragma GCC unroll 8
@@ -110,8 +113,6 @@ static void dot_group(int rows, const char* w, const char* x, int64_t x_stride, 
 template <class K, int J>
 static void dot_pass(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
                      Ahead ahead, int asks) {
-    if constexpr (J >= 4)
-        if (asks == 4) return dot_group<K, J, 4>(rows, w, x, x_stride, steps, acc, first, ahead);
     if constexpr (J >= 2)
         if (asks == 2) return dot_group<K, J, 2>(rows, w, x, x_stride, steps, acc, first, ahead);
     if (asks == 1) return dot_group<K, J, 1>(rows, w, x, x_stride, steps, acc, first, ahead);
@@ -121,32 +122,32 @@ static void dot_pass(int rows, const char* w, const char* x, int64_t x_stride, i
 // How many lines a step pass `pass` of `passes` asks for, so that together they ask for `lines`.
 static inline int lines_to_ask(int lines, int pass, int passes) {
     if (passes >= lines) return pass < lines;
-    if (passes == 1) return lines;
     return pass == 0 ? lines / 2 : lines / 2 / (passes - 1);
 }
 
-// acc[rows][STRIP]: products of `rows` rows with `lines` (1 or 4) lines of a strip, from `w` on. Weights are asked for in the
-// order in which they lie, a chunk ahead, evenly while the passes compute.
+// acc[rows][STRIP]: products of `rows` rows with `lines` (1 or 4) lines of a strip, from `w` on. The inputs of a group of
+// rows stay in L1 while its lines pass. acc holds nothing yet if `first`.
 template <class K>
-static void dot_lines(const char* w, int lines, int64_t steps, const char* x, int64_t x_stride, int rows, float* acc) {
+static void dot_lines(const char* w, int lines, int64_t steps, const char* x, int64_t x_stride, int rows, float* acc,
+                      bool first) {
     const int width = lines_at_once(rows, lines), shift = lines == 4 ? 2 : 0;
     const int groups = (rows + GROUP - 1) / GROUP, passes = groups * (lines / width);
-    int64_t chunk = passes == 1 ? steps : rows <= SOME_ROWS ? SOME_STEPS : MANY_STEPS;
+    const int64_t chunk = passes == 1 ? steps : rows <= SOME_ROWS ? SOME_STEPS : MANY_STEPS;
     for (int64_t done = 0; done < steps; done += chunk) {
         int64_t now = std::min(chunk, steps - done);
         const char* here = w + done * STEP_BYTES;
-        Ahead ahead{here + (passes == 1 ? AHEAD : now * STEP_BYTES), shift};
+        Ahead ahead{here + now * STEP_BYTES, shift};
         int pass = 0;
-        for (int line = 0; line < lines; line += width) {
-            for (int g = 0; g < groups; g++, pass++) {
-                int begin = rows * g / groups, end = rows * (g + 1) / groups;
-                int asks = lines_to_ask(lines, pass, passes);
+        for (int g = 0; g < groups; g++) {
+            int begin = rows * g / groups, end = rows * (g + 1) / groups;
+            for (int line = 0; line < lines; line += width, pass++) {
+                int asks = passes == 1 ? 0 : lines_to_ask(lines, pass, passes);
                 const char* inputs = x + begin * x_stride + K::BYTES * done;
                 float* out = acc + begin * STRIP + 16 * line;
                 auto run = dot_pass<K, 1>;
                 if constexpr (NATIVE >= 8) run = width == 4 ? dot_pass<K, 4> : run;
                 if constexpr (NATIVE == 8) run = width == 2 ? dot_pass<K, 2> : run;
-                run(end - begin, here + 64 * line, inputs, x_stride, now, out, done == 0, ahead, asks);
+                run(end - begin, here + 64 * line, inputs, x_stride, now, out, first && done == 0, ahead, asks);
                 ahead.at += now * asks * (STEP_BYTES >> shift);
             }
         }

@@ -39,6 +39,11 @@ static void silu_and_multiply(const GateArgs& a) {
 }
 
 template <class T>
+static void write_rows(const WriteArgs& a) {
+    for_rows(a.tokens, a.tokens * a.heads * a.dim, a.threads, [&](int64_t i) { write_token<T>(a, i); });
+}
+
+template <class T>
 static void attend(Plan& plan, const AttendArgs& args) {
     plan.make_room(args.value_dim);
     int threads = plan.total_cost < SERIAL_COST ? 1 : plan.num_threads;
@@ -66,13 +71,16 @@ static void pack(const PackArgs& a) {
 
 template <class T>
 static void take_rows(const Strips& weight, const int64_t* ids, int64_t count, T* out, int threads) {
-    for_rows(count, count * weight.k, threads, [&](int64_t i) { take_row(weight, ids[i], out + i * weight.k); });
+    for_rows(count, count * weight.k, threads, [&](int64_t i) {
+        T* row = out + i * weight.k;
+        weight.codes.bits ? take_dequantized_row(weight, ids[i], row) : take_row(weight, ids[i], row);
+    });
 }
 
 template <class T>
 static void multiply(const MultiplyArgs& a) {
     static thread_local std::vector<char> room;
-    room.resize(bytes_of_inputs<T>(a.rows, a.weight.k) + 64);
+    room.resize(bytes_of_inputs<T>(a.rows, a.weight) + 64);
     char* inputs = room.data() + (-(uintptr_t)room.data() & 63);
     with_team(a.rows * a.weight.n * a.weight.k < SERIAL_PRODUCTS ? 1 : a.threads, [&](Team& team, int member) {
         TileScope tiles;
@@ -119,6 +127,9 @@ void stemma_plan_free(Plan* plan) { delete plan; }
 void stemma_attend(Plan* plan, const AttendArgs* args) {
     args->is_bf16 ? attend<bf16>(*plan, *args) : attend<float>(*plan, *args);
 }
+void stemma_write_rows(const WriteArgs* args) {
+    args->is_bf16 ? write_rows<bf16>(*args) : write_rows<float>(*args);
+}
 void stemma_add_rms_norm(const NormArgs* args) {
     args->is_bf16 ? add_rms_norm<bf16>(*args) : add_rms_norm<float>(*args);
 }
@@ -133,10 +144,21 @@ void stemma_decoder_step(Plan* plan, const StepArgs* args) {
     args->is_bf16 ? run_step<bf16>(*plan, *args) : run_step<float>(*plan, *args);
 }
 int64_t stemma_packed_bytes(const Strips* weight, int32_t is_bf16) {
+    if (weight->codes.bits) return bytes_of_codes(*weight);
     int64_t steps = is_bf16 ? weight->steps<bf16>() : weight->steps<float>();
     return weight->count() * steps * STEP_BYTES;
 }
 void stemma_pack(const PackArgs* args) { args->is_bf16 ? pack<bf16>(*args) : pack<float>(*args); }
+void stemma_pack_codes(const PackCodesArgs* args) {
+    const PackCodesArgs& a = *args;
+    int64_t first = a.first / STRIP, last = (a.first + a.rows + STRIP - 1) / STRIP;
+    for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_codes(a, first + i); });
+}
+// Whether products of bytes have an instruction here; `allowed` = 0 has the next ones done without it, for tests.
+int32_t stemma_byte_dots(int32_t allowed) {
+    byte_dots_allowed = allowed;
+    return has_byte_dots();
+}
 void stemma_multiply(const MultiplyArgs* args) { args->is_bf16 ? multiply<bf16>(*args) : multiply<float>(*args); }
 int64_t stemma_mixture_room(const MixtureArgs* args) {
     return args->is_bf16 ? bytes_of_mixture<bf16>(*args) : bytes_of_mixture<float>(*args);

@@ -4,7 +4,10 @@
 
 #include <cmath>
 
+#include "kv_format.h"
 #include "vec.h"
+
+constexpr int MAX_HEAD_DIM = 1024;
 
 // out = weight * x / rms(x), rounded to T between, as the models of transformers do
 template <class T>
@@ -58,6 +61,7 @@ struct RotateArgs {
     int64_t tokens, block_stride, token_stride, head_stride;
     int32_t heads, kv_heads, dim, block_size, is_bf16, threads;
     float eps;
+    KVFormat format;
 
     int64_t width() const { return int64_t(heads + 2 * kv_heads) * dim; }
 };
@@ -65,7 +69,7 @@ struct RotateArgs {
 // Norm (if any) and rotate one head: pairs are (d, d + dim / 2).
 template <class T>
 static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T* cos, const T* sin, T* out) {
-    T normed[1024];
+    T normed[MAX_HEAD_DIM];
     if (norm) {
         rms_norm_row(x, norm, normed, a.dim, a.eps);
         x = normed;
@@ -90,6 +94,16 @@ static void rotate_and_write_token(const RotateArgs& a, int64_t i) {
     for (int h = 0; h < a.heads; h++, x += a.dim)
         rotate_head(a, x, (const T*)a.q_norm, cos, sin, (T*)a.query + (i * a.heads + h) * a.dim);
     int64_t at = a.slots[i] / a.block_size * a.block_stride + a.slots[i] % a.block_size * a.token_stride;
+    if (a.format.stored != PLAIN) {
+        T key[MAX_HEAD_DIM];
+        for (int h = 0; h < a.kv_heads; h++, x += a.dim) {
+            rotate_head(a, x, (const T*)a.k_norm, cos, sin, key);
+            encode_row(a.format, key, a.dim, h, a.head_stride, (uint8_t*)a.keys + at);
+        }
+        for (int h = 0; h < a.kv_heads; h++, x += a.dim)
+            encode_row(a.format, x, a.dim, h, a.head_stride, (uint8_t*)a.values + at);
+        return;
+    }
     for (int h = 0; h < a.kv_heads; h++, x += a.dim)
         rotate_head(a, x, (const T*)a.k_norm, cos, sin, (T*)a.keys + at + h * a.head_stride);
     for (int h = 0; h < a.kv_heads; h++, x += a.dim)

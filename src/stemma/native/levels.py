@@ -20,13 +20,13 @@ ISA_VARIABLE = "STEMMA_ISA"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One set of processor features and how the compiler is told of it."""
+    """One set of processor features and the compiler's flags for it."""
 
     name: str
     features: tuple[str, ...]
-    """What the processor must have, as /proc/cpuinfo calls it."""
+    """Features that the processor must have, as /proc/cpuinfo names them."""
     flags: tuple[str, ...]
-    """Of the compiler; they name instructions, never the machine that compiles."""
+    """Flags of the compiler; they name instructions, never the machine that compiles."""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -1,7 +1,7 @@
 """Loads the C++ kernels at the processor's instruction-set level; without them everything runs on torch.
 
-`load_kernels` picks the level (levels.py), finds or compiles its library (building.py), and holds the
-structures that both sides exchange against the library's own description of them. ``STEMMA_NATIVE=0``
+`load_kernels` picks the level (levels.py), finds or compiles its library (building.py), and compares the
+structures that both sides exchange with the library's own description of them. ``STEMMA_NATIVE=0``
 switches the kernels off.
 """
 
@@ -40,16 +40,37 @@ class BatchArgs(ctypes.Structure):
     )
 
 
+class KVFormat(ctypes.Structure):
+    """`KVFormat` of kv_format.h: how rows of KV are stored."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("stored", "num_scales", "first_dims", "scale_offset")
+    )
+
+
+class WriteArgs(ctypes.Structure):
+    """`WriteArgs` of kv_format.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("source", "target", "slots")),
+        *((name, ctypes.c_int64) for name in ("tokens", "source_token_stride", "source_head_stride")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "token_stride", "head_stride")),
+        *((name, ctypes.c_int32) for name in ("heads", "dim", "block_size", "is_bf16", "threads")),
+        ("format", KVFormat),
+    )
+
+
 class AttendArgs(ctypes.Structure):
-    """`AttendArgs` of attention.h."""
+    """`AttendArgs` of kv_rows.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "output")),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, ctypes.c_int64) for name in ("block_stride", "token_stride", "head_stride")),
-        *((name, ctypes.c_int32) for name in ("key_dim", "value_dim", "window", "is_bf16")),
+        *((name, ctypes.c_int32) for name in ("key_dim", "value_dim", "window", "first_key", "is_bf16")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("sinks", ctypes.c_void_p),
+        ("format", KVFormat),
     )
 
 
@@ -76,6 +97,7 @@ class RotateArgs(ctypes.Structure):
             for name in ("heads", "kv_heads", "dim", "block_size", "is_bf16", "threads")
         ),
         ("eps", ctypes.c_float),
+        ("format", KVFormat),
     )
 
 
@@ -89,12 +111,34 @@ class GateArgs(ctypes.Structure):
     )
 
 
+class Codes(ctypes.Structure):
+    """`Codes` of strips.h: how a packed weight is quantized."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("bits", "group", "scale_bytes", "has_offsets", "activations")),
+        ("input_scale", ctypes.c_float),
+        ("input_zero", ctypes.c_int32),
+    )
+
+
 class Strips(ctypes.Structure):
     """`Strips` of strips.h: a packed weight [n, k] and its bias."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "bias")),
         *((name, ctypes.c_int64) for name in ("n", "k")),
+        ("codes", Codes),
+    )
+
+
+class PackCodesArgs(ctypes.Structure):
+    """`PackCodesArgs` of quantized.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "offsets")),
+        *((name, ctypes.c_int64) for name in ("rows", "first")),
+        ("target", Strips),
+        ("threads", ctypes.c_int32),
     )
 
 
@@ -151,6 +195,29 @@ class LayerWeights(ctypes.Structure):
     )
 
 
+class LowRankArgs(ctypes.Structure):
+    """`LowRank` of low_rank.h: what an adapter adds to one product."""
+
+    _fields_ = (("down", Strips), ("up", Strips), ("scale", ctypes.c_float))
+
+
+class AdapterLayerArgs(ctypes.Structure):
+    """`AdapterLayer` of low_rank.h."""
+
+    _fields_ = tuple(
+        (name, LowRankArgs) for name in ("query", "key", "value", "output", "gate", "up", "down")
+    )
+
+
+class AdapterRowsArgs(ctypes.Structure):
+    """`AdapterRows` of low_rank.h: which rows of a step an adapter serves."""
+
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("begin", "end", "first_logit", "last_logit")),
+    )
+
+
 class StepArgs(ctypes.Structure):
     """`StepArgs` of decoder_step.h."""
 
@@ -166,6 +233,8 @@ class StepArgs(ctypes.Structure):
         ("layer_bytes", ctypes.c_int64),
         ("rotate", RotateArgs),
         ("attend", AttendArgs),
+        ("adapters", ctypes.c_void_p),
+        ("num_adapters", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
         ("eps", ctypes.c_float),
     )
@@ -186,6 +255,7 @@ class Kernels:
         self.attend = library.stemma_attend
         self.attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.attend.restype = None
+        self.write_rows = library.stemma_write_rows
         self.copy = library.stemma_copy
         self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.copy.restype = None
@@ -193,6 +263,10 @@ class Kernels:
         self.decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.decoder_step.restype = None
         self.pack = library.stemma_pack
+        self.pack_codes = library.stemma_pack_codes
+        self._byte_dots = library.stemma_byte_dots
+        self._byte_dots.argtypes = [ctypes.c_int32]
+        self._byte_dots.restype = ctypes.c_int32
         self.multiply = library.stemma_multiply
         self.mixture = library.stemma_mixture
         self.packed_bytes = library.stemma_packed_bytes
@@ -218,19 +292,27 @@ class Kernels:
         self.add_rms_norm = library.stemma_add_rms_norm
         self.silu_and_multiply = library.stemma_silu_and_multiply
         for function in (
-            *(self.add_rms_norm, self.silu_and_multiply),
-            *(self.pack, self.multiply, self.mixture),
+            *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
+            *(self.pack, self.pack_codes, self.multiply, self.mixture),
         ):
             function.argtypes = [ctypes.c_void_p]
             function.restype = None
 
+    def byte_dots(self, *, allowed: bool = True) -> bool:
+        """Whether products of bytes run on their own instruction, VNNI; for tests it can be forbidden."""
+        return bool(self._byte_dots(allowed))
+
 
 _MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Batch": BatchArgs,
+    "LowRank": LowRankArgs,
+    "AdapterLayer": AdapterLayerArgs,
+    "AdapterRows": AdapterRowsArgs,
     **{
         mirror.__name__: mirror
         for mirror in (
-            *(AttendArgs, NormArgs, RotateArgs, GateArgs, Strips, GatedWeights, PackArgs, MultiplyArgs),
+            *(KVFormat, WriteArgs, AttendArgs, NormArgs, RotateArgs, GateArgs),
+            *(Codes, PackCodesArgs, Strips, GatedWeights, PackArgs, MultiplyArgs),
             *(MixtureArgs, LayerWeights, StepArgs),
         )
     },
@@ -254,6 +336,8 @@ class KernelReport:
     """The level that runs; None: no kernels, torch computes everything."""
     reason: str
     """Why this level, or why none."""
+    int8_products: str
+    """The instructions that multiply int8 with int8 or int4, for people."""
     origin: Origin | None
     path: Path | None
     """The loaded library."""
@@ -288,10 +372,18 @@ def report_kernels(isa: str = "auto") -> KernelReport:
         levels=tuple(level.name for level in available_levels()),
         level=None if kernels is None else kernels.level,
         reason=reason,
+        int8_products="none" if kernels is None else _int8_products(kernels),
         origin=None if library is None else library.origin,
         path=None if library is None else library.path,
         compiler=find_compiler(),
     )
+
+
+def _int8_products(kernels: Kernels) -> str:
+    vnni = kernels.byte_dots()
+    if kernels.level == LEVELS[-1].name:
+        return "AMX-INT8, VNNI for a few rows" if vnni else "AMX-INT8"
+    return "VNNI" if vnni else "16-bit multiply-add (no VNNI)"
 
 
 def forget_kernels() -> None:

@@ -38,8 +38,8 @@ static int64_t multiply_registers(int64_t rounds) {
     }
     const char* unknown = (const char*)zeros;
     asm volatile("" : "+r"(unknown));  // or the compiler knows the results
-    auto line = Kind::line(unknown);
-    auto input = Kind::input(unknown);
+    auto line = Kind::line(unknown, 0);
+    auto input = Kind::input(unknown, 0);
     for (int64_t i = 0; i < rounds; i++) {
 #pragma GCC unroll 8
         for (int r = 0; r < SUMS; r++) {

@@ -54,7 +54,7 @@ class Mixture {
     // Divides `room`; `bytes` says how much is needed.
     Mixture(const MixtureArgs& a, int64_t rows) : a_(a), hidden_(a.experts[0].down.n), inner_(a.experts[0].down.k) {
         int64_t slots = rows * a.top_k, experts = std::min<int64_t>(a.num_experts, slots);
-        input_bytes_ = std::max(bytes_of_input_row<T>(hidden_), bytes_of_input_row<T>(inner_));
+        input_bytes_ = std::max(bytes_of_input_row<T>(a.experts[0].gate), bytes_of_input_row<T>(a.experts[0].down));
         char* at = a.room;
         starts_ = (int32_t*)cut_room(at, (a.num_experts + 1) * sizeof(int32_t));
         routed_ = (int32_t*)cut_room(at, (a.num_experts + 1) * sizeof(int32_t));
@@ -77,21 +77,21 @@ class Mixture {
         team.share(member, num_routed, [&](int64_t i) {
             for (int32_t slot = starts_[routed_[i]]; slot < starts_[routed_[i] + 1]; slot++)
                 std::memcpy(gathered_ + slot * hidden_, x + row_of_[slot] * hidden_, hidden_ * sizeof(T));
-            lay_out_expert(i, gathered_, hidden_);
+            lay_out_expert(i, &GatedWeights::gate, gathered_);
         });
         const Strips &gate = a_.experts[0].gate, &down = a_.experts[0].down;
         int parts = parts_of_strip(num_routed * gate.count(), team.size());
         int64_t pieces = gate.count() * parts;
         team.share(member, num_routed * pieces, [&](int64_t i) {
             int32_t e = routed_[i / pieces], slot = starts_[e], count = starts_[e + 1] - slot;
-            Inputs in = inputs_of(i / pieces, gathered_, hidden_);
+            Inputs in = inputs_of(i / pieces, gate, gathered_);
             gate_piece(a_.experts[e], i % pieces, parts, in, count, inner_rows_ + slot * inner_, inner_);
         });
-        team.share(member, num_routed, [&](int64_t i) { lay_out_expert(i, inner_rows_, inner_); });
+        team.share(member, num_routed, [&](int64_t i) { lay_out_expert(i, &GatedWeights::down, inner_rows_); });
         parts = parts_of_strip(num_routed * down.count(), team.size()), pieces = down.count() * parts;
         team.share(member, num_routed * pieces, [&](int64_t i) {
             int32_t e = routed_[i / pieces], slot = starts_[e], count = starts_[e + 1] - slot;
-            Inputs in = inputs_of(i / pieces, inner_rows_, inner_);
+            Inputs in = inputs_of(i / pieces, down, inner_rows_);
             multiply_piece(a_.experts[e].down, i % pieces, parts, in, count, gathered_ + slot * hidden_, hidden_);
         });
         T* output = (T*)a_.output + first * hidden_;
@@ -125,17 +125,18 @@ class Mixture {
     }
 
     // Routed expert i has its rows in `rows` from its first slot on, and its inputs in whole tiles of 16 rows.
-    Inputs inputs_of(int64_t i, const T* rows, int64_t k) const {
-        const int64_t bytes = bytes_of_input_row<T>(k), slot = starts_[routed_[i]];
-        if (bytes == 0) return {(const char*)(rows + slot * k), k * int64_t(sizeof(T))};
+    Inputs inputs_of(int64_t i, const Strips& w, const T* rows) const {
+        const int64_t bytes = bytes_of_input_row<T>(w), slot = starts_[routed_[i]];
+        if (bytes == 0) return {(const char*)(rows + slot * w.k), w.k * int64_t(sizeof(T))};
         return {inputs_ + (slot + 16 * i) / 16 * 16 * input_bytes_, bytes};
     }
-    void lay_out_expert(int64_t i, const T* rows, int64_t k) {
-        const int32_t slot = starts_[routed_[i]], count = starts_[routed_[i] + 1] - slot;
-        if (bytes_of_input_row<T>(k) == 0) return;
-        char* to = (char*)inputs_of(i, rows, k).at;
+    void lay_out_expert(int64_t i, Strips GatedWeights::*part, const T* rows) {
+        const int32_t expert = routed_[i], slot = starts_[expert], count = starts_[expert + 1] - slot;
+        const Strips& w = a_.experts[expert].*part;
+        if (bytes_of_input_row<T>(w) == 0) return;
+        char* to = (char*)inputs_of(i, w, rows).at;
         for (int64_t block = 0; block < (count + 15) / 16; block++)
-            lay_out_block(rows + slot * k, k, count, k, block, to);
+            lay_out_block(w, rows + slot * w.k, w.k, count, block, to);
     }
 
     void combine(int64_t row, const float* weights, T* out) {

@@ -1,7 +1,7 @@
-"""Memory of this process: what it holds, the most it held, and giving back what it doesn't need.
+"""Memory of this process: its present size, its peak, and returning unused memory to the system.
 
-Sizes come from Linux's /proc, malloc's knobs from glibc. Elsewhere sizes can't be had (OSError), and what
-would give memory back does nothing.
+Sizes are read from Linux's /proc; malloc's options are glibc's. Elsewhere sizes raise OSError, and the
+functions that return memory do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MADV_DONTNEED = 4
 _APART_BYTES = 1 << 20
 _USUAL_APART_BYTES, _USUAL_TRIM_BYTES = 32 << 20, 64 << 20
-"""Where glibc's own, growing thresholds end."""
+"""Largest value of glibc's own, growing thresholds."""
 
 
 def resident_bytes() -> int:
@@ -35,22 +35,23 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Let `peak_bytes` count from now on. Raises OSError where the kernel doesn't allow it."""
+    """Make `peak_bytes` count from now on. Raises OSError where the kernel doesn't allow it."""
     (_PROC / "clear_refs").write_text("5", encoding="ascii")
 
 
 def trim_heap() -> None:
-    """Have malloc return what was freed."""
+    """Make malloc return freed memory to the system."""
     if (trim := _libc_function("malloc_trim")) is not None:
         trim(0)
 
 
 @contextmanager
 def large_blocks_apart() -> Iterator[None]:
-    """Let malloc map each block of a megabyte or more apart, so that freeing it leaves no hole in the heap.
+    """Make malloc map each block of a megabyte or more separately, so that freeing it leaves no hole in the
+    heap.
 
-    glibc stops doing so for blocks of a size that was freed before. Weights then come to lie in the heap,
-    with holes between them that later steps fill one after another: 55 MB on the 0.5B shape.
+    glibc stops doing so for blocks of a size that was freed before. Then weights lie in the heap, with holes
+    between them that later steps fill one after another: 55 MB on the 0.5B shape.
     """
     mallopt = _libc_function("mallopt")
     if mallopt is None:
@@ -79,7 +80,7 @@ class MappedFiles:
         """Take their pages out of this process; whoever reads them finds them in the page cache again."""
         if self._madvise is None or not self._mappings:
             return
-        # What was unmapped since may have given its addresses to somebody else.
+        # The addresses of a mapping that has ended may belong to another one now.
         maps = (_PROC / "maps").read_text(encoding="utf-8", errors="replace")
         self._mappings &= {found for line in maps.splitlines() if (found := _mapping(line)) is not None}
         for start, end, _ in self._mappings:

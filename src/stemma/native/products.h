@@ -5,7 +5,9 @@
 // threads.
 #pragma once
 
+#include "dequantized_dots.h"
 #include "dots.h"
+#include "int8_products.h"
 #include "team.h"
 #include "tile_dots.h"
 
@@ -14,7 +16,6 @@ constexpr bool ON_TILES = STEMMA_AMX && sizeof(T) == 2;
 template <class T>
 constexpr bool WIDENED = !STEMMA_BF16_DOT && sizeof(T) == 2;
 
-constexpr int BLOCK_ROWS = STEMMA_AMX ? 256 : 64;  // rows whose sums for one strip are kept at a time
 constexpr int64_t PASS_ROWS = 256;  // rows that go through a product at a time: their inputs stay in the caches
 
 // Rows as this level multiplies them.
@@ -27,16 +28,25 @@ template <class T>
 static int64_t bytes_of_input_row(int64_t k) {
     return ON_TILES<T> ? (k + 31) / 32 * 64 : WIDENED<T> ? k * 4 : 0;
 }
+template <class T>
+static int64_t bytes_of_input_row(const Strips& w) {
+    return wants_int8(w) ? Int8Layout(w).bytes : bytes_of_input_row<T>(w.k);
+}
 // Room for the inputs of a pass of up to `rows` rows; 0 where rows are taken as they are.
 template <class T>
-static int64_t bytes_of_inputs(int64_t rows, int64_t k) {
-    return (std::min(rows, PASS_ROWS) + 15) / 16 * 16 * bytes_of_input_row<T>(k);
+static int64_t bytes_of_inputs(int64_t rows, const Strips& w) {
+    return (std::min(rows, PASS_ROWS) + 15) / 16 * 16 * bytes_of_input_row<T>(w);
 }
 
-// Lay rows [16 block, 16 block + 16) of x out; row 0's inputs begin at `room`.
+// Lay rows [16 block, 16 block + 16) of x out for a product with w; row 0's inputs begin at `room`.
 template <class T>
-static void lay_out_block(const T* x, int64_t stride, int64_t rows, int64_t k, int64_t block, char* room) {
-    if constexpr (ON_TILES<T>) {
+static void lay_out_block(const Strips& w, const T* x, int64_t stride, int64_t rows, int64_t block, char* room) {
+    const int64_t k = w.k;
+    if (wants_int8(w)) {
+        const int64_t bytes = Int8Layout(w).bytes;
+        for (int64_t r = 16 * block; r < std::min(rows, 16 * block + 16); r++)
+            quantize_row(x + r * stride, w, room + r * bytes);
+    } else if constexpr (ON_TILES<T>) {
 #if STEMMA_AMX
         lay_in_tiles(x, stride, rows, k, block, room);
 #endif
@@ -53,10 +63,11 @@ static void lay_out_block(const T* x, int64_t stride, int64_t rows, int64_t k, i
 
 // Lay `rows` <= PASS_ROWS rows of x out in `room`. Called by all members of the team.
 template <class T>
-static Inputs lay_out(Team& team, int member, const T* x, int64_t stride, int64_t rows, int64_t k, char* room) {
-    if (!ON_TILES<T> && !WIDENED<T>) return {(const char*)x, stride * int64_t(sizeof(T))};
-    team.share(member, (rows + 15) / 16, [&](int64_t i) { lay_out_block(x, stride, rows, k, i, room); });
-    return {room, bytes_of_input_row<T>(k)};
+static Inputs lay_out(Team& team, int member, const Strips& w, const T* x, int64_t stride, int64_t rows, char* room) {
+    const int64_t bytes = bytes_of_input_row<T>(w);
+    if (bytes == 0) return {(const char*)x, stride * int64_t(sizeof(T))};
+    team.share(member, (rows + 15) / 16, [&](int64_t i) { lay_out_block(w, x, stride, rows, i, room); });
+    return {room, bytes};
 }
 
 // Into how many parts a strip is cut, so that `threads` threads all have work.
@@ -67,6 +78,49 @@ struct Outputs {
     int width;
 };
 
+template <class B>
+static inline void add_bias(const B* bias, int width, int rows, float* acc) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < width; i++) acc[r * STRIP + i] += to_float(bias[i]);
+}
+
+// Inputs [begin, end) of `lines` lines of a plain strip, from `weights` on, for `rows` rows whose inputs begin at
+// `x.at`; acc holds nothing yet if begin is 0. On tiles, `begin` is a multiple of 32.
+template <class T>
+static void dot_plain(const char* weights, int lines, int64_t k, int64_t begin, int64_t end, const Inputs& x, int rows,
+                      float* acc) {
+    if constexpr (ON_TILES<T>) {
+#if STEMMA_AMX
+        const int64_t tiles = (end - begin + 31) / 32, next_rows = (k + 31) / 32 * TILE_BYTES;
+        dot_lines_on_tiles(weights, lines, tiles, x.at + begin / 32 * TILE_BYTES, next_rows, rows, acc, begin == 0);
+#endif
+    } else if constexpr (sizeof(T) == 4) {
+        dot_lines<FloatDot>(weights, lines, end - begin, x.at + 4 * begin, x.stride, rows, acc, begin == 0);
+    } else if constexpr (WIDENED<T>) {
+        dot_lines<WideDot>(weights, lines, (end - begin) / 2, x.at + 4 * begin, x.stride, rows, acc, begin == 0);
+    } else {
+#if STEMMA_BF16_DOT
+        dot_lines<PairDot>(weights, lines, (end - begin) / 2, x.at + 2 * begin, x.stride, rows, acc, begin == 0);
+#endif
+    }
+}
+
+// As dot_plain for the whole of a quantized strip that is multiplied with inputs as they are.
+template <class T>
+static void dot_dequantized(const Strips& w, const char* strip, int line, int lines, const Inputs& x, int rows,
+                            float* acc) {
+    alignas(64) char chunk[INPUTS_OF_CHUNK<T> / INPUTS_OF_STEP<T> * STEP_BYTES + STEPS_OF_TILE * STEP_BYTES];
+    for (int64_t begin = 0; begin < w.k; begin += INPUTS_OF_CHUNK<T>) {
+        const int64_t end = std::min(w.k, begin + INPUTS_OF_CHUNK<T>);
+        dequantize_chunk<T>(w, strip, line, lines, begin, end, chunk);
+        if (ON_TILES<T>) {  // the last tile may be partial
+            const int64_t used = (end - begin) / INPUTS_OF_STEP<T> * STEP_BYTES;
+            std::memset(chunk + used, 0, (STEPS_OF_TILE * STEP_BYTES - used % (STEPS_OF_TILE * STEP_BYTES)));
+        }
+        dot_plain<T>(chunk, lines, w.k, begin, end, x, rows, acc);
+    }
+}
+
 // Piece `piece` of strips * parts: sums of `rows` <= BLOCK_ROWS rows for its outputs into acc[rows][STRIP], bias
 // included. `first` is a multiple of BLOCK_ROWS.
 template <class T>
@@ -74,25 +128,21 @@ static Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs
                          float* acc) {
     int64_t strip = piece / parts;
     int lines = LINES / parts, line = int(piece % parts) * lines;
-    const char *weights = w.strip<T>(strip) + 64 * line, *inputs = x.at + first * x.stride;
-    if constexpr (ON_TILES<T>) {
-#if STEMMA_AMX
-        dot_lines_on_tiles(weights, lines, w.steps<T>(), inputs, rows, acc);
-#endif
-    } else if constexpr (sizeof(T) == 4) {
-        dot_lines<FloatDot>(weights, lines, w.k, inputs, x.stride, rows, acc);
-    } else if constexpr (WIDENED<T>) {
-        dot_lines<WideDot>(weights, lines, w.k / 2, inputs, x.stride, rows, acc);
-    } else {
-#if STEMMA_BF16_DOT
-        dot_lines<PairDot>(weights, lines, w.k / 2, inputs, x.stride, rows, acc);
-#endif
+    const Inputs inputs{x.at + first * x.stride, x.stride};
+    const int64_t begin = strip * STRIP + 16 * line;
+    const int width = int(std::max<int64_t>(0, std::min<int64_t>(16 * lines, w.n - begin)));
+    if (w.codes.bits == 0) {
+        dot_plain<T>(w.strip<T>(strip) + 64 * line, lines, w.k, 0, w.k, inputs, rows, acc);
+        if (w.bias) add_bias((const T*)w.bias + begin, width, rows, acc);
+        return {begin, width};
     }
-    int64_t begin = strip * STRIP + 16 * line;
-    int width = int(std::max<int64_t>(0, std::min<int64_t>(16 * lines, w.n - begin)));
-    if (w.bias)
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < width; i++) acc[r * STRIP + i] += to_float(((const T*)w.bias)[begin + i]);
+    const GroupLayout g(w);
+    const char* codes = w.data + strip * g.count * g.bytes;
+    if (wants_int8(w))
+        Int8Piece{w, codes, line, lines, inputs.at, inputs.stride, rows, acc}.run();
+    else
+        dot_dequantized<T>(w, codes, line, lines, inputs, rows, acc);
+    if (w.bias) add_bias((const float*)w.bias + begin, width, rows, acc);
     return {begin, width};
 }
 
@@ -123,7 +173,7 @@ static void multiply(Team& team, int member, const Strips& w, const T* x, int64_
     int parts = parts_of_strip(w.count(), team.size());
     for (int64_t first = 0; first < rows; first += PASS_ROWS) {
         int64_t count = std::min(PASS_ROWS, rows - first);
-        Inputs inputs = lay_out(team, member, x + first * x_stride, x_stride, count, w.k, room);
+        Inputs inputs = lay_out(team, member, w, x + first * x_stride, x_stride, count, room);
         team.share(member, w.count() * parts, [&](int64_t piece) {
             multiply_piece(w, piece, parts, inputs, count, out + first * out_stride, out_stride);
         });

@@ -18,10 +18,21 @@ constexpr int STEPS_OF_TILE = 16;
 template <class T>
 constexpr int INPUTS_OF_STEP = 4 / sizeof(T);
 
+struct Codes {            // of a quantized weight (quantized.h)
+    int32_t bits;         // 8 or 4; 0: the weight is plain
+    int32_t group;        // inputs of an output that share a scale
+    int32_t scale_bytes;  // of a scale and of an offset: 2 (half precision) or 4
+    int32_t has_offsets;
+    int32_t activations;  // inputs: 0 as they are; int8 with 1 a scale a row, 2 the scale below, 3 a scale a group
+    float input_scale;
+    int32_t input_zero;
+};
+
 struct Strips {
     const char* data;  // 64-byte aligned
-    const void* bias;  // [n] of the weight's type, or null
+    const void* bias;  // [n] of the weight's type, of floats if the weight is quantized; or null
     int64_t n, k;      // bf16: k is even
+    Codes codes;
 
     int64_t count() const { return (n + STRIP - 1) / STRIP; }
     template <class T>

@@ -59,13 +59,14 @@ static inline void tile_block(const char* w, const char* x, int64_t next_rows, i
     asm volatile("" ::: "memory");
 }
 
-// As dot_lines of dots.h; rows are in tiles (lay_in_tiles), and acc has room for a multiple of 16.
-static void dot_lines_on_tiles(const char* w, int lines, int64_t steps, const char* x, int rows, float* acc) {
-    const int64_t tiles = steps / STEPS_OF_TILE, next_rows = tiles * TILE_BYTES;
+// As dot_lines of dots.h; rows are in tiles (lay_in_tiles), 16 of them in `next_rows` bytes, and acc has room for a
+// multiple of 16.
+static void dot_lines_on_tiles(const char* w, int lines, int64_t tiles, const char* x, int64_t next_rows, int rows,
+                               float* acc, bool first) {
     const int row_tiles = (rows + 15) / 16;
     if (row_tiles == 1) {
         auto run = lines == 4 ? tile_block<1, 4> : tile_block<1, 1>;
-        return run(w, x, next_rows, tiles, acc, true, true);
+        return run(w, x, next_rows, tiles, acc, first, true);
     }
     const int width = std::min(lines, 2);
     for (int64_t done = 0; done < tiles; done += TILES_AT_ONCE) {
@@ -77,7 +78,7 @@ static void dot_lines_on_tiles(const char* w, int lines, int64_t steps, const ch
                 float* out = acc + m * 16 * STRIP + line * 16;
                 auto run = m + 2 <= row_tiles ? (width == 2 ? tile_block<2, 2> : tile_block<2, 1>)
                                               : (width == 2 ? tile_block<1, 2> : tile_block<1, 1>);
-                run(here, inputs, next_rows, now, out, done == 0, m == 0);
+                run(here, inputs, next_rows, now, out, first && done == 0, m == 0);
             }
         }
     }

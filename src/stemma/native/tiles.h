@@ -1,7 +1,7 @@
 // Intel's tile unit (AMX): eight tiles of 16 rows of 64 bytes, and a product of two of them in one instruction.
 //
 // With STEMMA_EMULATE_TILES the same names work on memory, so that code on tiles is tested on processors without
-// them. The emulation follows the operation section of TDPBF16PS in Intel's manual: within a row, products of
+// them. The emulation follows the operation sections of Intel's manual. TDPBF16PS: within a row, products of
 // even and of odd inputs are summed apart, each by fused multiply-add, then both sums are added, then the
 // result; denormals are taken and given as zero; rounding is to nearest even whatever MXCSR says.
 #pragma once
@@ -45,10 +45,20 @@ static inline void emulate_dpbf16ps(int result, int left, int right) {
         store(row, flushed(flushed(load(row)) + flushed(even + odd)));
     }
 }
+// Bytes: signed on the left, unsigned on the right; integers wrap.
+static inline void emulate_dpbsud(int result, int left, int right) {
+    for (int m = 0; m < 16; m++) {
+        int32_t* row = (int32_t*)emulated_tiles[result].row[m];
+        for (int k = 0; k < 64; k++)
+            for (int n = 0; n < 16; n++)
+                row[n] += int8_t(emulated_tiles[left].row[m][k]) * emulated_tiles[right].row[k / 4][4 * n + k % 4];
+    }
+}
 #define tile_zero(tile) emulate_zero(tile)
 #define tile_loadd(tile, from, stride) emulate_load(tile, from, stride)
 #define tile_stored(tile, to, stride) emulate_store(tile, to, stride)
 #define tile_dpbf16ps(result, left, right) emulate_dpbf16ps(result, left, right)
+#define tile_dpbsud(result, left, right) emulate_dpbsud(result, left, right)
 
 static bool amx_ready() { return true; }
 struct TileScope {
@@ -56,7 +66,7 @@ struct TileScope {
     ~TileScope() {}
 };
 
-#elif STEMMA_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#elif STEMMA_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define STEMMA_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -65,6 +75,7 @@ struct TileScope {
 #define tile_loadd(tile, from, stride) _tile_loadd(tile, from, stride)
 #define tile_stored(tile, to, stride) _tile_stored(tile, to, stride)
 #define tile_dpbf16ps(result, left, right) _tile_dpbf16ps(result, left, right)
+#define tile_dpbsud(result, left, right) _tile_dpbsud(result, left, right)
 
 // Linux lets a process use tiles only if it asks; the answer is for all its threads.
 static bool amx_ready() {

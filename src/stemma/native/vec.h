@@ -148,6 +148,15 @@ static inline Twice<V> fma(Twice<V> a, Twice<V> b, Twice<V> c) {
     return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
 }
 
+// a * b + c of single floats, as fma() computes it
+static inline float fma_one(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_NEON)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 static inline native_f as_float(native_i x) { return (native_f)x; }
 static inline native_f as_float(native_u x) { return (native_f)x; }
 static inline native_i as_int(native_f x) { return (native_i)x; }

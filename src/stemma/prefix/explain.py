@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stemma.prefix.keys import partial_key
-from stemma.types import BlockKey, TokenArray
+from stemma.types import BlockKey, Tier, TokenArray
 
 
 class MissReason(StrEnum):
@@ -20,6 +20,8 @@ class MissReason(StrEnum):
 
     DISABLED = "disabled"
     """The prefix cache is off."""
+    RECOMPUTED = "recomputed"
+    """The request wants what only computing gives: log-probabilities of its prompt."""
     LAST_TOKEN = "last_token"
     """Everything reusable was reused; the last prompt token is always computed."""
     EVICTED = "evicted"
@@ -28,8 +30,18 @@ class MissReason(StrEnum):
     """The next block was cached once and was dropped by a flush."""
     LOAD_FAILED = "load_failed"
     """A lower tier has more of it, but the load brought less."""
+    LOAD_SLOWER = "load_slower"
+    """A lower tier has more of it, but computing it is predicted to be faster."""
+    LOAD_NOT_AWAITED = "load_not_awaited"
+    """A slow tier has more of it, but requests don't wait for slow tiers (prefetch policy best_effort)."""
     NO_ROOM = "no_room"
     """The head of a block could have been reused, but no block was free to copy it to."""
+    OTHER_ADAPTER = "other_adapter"
+    """The same tokens are cached for another adapter of the model, or for none."""
+    MODEL_CHANGED = "model_changed"
+    """The same tokens lie on the disk, computed by another model or in another layout."""
+    OTHER_TENANT = "other_tenant"
+    """The same tokens are cached for another tenant or `cache_salt`. Only the operator is told."""
     DIVERGED = "diverged"
     """Cached sequences go on differently from here."""
     EXTENDS = "extends"
@@ -56,6 +68,8 @@ class Miss:
     detail: str
     parting: Parting | None = None
     """None where no cached sequence goes on differently."""
+    num_tokens_of_others: int = 0
+    """Leading tokens that another tenant or salt has cached, where that is more. Only for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,8 @@ class Ghost:
     policy: str
     """Name of the eviction policy that chose it."""
     num_tokens: int
+    cause: str = ""
+    """What it was evicted for, as the end of a sentence."""
 
 
 class Ghosts:
@@ -94,11 +110,12 @@ class Ghosts:
         if len(self._ghosts) > self._capacity:
             self._drop_length(self._ghosts.popitem(last=False)[1].num_tokens)
 
-    def remove(self, key: bytes) -> None:
-        """Drop the ghost of a block that came back; unknown keys are ignored."""
+    def remove(self, key: bytes) -> Ghost | None:
+        """Drop and return the ghost of a block that came back; None if there is none."""
         ghost = self._ghosts.pop(key[:8], None)
         if ghost is not None:
             self._drop_length(ghost.num_tokens)
+        return ghost
 
     def find(self, parent: BlockKey, tokens: TokenArray) -> Ghost | None:
         """Return the ghost that would have served the most of `tokens`, which follow the block `parent`.
@@ -148,10 +165,11 @@ def explain_miss(facts: MissFacts, now: float) -> Miss:
     if facts.ghost is not None:
         verb = "flushed" if facts.ghost.reason is MissReason.FLUSHED else "evicted"
         by = f" by policy {facts.ghost.policy}" if verb == "evicted" else ""
+        cause = f" {facts.ghost.cause}" if facts.ghost.cause else ""
         return Miss(
             facts.ghost.reason,
             f"The block of {facts.ghost.num_tokens} tokens after position {at} was cached and was {verb}"
-            f"{by} {max(0.0, now - facts.ghost.gone_at):.1f} s ago.",
+            f"{by} {max(0.0, now - facts.ghost.gone_at):.1f} s ago{cause}.",
         )
     if at == 0:
         return Miss(MissReason.COLD, "Nothing in the cache begins like this prompt.")
@@ -168,6 +186,9 @@ def explain_miss(facts: MissFacts, now: float) -> Miss:
 
 
 DISABLED_MISS = Miss(MissReason.DISABLED, "The prefix cache is disabled.")
+RECOMPUTED_MISS = Miss(
+    MissReason.RECOMPUTED, "Log-probabilities of the prompt were asked for: each token was computed."
+)
 
 
 def load_failed(num_blocks: int, num_cached_tokens: int) -> Miss:
@@ -176,4 +197,32 @@ def load_failed(num_blocks: int, num_cached_tokens: int) -> Miss:
         MissReason.LOAD_FAILED,
         f"{num_blocks} more blocks after position {num_cached_tokens} lie in lower tiers, but their load "
         "failed or took too long.",
+    )
+
+
+def load_passed_over(num_blocks: int, tier: Tier, num_cached_tokens: int, *, is_awaited: bool) -> Miss:
+    """Return the miss of a prompt of which `num_blocks` more lie in `tier` and weren't asked for."""
+    where = f"{num_blocks} more blocks after position {num_cached_tokens} lie in the {tier} tier"
+    if is_awaited:
+        detail = f"{where}, but computing them is predicted to be faster than loading them."
+        return Miss(MissReason.LOAD_SLOWER, detail)
+    detail = f"{where}, but requests don't wait for this tier: the prefetch policy is best_effort."
+    return Miss(MissReason.LOAD_NOT_AWAITED, detail)
+
+
+def cached_for_other_adapter(num_tokens: int, adapter: str) -> Miss:
+    """Return the miss of a prompt whose first `num_tokens` tokens are cached for another adapter."""
+    whose = f"the adapter {adapter[:12]}" if adapter else "the model without an adapter"
+    return Miss(
+        MissReason.OTHER_ADAPTER,
+        f"The first {num_tokens} tokens are cached for {whose}; an adapter changes the KV of every token.",
+    )
+
+
+def cached_for_other_model(num_tokens: int, difference: str) -> Miss:
+    """Return the miss of a prompt whose first `num_tokens` tokens another model left on the disk."""
+    return Miss(
+        MissReason.MODEL_CHANGED,
+        f"The first {num_tokens} tokens lay in the disk cache when the server started, computed "
+        f"{difference}.",
     )

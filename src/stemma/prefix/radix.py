@@ -80,6 +80,45 @@ class NodeView:
     num_children: int
 
 
+class Edge:
+    """A node of the tree for outlines: read at once, before the index changes."""
+
+    __slots__ = ("_index", "_node")
+
+    def __init__(self, index: RadixIndex, node: _Node) -> None:
+        self._index = index
+        self._node = node
+
+    @property
+    def start(self) -> int:
+        """Tokens before this node."""
+        return self._node.start
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the node itself."""
+        return len(self._node.tokens)
+
+    @property
+    def last_block(self) -> int:
+        """Id of its last block; -1: it owns none."""
+        return self._node.blocks[-1] if self._node.blocks else -1
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its first block is pinned."""
+        return bool(self._node.blocks) and self._index.is_pinned(self._node.blocks[0])
+
+    def first(self, num_tokens: int) -> list[int]:
+        """Return its first tokens."""
+        return self._node.tokens[:num_tokens].tolist()
+
+    def children(self) -> Iterator[Edge]:
+        """Yield the nodes below."""
+        for node in self._node.children.values():
+            yield Edge(self._index, node)
+
+
 class RadixIndex(LedgerIndex):
     """Cached prefixes as a radix tree per namespace. See the module's docstring."""
 
@@ -212,6 +251,15 @@ class RadixIndex(LedgerIndex):
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces that have cached tokens."""
         return list(self._roots)
+
+    def edges(self) -> Iterator[tuple[Namespace, list[Edge]]]:
+        """Yield the namespaces and the nodes at their roots. O(1) a node that is visited."""
+        for namespace, root in self._roots.items():
+            yield namespace, [Edge(self, node) for node in root.children.values()]
+
+    def is_pinned(self, block_id: int) -> bool:
+        """Return whether a block of the index is pinned."""
+        return bool(self._ledger.pins[block_id])
 
     def nodes(self, namespace: Namespace) -> Iterator[NodeView]:
         """Yield the nodes of one namespace, parents first, without the root."""

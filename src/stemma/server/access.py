@@ -20,7 +20,6 @@ from stemma.config.settings import ServerSettings
 from stemma.config.words import read_key
 from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
 from stemma.server.tenants.keyfile import KeyFile, Tenant
-from stemma.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,6 @@ class Access:
         """Keys of tenants; None: everybody is one."""
         if self.keys is not None and self.api_key is not None:
             raise ConfigError("give api_keys_file or api_key, not both")
-        if self.keys is not None:
-            _warn_of_lower_quotas(self.keys)
         self._is_local = is_loopback(settings.host)
         self._allowed_origins = frozenset(settings.allowed_origins)
 
@@ -135,12 +132,6 @@ def has_key(request: Request, key: str | None) -> bool:
     except Unauthorized:
         return False
     return key is not None
-
-
-def _warn_of_lower_quotas(keys: KeyFile) -> None:
-    names = [tenant.name for tenant in keys.tenants if tenant.entry.cache_bytes.keys() - {Tier.DEVICE}]
-    if names:
-        logger.warning("cache_bytes below the device has no effect yet (tenants: %s)", ", ".join(names))
 
 
 def tenant_of(request: Request) -> Tenant | None:

@@ -15,26 +15,27 @@ from starlette.responses import Response
 from stemma import __version__
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
-from stemma.server import (
-    admin,
-    admin_explain,
-    admin_pool,
-    infer,
-    management,
-    mindie_management,
-    openai_chat,
-    openai_completions,
-    tgi,
-    tokenize,
-    triton,
-)
+from stemma.server.apis import infer, openai_chat, openai_completions, tgi, tokenize, triton
+from stemma.server.apis.messages import api as messages
+from stemma.server.apis.responses import api as responses
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
-from stemma.server.headers import HeaderGuard
-from stemma.server.messages import api as messages
-from stemma.server.metrics import ServerMetrics
 from stemma.server.openapi import describe
-from stemma.server.responses import api as responses
+from stemma.server.operator import (
+    admin,
+    admin_divergences,
+    admin_explain,
+    admin_pool,
+    admin_published,
+    lora_adapters,
+    management,
+    mindie_management,
+)
+from stemma.server.operator.dashboard import live, pages, tree
+from stemma.server.operator.metrics import ServerMetrics
+from stemma.server.operator.request_log import log_request
+from stemma.server.operator.tracing import Tracing, TracingMiddleware
+from stemma.server.transport.headers import HeaderGuard
 
 ROUTERS = (
     openai_chat.router,
@@ -48,7 +49,13 @@ ROUTERS = (
     admin.router,
     admin.file_router,
     admin_explain.router,
+    live.router,
+    tree.router,
+    pages.router,
+    admin_divergences.router,
     admin_pool.router,
+    lora_adapters.router,
+    admin_published.router,
     infer.router,
     triton.router,
     tokenize.router,
@@ -57,18 +64,35 @@ ROUTERS = (
     mindie_management.router,
     mindie_management.stop_router,
 )
-"""One per plane; a new endpoint is a new file and a line here."""
+"""One per API and per part of the operator's plane; a new one is a new file and a line here."""
 _MAX_PATH_CHARS = 200
 
 
-def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics | None = None) -> FastAPI:
-    """Return the application. It doesn't own the engine: the caller closes it."""
+def create_app(
+    engine: EngineClient,
+    settings: Settings,
+    metrics: ServerMetrics | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """Return the application. It doesn't own the engine: the caller closes it.
+
+    `tracing` None: as the settings say.
+    """
+    if tracing is None and settings.server.otlp_endpoint is not None:
+        tracing = Tracing.to_collector(settings.server.otlp_endpoint)
     context = ServerContext(engine, settings, metrics or ServerMetrics())
+    if settings.server.log_requests:
+        context.watches.observers.append(log_request)
+    if tracing is not None:
+        context.watches.capture = tracing.capture
+        context.watches.observers.append(tracing.record)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         context.close()
+        if tracing is not None:
+            tracing.close()
 
     app = FastAPI(
         title="Stemma",
@@ -91,6 +115,8 @@ def create_app(engine: EngineClient, settings: Settings, metrics: ServerMetrics 
             allow_headers=["*"],
             expose_headers=["x-stemma-cached-tokens", "retry-after"],
         )
+    if tracing is not None:
+        app.add_middleware(TracingMiddleware, tracing=tracing)
     app.add_middleware(HeaderGuard)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -12,20 +13,27 @@ from starlette.requests import Request
 from stemma.config.settings import Settings
 from stemma.config.words import read_secret
 from stemma.engine.client import EngineClient
-from stemma.errors import InvalidRequest
+from stemma.errors import ConfigError, InvalidRequest
+from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.access import Access
 from stemma.server.answers.families import answer_format
-from stemma.server.conversation import Conversation
-from stemma.server.explanations import Explanations
-from stemma.server.metrics import ServerMetrics
-from stemma.server.responses.store import ResponseStore
-from stemma.server.template_process import TemplateProcess
+from stemma.server.apis.responses.store import ResponseStore
+from stemma.server.operator.explanations import Explanations
+from stemma.server.operator.metric_aliases import Names
+from stemma.server.operator.metrics import ServerMetrics
+from stemma.server.operator.mindie_metrics import MINDIE_NAMES
+from stemma.server.operator.usage_ledger import UsageLedger
+from stemma.server.operator.vllm_metrics import VLLM_NAMES
+from stemma.server.operator.watches import Watches
+from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.template_process import TemplateProcess
+from stemma.server.requests.workers import WorkerThreads
+from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.rates import RateLimits
-from stemma.server.usage_ledger import UsageLedger
-from stemma.server.workers import WorkerThreads
 from stemma.types import Tier
 
 T = TypeVar("T")
+ALIASES = {"vllm": VLLM_NAMES, "mindie": MINDIE_NAMES}
 
 TOKENIZER_THREADS = 2
 """Tokenizers work outside the GIL; two keep a long prompt from delaying a short one."""
@@ -49,8 +57,16 @@ class ServerContext:
         """Drains and stops the server within the given seconds; None if only its creator can stop it."""
         self.access = Access(settings.server)
         self.rates = RateLimits()
-        self._quotas: dict[str, int] = {}
+        self.published = PublishedPrefixes(settings.server.public_prefixes, settings.engine.cache.block_size)
+        self._quotas: dict[str, Mapping[Tier, int]] = {}
+        self.watches = Watches(metrics)
+        self.metric_aliases = alias_names(settings)
+        self.num_live_streams = 0
+        """Pages that watch this server."""
         self.explanations = Explanations()
+        self.divergences = DivergenceWindow()
+        self.divergences_lock = asyncio.Lock()
+        """Held while a report on them is made."""
         self.ledger = UsageLedger.of(settings.server.ledger, engine.model_name, metrics)
         self.bundle_key = read_secret(settings.server.bundle_key_file)
         self._renderer: TemplateProcess | None = None
@@ -69,19 +85,15 @@ class ServerContext:
             settings.server.response_ttl_s,
         )
         self._token_texts: dict[int, str] = {}
-        self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer")
-        self._parser = WorkerThreads(1, "stemma-parser")
+        self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer", engine.supervisor)
+        self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
 
     async def apply_quotas(self) -> None:
         """Tell the engine what the tenants' blocks may take, if that has changed since the last call."""
         if self.access.keys is None:
             return
         tenants = self.access.keys.tenants
-        quotas = {
-            tenant.name: tenant.entry.cache_bytes[Tier.DEVICE]
-            for tenant in tenants
-            if Tier.DEVICE in tenant.entry.cache_bytes
-        }
+        quotas = {one.name: one.entry.cache_bytes for one in tenants if one.entry.cache_bytes}
         if quotas == self._quotas:
             return
         before, self._quotas = self._quotas, quotas
@@ -125,6 +137,17 @@ class ServerContext:
         self._parser.close()
         if self._renderer is not None:
             self._renderer.close()
+
+
+def alias_names(settings: Settings) -> list[Names]:
+    """Return whose names `/metrics` shows beside ours. Raises ConfigError for one that nobody knows."""
+    wanted = dict.fromkeys(name for name in settings.server.metric_aliases if name != "none")
+    if settings.requests.dialect == "mindie":
+        wanted["mindie"] = None
+    for name in wanted:
+        if name not in ALIASES:
+            raise ConfigError(f"metric_aliases: {name!r} is none of {', '.join(ALIASES)}, none")
+    return [ALIASES[name] for name in wanted]
 
 
 def context_of(request: Request) -> ServerContext:

@@ -152,6 +152,14 @@ def tgi_error(error: StemmaError) -> Response:
     return json_response(body, status, _retry_headers(error))
 
 
+class OpenRoute(APIRoute):
+    """A route that asks for no key: what it answers is no secret. Errors in OpenAI's shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the handler, guarded."""
+        return _guarded(super().get_route_handler(), lambda request: None, openai_error)
+
+
 class OpenAIRoute(APIRoute):
     """A route that answers errors in OpenAI's shape, and asks for the API key."""
 

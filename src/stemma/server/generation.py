@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.api import CacheReport, DraftCount, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import run_beam_search
 from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import (
     GenerationFailed,
     InvalidRequest,
@@ -25,11 +27,11 @@ from stemma.errors import (
 )
 from stemma.server.access import tenant_of
 from stemma.server.context import ServerContext
-from stemma.server.disconnect import unless_disconnected
-from stemma.server.explain import explained, is_asked
-from stemma.server.explanations import Explanation
-from stemma.server.limits import cap_output
+from stemma.server.operator.explain import explained, is_asked
+from stemma.server.operator.explanations import Explanation
+from stemma.server.requests.limits import cap_output
 from stemma.server.tenants.namespace import tenant_namespace
+from stemma.server.transport.disconnect import unless_disconnected
 from stemma.types import FinishReason, Tier
 
 
@@ -44,7 +46,7 @@ async def run_one(
     if context.draining:
         raise ShuttingDown("the server is shutting down")
     request = cap_output(context.settings.requests, request)
-    watch = context.metrics.watch(api)
+    watch = context.watches.watch(request, api)
     entry = context.ledger.entry(request, api)
     outcome = "aborted"
     is_noted = False
@@ -57,6 +59,7 @@ async def run_one(
                 if not is_noted:
                     is_noted = True
                     context.explanations.add(Explanation.of(request, exact.cache))
+                    context.divergences.add(time.monotonic(), request, exact.cache)
                 watch.seen(output)
                 entry.seen(exact)
                 output.raise_error()
@@ -108,7 +111,9 @@ def reported(settings: Settings, output: RequestOutput) -> RequestOutput:
     by_tier: dict[Tier, int] = {}
     for tier, count in sorted(cache.cached_by_tier.items(), key=lambda item: item[1], reverse=True):
         by_tier[tier] = min(count // size * size, whole - sum(by_tier.values()))
-    return replace(output, cache=CacheReport(cache.num_prompt_tokens, by_tier, cache.miss_reason))
+    num_public = min(cache.num_public_tokens, whole)
+    rounded = CacheReport(cache.num_prompt_tokens, by_tier, cache.miss_reason, num_public_tokens=num_public)
+    return replace(output, cache=rounded)
 
 
 async def _close(stream: AsyncIterator[RequestOutput]) -> None:
@@ -180,6 +185,10 @@ async def _run_as_tenant(
             replace(one, namespace=tenant_namespace(keys.secret, tenant.name, one.namespace))
             for one in requests
         ]
+    requests = [
+        replace(one, namespace=context.published.located(one.namespace, one.prompt_token_ids))
+        for one in requests
+    ]
     try:
         async with aclosing(run_all(context, requests, api)) as stream:
             async for index, output in stream:
@@ -194,6 +203,20 @@ async def _run_as_tenant(
     finally:
         if tenant is not None:
             context.rates.ended(tenant, sum(num_generated.values()), len(requests))
+
+
+@contextmanager
+def admitted(context: ServerContext, request: Request) -> Iterator[None]:
+    """Count work that generates nothing (tokenizing) as one request of the tenant. Raises RateLimited."""
+    tenant = tenant_of(request)
+    if tenant is None:
+        yield
+        return
+    context.rates.admit(tenant, 0)
+    try:
+        yield
+    finally:
+        context.rates.ended(tenant, 0)
 
 
 class OutputStream:
@@ -264,6 +287,8 @@ class Collected:
     sequences: list[CollectedSequence]
     num_generated_tokens: int = 0
     queue_wait_s: float = 0.0
+    prompt_logprobs: PromptLogprobs | None = None
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
 
 
 async def _collect(
@@ -277,6 +302,8 @@ async def _collect(
             result.cache = output.cache
             result.num_generated_tokens = output.num_generated_tokens
             result.queue_wait_s = output.queue_wait_s
+            result.prompt_logprobs = output.prompt_logprobs
+            result.drafts = output.drafts
             for delta in output.deltas:
                 while len(result.sequences) <= delta.index:
                     result.sequences.append(CollectedSequence())

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import GenerationFailed
 from stemma.server.context import ServerContext
-from stemma.server.disconnect import unless_disconnected
 from stemma.server.generation import CollectedSequence, OutputStream, start
+from stemma.server.transport.disconnect import unless_disconnected
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.engine.harness import greedy, prompt
 
+from stemma.engine.api import DraftCount
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
@@ -246,7 +247,8 @@ class OracleDrafter:
     def __init__(self, future: list[int], wrong_every: int) -> None:
         self.future, self.wrong_every = future, wrong_every
         self.num_prompt = 0
-        self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.num_accepted_tokens = 0
+        self.counts: dict[str, DraftCount] = {}
 
     def begin_step(self, num_sequences):
         return True

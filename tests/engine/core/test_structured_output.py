@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tests.engine.harness import greedy, prompt
 
-from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.constraints import Constraints, keep_allowed
+from stemma.engine.sampling.grammar import GrammarSpec, GrammarState
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason
@@ -108,3 +111,38 @@ def test_rules_that_leave_no_token_are_ignored(harness):
     engine = harness(num_blocks=64)
     params = replace(greedy(3), allowed_token_ids=(100,), bad_words=((100,),))
     assert engine.serve(prompt(1, 20), params).token_ids[0] == [100] * 3
+
+
+@pytest.mark.parametrize("speculation", ["off", "tree"])
+def test_masks_are_computed_while_the_model_runs(harness, monkeypatch, speculation):
+    """The step loop asks no grammar for a mask, drafts or not; with a bias the ready mask is used too."""
+    engine = harness(num_blocks=128, speculation=speculation)
+    params = SamplingParams(max_tokens=120, temperature=0.0, grammar=OBJECT)
+    biased = replace(params, logit_bias=((77, 3.0),))
+    expected = [engine.serve(prompt(5, 30), one).token_ids[0] for one in (params, biased)]
+    computed_in = set()
+    prepare = Constraints.prepare
+
+    def spy(self, masks):
+        computed_in.add(threading.current_thread().name)
+        prepare(self, masks)
+
+    def refuse(self, ahead=()):
+        raise AssertionError("a mask was computed on the step loop")
+
+    monkeypatch.setattr(Constraints, "prepare", spy)
+    monkeypatch.setattr(GrammarState, "allowed", refuse)
+    ids = [engine.add(prompt(5, 30), one) for one in (params, biased)]
+    engine.run()
+    assert [engine.answers[i].token_ids[0] for i in ids] == expected
+    assert all(name.startswith("stemma-masks") for name in computed_in)
+    assert computed_in
+
+
+def test_a_ready_mask_is_the_grammars_own():
+    allowed = np.random.default_rng(0).random((3, 77)) < 0.3
+    packed = np.packbits(allowed, axis=1, bitorder="little")
+    logits = torch.arange(3 * 77, dtype=torch.float32).reshape(3, 77)
+    found = keep_allowed(logits, list(packed)).numpy()
+    np.testing.assert_array_equal(found, np.where(allowed, logits.numpy(), -np.inf))
+    assert logits[2, 76] == 3 * 77 - 1

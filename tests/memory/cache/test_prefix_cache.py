@@ -394,3 +394,65 @@ def test_a_miss_says_how_the_cached_sequence_goes_on(kind):
     other = cache.reserve(Namespace(salt="other"), tokens(range(6), 99, 99))
     assert other.miss.parting is None
     cache.free(other, 0)
+
+
+def miss_of(cache: PrefixCache, prompt: np.ndarray, namespace: Namespace = NS):
+    lease = cache.reserve(namespace, prompt)
+    assert lease is not None
+    cache.free(lease, 0)
+    return lease.miss
+
+
+def test_a_prompt_cached_for_another_adapter_says_so(kind):
+    cache = make_cache(16, 4, kind)
+    prompt = tokens(range(17))
+    run(cache, prompt, Namespace("ada", "poet"))
+    miss = miss_of(cache, prompt, Namespace("ada"))
+    assert miss.reason is MissReason.OTHER_ADAPTER
+    assert "16 tokens" in miss.detail
+    assert "poet" in miss.detail
+    assert miss_of(cache, tokens(range(40, 57)), Namespace("ada")).reason is MissReason.COLD
+
+
+def test_what_another_salt_has_cached_is_kept_apart_for_the_operator(kind):
+    cache = make_cache(16, 4, kind)
+    prompt = tokens(range(17))
+    run(cache, prompt, Namespace("ada"))
+    miss = miss_of(cache, prompt, Namespace("bob"))
+    assert miss.reason is MissReason.COLD
+    assert "tenant" not in miss.detail
+    assert miss.num_tokens_of_others == 16
+
+
+def test_a_prompt_that_another_model_left_on_disk_says_so():
+    class Left:
+        def find(self, namespace, tokens):
+            return 8, "by another model"
+
+    cache = make_cache(16, 4, other_models=Left())
+    miss = miss_of(cache, tokens(range(17)))
+    assert miss.reason is MissReason.MODEL_CHANGED
+    assert "first 8 tokens" in miss.detail
+
+
+def test_an_evicted_block_says_what_for():
+    cache = make_cache(4, 4)
+    run(cache, tokens(range(13)))
+    run(cache, tokens(range(20, 33)))
+    assert "to make room for" in miss_of(cache, tokens(range(13))).detail
+
+
+def test_blocks_that_come_back_within_a_minute_are_regretted():
+    now = [0.0]
+    key_space = KeySpace("model", "layout", 4)
+    cache = PrefixCache(HashBuffer(4, 4), RadixIndex(4), key_space, clock=lambda: now[0])
+    first, other = tokens(range(12)), tokens(range(20, 32))
+    run(cache, first)
+    run(cache, other)
+    now[0] = 59.0
+    run(cache, first)
+    soon = cache.stats().num_regretted_blocks
+    assert soon >= 2
+    now[0] = 200.0
+    run(cache, other)
+    assert cache.stats().num_regretted_blocks == soon

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV, num_blocks_for
-from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.layout import KVLayout, StoredAs
+from stemma.model.kv_format import KVRows
 
 LAYOUT = KVLayout(num_layers=3, num_parts=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 
@@ -22,6 +26,47 @@ def test_a_block_is_one_run_of_bytes() -> None:
     kv.block_bytes_view(4).copy_(view)
     assert kv.data[4].equal(kv.data[3])
     assert kv.capacity_bytes == 5 * LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_codes_are_copied_with_their_scales(num_parts: int, num_tokens: int) -> None:
+    layout = replace(LAYOUT, num_parts=num_parts, num_kv_heads=3, head_dim=13, stored="int8")
+    kv = DeviceKV(layout, num_blocks=3)
+    generator = torch.Generator().manual_seed(0)
+    parts = [KVRows(kv, 2, part, 13) for part in range(num_parts)]
+    blocks, offsets = torch.arange(3).repeat_interleave(4), torch.arange(4).repeat(3)
+    for rows in parts:
+        rows.write(blocks, offsets, torch.randn(12, 3, 13, generator=generator) * 100)
+    before = [rows.gather(torch.arange(3)) for rows in parts]
+    kv.copy_block_head(2, 0, num_tokens)
+    for rows, old in zip(parts, before, strict=True):
+        after = rows.gather(torch.arange(3))
+        assert after[0, :num_tokens].equal(old[2, :num_tokens])
+        assert after[0, num_tokens:].equal(old[0, num_tokens:])
+        assert after[1:].equal(old[1:])
+
+
+def test_bytes_of_codes() -> None:
+    """A scale of two bytes for each token and KV head, two for a latent."""
+    dense = KVLayout(30, 2, 16, 3, 64, "bfloat16")
+    coded = replace(dense, stored="int8")
+    assert coded.bytes_per_token == 30 * 2 * 3 * (64 + 2)
+    assert dense.bytes_per_token / coded.bytes_per_token > 1.93
+    latent = KVLayout(61, 1, 128, 1, 576, "bfloat16")
+    assert replace(latent, stored="fp8", latent_rank=512).bytes_per_token == 61 * (576 + 4)
+    assert replace(latent, head_dim=575, stored="fp8", latent_rank=512).row_bytes == 576 + 4
+    kv = DeviceKV(coded, num_blocks=2)
+    assert kv.data.shape == (2, 30, 2, 16, 3 * 66)
+    assert len(kv.block_bytes_view(1)) == coded.block_bytes
+
+
+def test_layouts_that_differ_are_described_differently() -> None:
+    layouts = [replace(LAYOUT, stored=stored) for stored in get_args(StoredAs)]
+    layouts += [replace(layout, dtype="float32") for layout in layouts]
+    layouts.append(replace(LAYOUT, stored="int8", latent_rank=4))
+    assert len({layout.describe() for layout in layouts}) == len(layouts)
+    assert LAYOUT.describe() == "layer,part,token,head,dim:3x2x4x2x8:bfloat16"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.memory.manual_clock import ManualClock
 from stemma.errors import ConfigError, StorageError, StorageLocked, StorageMismatch
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.disk.disk_store import DiskStore
+from stemma.memory.tiers.disk.existing import find_space, open_existing, unreadable
 from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import RECORD_BYTES, Record, block_checksum, sound_records, with_last_use
 from stemma.memory.tiers.disk.spaces import (
@@ -20,7 +22,7 @@ from stemma.memory.tiers.disk.spaces import (
     remove_space,
 )
 from stemma.prefix.eviction.lru import LRUPolicy
-from stemma.prefix.keys import KeySpace
+from stemma.prefix.keys import KeySpace, owner_tag
 
 SPACE = KeySpace("model-a", "layout-a", 16)
 SLOT_BYTES = new_manifest(SPACE, BLOCK_BYTES, 1 << 20).slot_bytes
@@ -244,7 +246,7 @@ def test_verify_drops_what_is_damaged(tmp_path: Path) -> None:
 
 
 def test_record_round_trip_and_damage() -> None:
-    record = Record(3, key_of("k"), key_of("p"), 9, 77, BLOCK_BYTES, 1.0, 2.0, None, 50)
+    record = Record(3, key_of("k"), key_of("p"), 9, 77, BLOCK_BYTES, owner_tag("ada"), 2.0, None, 50)
     packed = record.pack()
     assert len(packed) == RECORD_BYTES
     later = with_last_use(packed, 5.0)
@@ -268,3 +270,49 @@ def test_the_manifest_is_readable_json(tmp_path: Path) -> None:
     assert fields["model_fingerprint"] == "model-a"
     assert fields["block_bytes"] == BLOCK_BYTES
     store.close()
+
+
+def test_owners_and_quotas_outlive_a_restart(tmp_path: Path) -> None:
+    clock = ManualClock(1000.0)
+    store = make_disk(tmp_path, clock=clock)
+    ada, bob = owner_tag("ada"), owner_tag("bob")
+    for n, owner in enumerate((ada, bob, "")):
+        clock.now += 1.0
+        store.put_many([replace(block, owner=owner) for block in chain(owner or "none", 4 + n)])
+    store.close()
+    store = make_disk(tmp_path, clock=clock)
+    assert store.owners_of(keys(chain(ada, 4))) == [ada] * 4
+    store.set_quotas({ada: 1, bob: 3})
+    assert [store.exists_many(keys(chain(ada, 4))), store.exists_many(keys(chain(bob, 5)))] == [
+        [True, False, False, False],
+        [True, True, True, False, False],
+    ]
+    assert all(store.exists_many(keys(chain("none", 6))))
+    store.check()
+    store.close()
+    store = make_disk(tmp_path, clock=clock)
+    assert store.num_blocks == 1 + 3 + 6
+    store.close()
+
+
+def test_a_directory_of_an_older_format_is_left_alone_until_its_room_is_needed(tmp_path: Path) -> None:
+    """A server uses another sub-directory; `stemma cache` says why it can't read the old one."""
+    store = make_disk(tmp_path)
+    store.put_many(chain("a", 3))
+    manifest = store.path / MANIFEST
+    store.close()
+    older = json.loads(manifest.read_text()) | {"disk_format": 1}
+    old = store.path.rename(tmp_path / ("0" * 16))
+    (old / MANIFEST).write_text(json.dumps(older))
+    [found] = list_spaces(tmp_path)
+    assert "has format 1.1, this version reads 2.1" in (unreadable(found) or "")
+    with pytest.raises(StorageError, match="`stemma cache clear` removes it"):
+        open_existing(find_space(tmp_path, None))
+    store = make_disk(tmp_path)
+    assert store.num_blocks == 0
+    assert old.exists()
+    store.put_many(chain("b", 3))
+    assert store.num_blocks == 3
+    store.close()
+    assert not old.exists()  # the first slab needed its room
+    assert [space.path for space in list_spaces(tmp_path)] == [store.path]

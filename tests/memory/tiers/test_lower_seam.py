@@ -11,6 +11,7 @@ import pytest
 from tests.memory.cache.test_prefix_cache import NS, compute_all, make_cache, run, tokens
 
 from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.transfer import PassedOver
 from stemma.prefix.explain import MissReason
 from stemma.types import BlockKey, Tier
 
@@ -24,12 +25,21 @@ class DictTiers:
         self.evicted: list[DeviceBlock] = []
         self.loads: list[tuple[list[BlockKey], list[int], Future[int]]] = []
         self.buffer = None
+        self.is_worth_loading = True
+        self.is_awaited = True
 
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        return (Tier.HOST,) * self.num_held(keys) if self.is_worth_loading and self.is_awaited else ()
+
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
         found = 0
         while found < len(keys) and keys[found] in self.blocks:
             found += 1
-        return (Tier.HOST,) * found
+        return found
+
+    def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
+        count = self.num_held(keys)
+        return PassedOver(count, Tier.HOST, self.is_awaited) if count else None
 
     def load(self, keys, block_ids) -> Future[int]:
         future: Future[int] = Future()
@@ -94,7 +104,7 @@ def test_committed_and_evicted_blocks_are_announced_with_their_parents(cache, ti
     lease = cache.reserve(NS, tokens(range(9)), priority=70, ttl_s=5.0)
     compute_all(cache, lease)
     keys = [lease.key(0), lease.key(1)]
-    root = lease.root
+    root = lease.roots.own
     cache.free(lease, 9)
     assert [b.key for b in tiers.committed[:2]] == keys
     assert [b.parent for b in tiers.committed] == [root, keys[0], keys[1]]
@@ -193,3 +203,22 @@ def test_lower_tiers_that_raise_cost_no_block(tiers: DictTiers, method: str) -> 
         tiers.finish()
     cache.flush()
     assert cache.stats().num_free_blocks == 6
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason", "words"),
+    [
+        ("is_worth_loading", MissReason.LOAD_SLOWER, "predicted to be faster"),
+        ("is_awaited", MissReason.LOAD_NOT_AWAITED, "best_effort"),
+    ],
+)
+def test_blocks_that_are_passed_over_are_the_reason(cache, tiers, setting, reason, words):
+    run(cache, tokens(range(12)))
+    push_down(cache)
+    setattr(tiers, setting, False)
+    lease = cache.reserve(NS, tokens(range(12), 50))
+    assert lease.pending is None
+    assert lease.miss.reason is reason
+    assert "3 more blocks after position 0 lie in the host tier" in lease.miss.detail
+    assert words in lease.miss.detail
+    cache.free(lease, 0)

@@ -23,7 +23,7 @@ from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
+from stemma.memory.tiers.transfer import PassedOver, TierTransfer, TransferPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import BlockKey, Tier
 
@@ -366,6 +366,19 @@ def test_best_effort_takes_only_what_the_host_has(rig: Rig) -> None:
     transfer.on_evict(blocks[:2][::-1])
     transfer.drain(TIMEOUT_S)
     assert transfer.match(keys(blocks)) == [Tier.HOST] * 2
+    assert transfer.passed_over(keys(blocks)[2:]) == PassedOver(2, Tier.DISK, is_awaited=False)
+    assert transfer.passed_over([key_of("absent")]) is None
+
+
+def test_what_computes_faster_is_passed_over(rig: Rig) -> None:
+    transfer = rig.open(rig.disk())
+    blocks = rig.fill("a", 4)
+    transfer.on_commit(blocks)
+    transfer.drain(TIMEOUT_S)
+    transfer.estimator.observe_load(Tier.DISK, 1, 10.0)
+    transfer.observe_prefill(1600, 0.01)
+    assert transfer.match(keys(blocks)) == []
+    assert transfer.passed_over(keys(blocks)) == PassedOver(4, Tier.DISK, is_awaited=True)
 
 
 def test_flush_leaves_nothing_behind(rig: Rig) -> None:

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Exper
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from stemma.model.cpu.experts import pack_experts
+from stemma.model.cpu.packing import Packing
 from stemma.native.library import load_kernels
 
 CASES = {
@@ -41,7 +42,7 @@ def test_equal_to_plain_and_alone(name: str, dtype: torch.dtype, isa: str) -> No
         cases.append((hidden, ids, weights, module(hidden, ids, weights).detach()))
     kernels = load_kernels(isa)
     assert kernels is not None
-    assert pack_experts(module, kernels) == 1
+    assert pack_experts(module, Packing(kernels, dtype)) == 1
     assert not list(module.parameters())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     with torch.inference_mode():

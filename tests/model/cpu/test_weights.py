@@ -11,7 +11,9 @@ from tests import checkpoints
 from torch import nn
 
 from stemma.config.settings import ModelSettings
-from stemma.model.cpu.weights import PackedLinear, can_pack, pack_linears
+from stemma.model.cpu.linears import PackedLinear, pack_linears
+from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.loading import load_model
 from stemma.native.library import Kernels, load_kernels
 
@@ -31,7 +33,7 @@ def kernels() -> Kernels:
 @pytest.mark.parametrize("shape", [(1,), (3,), (1, 17), (2, 5), (0,)])
 def test_equal_to_plain(kernels: Kernels, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     plain = nn.Linear(96, 40, bias=bias, dtype=dtype)
-    packed = PackedLinear(kernels, plain.weight, plain.bias)
+    packed = PackedLinear(PackedProduct(kernels, [plain.weight], plain.bias))
     x = torch.randn(*shape, 96).to(dtype)
     with torch.inference_mode():
         torch.testing.assert_close(packed(x), plain(x), atol=2e-2, rtol=2e-2)
@@ -53,7 +55,7 @@ def test_tied_and_kept_layers_stay_plain(kernels: Kernels) -> None:
     """Packing a tied head would double its memory."""
     model = Tied()
     shares: list[float] = []
-    assert pack_linears(model, kernels, frozenset({model.kept}), shares.append) == 1
+    assert pack_linears(model, Packing(kernels, torch.float32), frozenset({model.kept}), shares.append) == 1
     assert isinstance(model.inner[0], PackedLinear)
     assert type(model.kept) is nn.Linear
     assert type(model.head) is nn.Linear
@@ -68,7 +70,7 @@ def test_what_cant_be_packed_stays_plain(kernels: Kernels) -> None:
     assert not can_pack(torch.zeros(3, 4, dtype=torch.float16))
     assert not can_pack(torch.zeros(0, 4))
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)).bfloat16()
-    assert pack_linears(model, kernels, frozenset(), lambda share: None) == 1
+    assert pack_linears(model, Packing(kernels, torch.bfloat16), frozenset(), lambda share: None) == 1
     assert type(model[0]) is nn.Linear
 
 

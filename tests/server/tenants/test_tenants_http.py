@@ -165,9 +165,9 @@ class QuotaRecorder:
     """Stands for the engine's `CacheControl`."""
 
     def __init__(self) -> None:
-        self.given: list[dict[str, int]] = []
+        self.given: list[dict[str, dict[Tier, int]]] = []
 
-    async def set_quotas(self, quotas: dict[str, int]) -> None:
+    async def set_quotas(self, quotas: dict[str, dict[Tier, int]]) -> None:
         self.given.append(quotas)
 
 
@@ -179,14 +179,14 @@ async def test_the_engine_learns_of_quotas_before_the_first_request_and_when_the
     client = make()
     for key in (keys.ada, keys.bob):
         assert (await client.post("/generate", json=TGI, headers=bearer(key))).status_code == 200
-    assert recorder.given == [{"bob": 2_000_000}]
+    assert recorder.given == [{"bob": {Tier.DEVICE: 2_000_000, Tier.DISK: 1_000_000_000}}]
     keys.path.write_text(keys.path.read_text().replace("2MB", "3MB"))
     for _ in range(30):
         assert (await client.post("/generate", json=TGI, headers=bearer(keys.ada))).status_code == 200
         if len(recorder.given) == 2:
             break
         await asyncio.sleep(0.1)
-    assert recorder.given[1:] == [{"bob": 3_000_000}]
+    assert [given["bob"][Tier.DEVICE] for given in recorder.given[1:]] == [3_000_000]
 
 
 async def test_bodies_are_bounded_by_tenant(make: Make, keys: Keys) -> None:
@@ -263,3 +263,21 @@ async def test_requests_that_end_badly_are_recorded_and_refused_ones_are_not(
         await asyncio.sleep(0.02)
     [row] = rows
     assert (row.num_requests, row.output_tokens) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [65]}),
+        ("/v1/tokenizer", {"inputs": "a"}),
+    ],
+)
+async def test_tokenizing_counts_as_a_request(
+    make: Make, keys: Keys, path: str, body: dict[str, Any]
+) -> None:
+    keys.limit(requests_per_minute=2, max_concurrent=1)
+    client = make()
+    statuses = [(await client.post(path, json=body, headers=bearer(keys.bob))).status_code for _ in range(3)]
+    assert statuses == [200, 200, 429]
+    assert (await client.post(path, json=body, headers=bearer(keys.ada))).status_code == 200

@@ -1,4 +1,4 @@
-"""How it is asked: sessions at a given concurrency or arrival rate, against one endpoint of one server."""
+"""The driver: sessions at a given concurrency or arrival rate, against one endpoint of one server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Target:
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request."""
+    """The outcome of one request."""
 
     session: int
     turn: int

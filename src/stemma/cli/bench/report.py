@@ -1,4 +1,4 @@
-"""What came out: percentiles, throughput and the cached share, as a table and as JSON."""
+"""The results: percentiles, throughput and the cached share, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What is asked: a workload is a list of sessions, a session is one or more turns in order.
+"""The workloads: a workload is a list of sessions, a session is one or more turns in order.
 
 All randomness comes from one seed, so two servers get the same prompts.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from stemma.cli.mmlu import examples_of, read_subject
 from stemma.errors import ConfigError
 
 T = TypeVar("T")
 
-_CHOICES = "ABCD"
 _NOUNS = (
     "time year people way day man thing woman life child world school state family student group country "
     "problem hand part place case week company system program question work government number night point "
@@ -87,7 +86,7 @@ Builder = Callable[[WorkloadOptions, TextMaker, random.Random], list[Session]]
 
 
 def random_prompts(options: WorkloadOptions, maker: TextMaker, _: random.Random) -> list[Session]:
-    """Nothing shared: what a cache costs when it can't help."""
+    """Nothing shared: shows what a cache costs when it can't help."""
     return [Session((maker.text(options.input_tokens),)) for _ in range(options.num_requests)]
 
 
@@ -177,31 +176,11 @@ def _mmlu(directory: Path, options: WorkloadOptions, rng: random.Random) -> list
     """Return prompts in the benchmark's own form, subjects mixed."""
     prompts: list[str] = []
     for test in sorted((directory / "test").glob("*_test.csv")):
-        subject = test.name.removesuffix("_test.csv")
-        dev = directory / "dev" / f"{subject}_dev.csv"
-        if not dev.exists():
-            continue
-        title = f"The following are multiple choice questions about {subject.replace('_', ' ')}.\n\n"
-        examples = [_mmlu_question(row) + f" {row[5]}\n\n" for row in _rows(dev)[: options.num_shots]]
-        head = title + "".join(examples)
-        prompts.extend(head + _mmlu_question(row) for row in _rows(test))
+        if examples_of(test).exists():
+            prompts.extend(question.prompt for question in read_subject(test, options.num_shots))
     if not prompts:
         raise ConfigError(f"{directory} holds no test/*_test.csv with its dev/*_dev.csv")
     return [Session((prompt,)) for prompt in _draw(prompts, options.num_requests, rng)]
-
-
-def _rows(file: Path) -> list[list[str]]:
-    with file.open(encoding="utf-8", newline="") as stream:
-        rows = [row for row in csv.reader(stream) if row]
-    for number, row in enumerate(rows, 1):
-        if len(row) != 6:
-            raise ConfigError(f"{file} row {number}: needs question, four choices and the answer")
-    return rows
-
-
-def _mmlu_question(row: Sequence[str]) -> str:
-    choices = "".join(f"{letter}. {text}\n" for letter, text in zip(_CHOICES, row[1:5], strict=True))
-    return f"{row[0]}\n{choices}Answer:"
 
 
 def _draw(items: Sequence[T], count: int, rng: random.Random) -> list[T]:

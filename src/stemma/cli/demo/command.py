@@ -14,7 +14,7 @@ from stemma.cli.demo.steps import STEPS
 from stemma.cli.server_process import ServerProcess
 
 _REAL_FLAGS = ("--kv-cache-memory", "140MB", "--host-cache", "280MB", "--disk-cache-size", "700MB")
-"""A device tier with room for all that the first steps leave behind (95 blocks), and not much more."""
+"""A device tier with room for the blocks of the first steps (95), and little more."""
 _RANDOM_FLAGS = ("--kv-cache-memory", "40MB", "--host-cache", "200MB", "--disk-cache-size", "400MB")
 """The same for the random model, whose tokens are shorter and whose blocks are smaller."""
 

@@ -1,4 +1,4 @@
-"""What every step of the demo uses: the server, a client, and a way to show requests."""
+"""Shared by all steps of the demo: the server, a client, and the display of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
     num_prompt_tokens: int
     num_cached_tokens: int
     seconds: float
-    """To the first token, or of the whole request where nothing is streamed."""
+    """Time to the first token; of the whole request if nothing is streamed."""
     text: str
     miss_detail: str | None = None
     tiers: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Stage:
-    """Handed from step to step."""
+    """Passed from step to step."""
 
     console: Console
     server: ServerProcess

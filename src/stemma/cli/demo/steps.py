@@ -130,7 +130,7 @@ async def totals(stage: Stage) -> None:
 
 
 async def demotion(stage: Stage) -> None:
-    """Push the handbook out of the device tier, and ask about it again."""
+    """Evict the handbook from the device tier, and ask about it again."""
     stage.title(
         "7. Out of memory, not out of reach",
         "New prompts need the blocks. What they push out of the device tier moves one tier down, to DRAM "

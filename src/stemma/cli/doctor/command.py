@@ -117,6 +117,7 @@ def describe(report: Report) -> list[str]:
         ("features", " ".join(kernels.features) or "none that kernels use"),
         ("kernels", f"{kernels.level or 'none'}: {kernels.reason}{origin}"),
         ("levels here", ", ".join(kernels.levels)),
+        ("int8 products", kernels.int8_products),
         ("compiler", compiler),
         ("threads", f"{report.threads.num_threads} ({report.threads.origin}){environment}"),
         ("memory", f"{format_size(memory.total_bytes)}, free {format_size(memory.free_bytes)}{resident}"),

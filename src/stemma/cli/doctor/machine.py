@@ -1,4 +1,4 @@
-"""What this machine is: versions, processor, threads, memory, GPU."""
+"""The machine: versions, processor, threads, memory, GPU."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def examine_folder(path: Path) -> Folder:
 
 
 def _examine_pool(settings: PoolSettings) -> Pool:
-    """Open the pool and ask it for a key, on a thread: a backend may wait for ever."""
+    """Open the pool and ask it for a key, on a thread: a backend may never answer."""
     problems = [f"no answer within {_POOL_TIMEOUT_S:.0f} s"]
 
     def ask() -> None:

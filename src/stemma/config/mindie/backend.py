@@ -91,7 +91,7 @@ class ModelConfig(MindIESection):
         "", "enable_prefix_cache, speculation, ...", alias="plugin_params", max_length=MAX_PLUGIN_PARAMS
     )
     """JSON in a string: `plugin_type` is a list, by commas, of `prefix_cache`, `la`, `memory_decoding`,
-    `splitfuse`; absent: no plugin. `mtp` is refused while its layer isn't run."""
+    `mtp`, `splitfuse`; absent: no plugin. `mtp` needs a checkpoint with that layer."""
     models: dict[str, ModelOptions] = Field(default_factory=dict, alias="models")
     dp: int = no_effect(1, NO_RANKS, alias="dp", ge=-1)
     sp: int = no_effect(1, NO_RANKS, alias="sp", ge=-1)

@@ -1,1 +1,1 @@
-"""What the process may take of memory, and what each part reserves."""
+"""The memory limit of the process, and what each part reserves of it."""

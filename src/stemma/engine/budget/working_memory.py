@@ -1,12 +1,12 @@
-"""What KV may take where the whole process has a limit: what libraries, weights and steps leave.
+"""The size of KV where the whole process has a limit: what libraries, weights and steps leave.
 
 What a step needs beside KV (activations, logits, scratch of the libraries) depends on the architecture and on
-how the libraries compute it, so it isn't reckoned: a step of the largest size is run and the peak is read.
+how the libraries compute it, so it isn't calculated: a step of the largest size is run and the peak is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from stemma.engine.sampling.sampler import rows_at_once
 from stemma.errors import ConfigError
 from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
@@ -25,13 +26,15 @@ from stemma.model.cpu.weights import PREPARED_BYTES
 from stemma.native.process_memory import large_blocks_apart, peak_bytes, reset_peak, resident_bytes, trim_heap
 
 _STEPS_RESERVED = 2.0
-"""Times what the step took that was tried: steps of many sizes leave holes in the heap."""
+"""Factor on the measured step: steps of many sizes fragment the heap."""
+_SEATS = 64
+"""Running sequences where the settings name no number: each takes a row of logits, and KV what is left."""
 _MAX_DRAFT_TOKENS = 32
-"""Drafted in a step: each takes a row of logits, beside the one of each seat."""
+"""Draft tokens in a step: each takes a row of logits, in addition to one for each seat."""
 
 
 class HeapGuard:
-    """Has malloc give back freed memory where the process comes near its limit."""
+    """Makes malloc return freed memory to the system when the process is near its limit."""
 
     def __init__(self, high_bytes: int, patience_bytes: int) -> None:
         """Act above `high_bytes`; again only once the process grew by `patience_bytes`."""
@@ -39,7 +42,7 @@ class HeapGuard:
         self._patience = patience_bytes
 
     def check(self) -> None:
-        """Look, after a step; takes tens of us."""
+        """Check after a step; takes tens of us."""
         if resident_bytes() > self._threshold:
             trim_heap()
             self._threshold = max(self._high, resident_bytes() + self._patience)
@@ -47,30 +50,33 @@ class HeapGuard:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a process keeps to its limit."""
+    """Keeps a process below its limit."""
 
     kv_bytes: int
     max_draft_tokens: int
+    max_seats: int
+    """Running sequences for which a step was measured."""
     guard: HeapGuard
 
 
 def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> MemoryPlan:
-    """Measure what a step takes and share out what the process may take.
+    """Measure what a step takes, and divide the process's limit among its parts.
 
     Call it once all libraries are imported and the weights are loaded. Raises ConfigError where it can't be
     measured, and if nothing is left for KV.
     """
     if model.device.type != "cpu":
         raise ConfigError("memory_limit is for CPU; on CUDA give kv_cache_memory or kv_cache_fraction")
+    layout = model.layout(settings.cache.block_size, settings.cache.kv_cache_dtype)
     num_tokens = settings.scheduler.max_batch_tokens
-    num_logits = min(settings.scheduler.max_num_seqs + _MAX_DRAFT_TOKENS, num_tokens)
+    num_seats = settings.scheduler.max_num_seqs or _SEATS
+    num_logits = min(num_seats + _MAX_DRAFT_TOKENS, num_tokens)
     try:
         held = resident_bytes()
-        step = step_bytes(model, num_tokens, num_logits)
+        step = step_bytes(model, layout, num_tokens, num_logits)
     except OSError as error:
         raise ConfigError(f"memory_limit needs Linux's /proc: {error}; give kv_cache_memory") from error
     working = int(_STEPS_RESERVED * step) + PREPARED_BYTES
-    layout = model.layout(settings.cache.block_size)
     eviction = settings.cache.eviction
     lower = planned_bytes(settings.tiers, settings.cache.pool, layout, eviction)
     drafts = reserved_bytes(settings.speculation)
@@ -84,15 +90,18 @@ def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> 
             f"drafts {format_size(drafts)}, the eviction policy "
             f"{format_size(fixed_bytes(eviction))}: nothing is left for KV"
         )
-    return MemoryPlan(kv_bytes, _MAX_DRAFT_TOKENS, HeapGuard(limit_bytes - step // 2, step // 2))
+    return MemoryPlan(kv_bytes, _MAX_DRAFT_TOKENS, num_seats, HeapGuard(limit_bytes - step // 2, step // 2))
 
 
-def step_bytes(model: CausalLM, num_tokens: int, num_logits: int) -> int:
-    """Run a step of that size; return what the process held at its peak beyond now, KV apart."""
+def step_bytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_logits: int) -> int:
+    """Run a step of that size over KV of that layout.
+
+    Return what the process held at its peak beyond now, KV apart.
+    """
     lengths = _lengths(num_tokens, num_logits, model.max_model_len)
     with large_blocks_apart():
         # Blocks of one token: no more KV than tokens, which for a large model is much.
-        kv = DeviceKV(model.layout(1), sum(lengths))
+        kv = DeviceKV(replace(layout, block_size=1), sum(lengths))
     kv.data.zero_()
     batch = _batch(lengths)
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""The step loop's core: add requests, run steps, collect what became of them. Synchronous."""
+"""The core of the step loop: takes requests, runs steps, returns their results. Synchronous."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.api import EngineStats, GenerationRequest
+from stemma.engine.api import DraftCount, EngineStats, GenerationRequest
 from stemma.engine.budget.working_memory import MemoryPlan
 from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
 from stemma.engine.core.request import Limits, RequestState, Scheduled, SequenceNews, SequenceState, Status
 from stemma.engine.core.runner import Runner
-from stemma.engine.core.scheduler import Drafter, Scheduler
+from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLimits
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.drafts.source import num_accepted
+from stemma.engine.sampling.constraints import Constraints
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.engine.sampling.masks import MaskAhead
+from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES, num_scored_rows
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, PromptTooLong, StemmaError
@@ -47,15 +50,19 @@ class Engine:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        model_drafts: ModelDrafts | None = None,
         trace_log: TraceLog | None = None,
         queue: WorkQueue | None = None,
         memory: MemoryPlan | None = None,
         grammars: GrammarCompiler | None = None,
+        max_adapters: int = 1,
+        close_events: Callable[[], None] = lambda: None,
     ) -> None:
-        """`queue`: where steps run beside the host, so that they overlap; None: each in its turn.
+        """`queue`: runs steps beside the host, so that they overlap; None: steps run in turn.
 
-        `memory`: how the process keeps to a limit; None: it has none. `grammars`: None refuses requests for
-        structured output.
+        `memory`: keeps the process below a limit; None: no limit. `grammars`: None refuses requests for
+        structured output. `max_adapters`: in a step. `close_events` ends the publication of KV events, after
+        the cache is closed.
         """
         self.cache = cache
         self.limits = limits
@@ -64,15 +71,21 @@ class Engine:
         self.vocab_size = vocab_size
         self._clock = clock
         self._drafter = drafter
+        self._model_drafts = model_drafts
         self._grammars = grammars
-        self._tally = Tally(clock, trace_log)
+        self._close_events = close_events
+        self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
         self._sampler = Sampler()
+        self._masks = MaskAhead(vocab_size)
         self._scheduler = Scheduler(
             settings,
             cache,
             drafter=drafter,
-            max_draft_tokens=None if memory is None else memory.max_draft_tokens,
+            model_drafts=model_drafts,
+            limits=_step_limits(vocab_size, memory),
+            max_adapters=max_adapters,
             on_start=self._tally.start,
+            on_load=self._tally.load,
         )
         self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
         self._heap_guard = None if memory is None else memory.guard
@@ -107,6 +120,13 @@ class Engine:
             raise InvalidRequest(
                 f"token ids must be in [0, {self.vocab_size}), got {lowest if lowest < 0 else highest}",
                 param="prompt",
+            )
+        num_top = request.params.prompt_logprobs
+        if num_top is not None and num_tokens * (num_top + 1) > MAX_REPORTED_VALUES:
+            raise InvalidRequest(
+                f"{num_top + 1} log-probabilities for each of {num_tokens} prompt tokens are more than "
+                f"{MAX_REPORTED_VALUES}; ask for fewer",
+                param="prompt_logprobs",
             )
         self._grammar_of(request)
 
@@ -151,7 +171,7 @@ class Engine:
         return self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
 
     def _step_in_turn(self) -> list[SequenceNews]:
-        """Schedule a step and run it from beginning to end."""
+        """Schedule a step and run it to its end."""
         start_s = self._clock()
         plan, news = self._schedule(is_ahead=False)
         return news + self._run_or_wait(plan, start_s, may_wait=not news)
@@ -171,8 +191,9 @@ class Engine:
         return news if flight is None else news + self._collect(ahead, flight)
 
     def _schedule(self, *, is_ahead: bool) -> tuple[Sequence[Scheduled], list[SequenceNews]]:
-        """Return the next step, and what became of requests that the scheduler had to fail."""
+        """Return the next step, and the news of requests that the scheduler had to fail."""
         plan = self._scheduler.schedule(is_ahead=is_ahead)
+        self._tally.end_batch()
         failed, self._scheduler.failed = self._scheduler.failed, []
         news = [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
         if news:
@@ -189,21 +210,26 @@ class Engine:
         return []
 
     def _take_turn(self, plan: Sequence[Scheduled], start_s: float) -> list[SequenceNews]:
-        """Run a step from beginning to end."""
+        """Run a step to its end."""
         started = self._clock()
         try:
-            logits = self.runner.forward(plan)
+            masks = self._masks.start(_with_grammars(plan))
+            try:
+                logits = self.runner.forward(plan)
+            finally:
+                if masks is not None:
+                    masks.result()
             drawn = self._draw(plan, logits)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan))
             return self._fail(plan, error)
         self._observe_prefill(plan, self._clock() - started)
         accepted = [self._accept(one) for one in drawn]
-        self._time_decodes(plan, accepted, start_s)
+        self._time_decodes(plan, accepted, self._clock() - start_s)
         return accepted
 
     def _launch(self, ahead: StepsAhead, plan: Sequence[Scheduled]) -> list[SequenceNews]:
-        """Launch a step; it is in flight afterwards. Return what became of its requests if that failed."""
+        """Launch a step; it is in flight afterwards. If that fails, return the news of its requests."""
         try:
             ahead.launch(self.runner, plan)
         except Exception as error:
@@ -232,7 +258,9 @@ class Engine:
                 one.take(sampled, item.row)
             else:
                 self._scheduler.commit(item)
-        return [self._accept(one) for one in drawn]
+        accepted = [self._accept(one) for one in drawn]
+        self._time_decodes(flight.plan, accepted, seconds)
+        return accepted
 
     def _fail(self, plan: Sequence[Scheduled], error: Exception) -> list[SequenceNews]:
         """End the requests of a step that failed."""
@@ -241,10 +269,12 @@ class Engine:
         return [n for i in failed for n in self._end(i, FinishReason.ERROR, failure)]
 
     def close(self) -> None:
-        """Write what lower tiers still owe the disk, and let go of them."""
+        """Write what is queued for the lower tiers, and close them."""
         if self._ahead is not None:
             self._ahead.close()
+        self._masks.close()
         self.cache.close()
+        self._close_events()
         self._tally.close()
 
     def flush_cache(self) -> int:
@@ -264,6 +294,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
         cache = self.cache.stats()
+        drafts = {} if self._drafter is None else dict(self._drafter.counts)
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -276,10 +307,12 @@ class Engine:
             num_cached_blocks=cache.num_cached_blocks,
             num_evicted_blocks=cache.num_evicted_blocks,
             num_policy_failures=cache.num_policy_failures,
+            num_regretted_blocks=cache.num_regretted_blocks,
             transfer=self.cache.transfer_stats(),
             misses_by_reason=dict(self._tally.misses_by_reason),
-            num_draft_tokens=self._drafter.num_proposed_tokens if self._drafter else 0,
-            num_accepted_draft_tokens=self._drafter.num_accepted_tokens if self._drafter else 0,
+            num_draft_tokens=sum(count.num_proposed for count in drafts.values()),
+            num_accepted_draft_tokens=sum(count.num_accepted for count in drafts.values()),
+            drafts_by_source=drafts,
         )
 
     def check(self) -> None:
@@ -295,7 +328,7 @@ class Engine:
         self._scheduler.num_transient_holds -= 1
 
     def fail_all(self, error: str) -> list[SequenceNews]:
-        """End every request with an error; for the loop's last resort. Never raises.
+        """End every request with an error, the last resort of the loop. Never raises.
 
         If something can't be ended, `has_work` stays true or `check` fails afterwards.
         """
@@ -319,7 +352,7 @@ class Engine:
         return news
 
     def _observe_prefill(self, plan: Sequence[Scheduled], seconds: float) -> None:
-        """Let the lower tiers know what computing costs, from steps that are nearly all prefill."""
+        """Report to the lower tiers what computing costs, from steps that are nearly all prefill."""
         num_tokens = sum(item.num_tokens for item in plan)
         num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
         if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
@@ -352,13 +385,16 @@ class Engine:
         for item in plan:
             sequence = item.sequence
             sequence.num_computed = item.start + item.num_tokens - len(item.draft)
+            if item.scored and sequence.scores is not None:
+                sequence.scores.add(logits[row : row + len(item.scored)])
+            row += len(item.scored)
             if not item.num_logits:
                 continue
             for owner in (sequence, *self._siblings(sequence)):
                 drawn.append(_Drawn(item, owner))
                 rows.extend(range(row, row + item.num_logits))
             row += item.num_logits
-        if len(rows) > row:
+        if rows != list(range(row)):
             logits = logits[rows]
         drafts = [d.item.draft for d in drawn] if any(d.item.draft for d in drawn) else None
         sampled = self._sampler.sample(logits, [d.sequence.sampling for d in drawn], drafts)
@@ -368,6 +404,7 @@ class Engine:
             first += one.item.num_logits
         for item in plan:
             if not item.num_logits:
+                self._keep_hidden(item, item.sequence)
                 self._scheduler.commit(item)
         return [one for one in drawn if one.sequence is one.item.sequence or self._fork(one)]
 
@@ -389,9 +426,13 @@ class Engine:
     def _accept(self, one: _Drawn) -> SequenceNews:
         """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
         sequence, draft = one.sequence, one.item.draft
+        if not sequence.state.ending.max_tokens:
+            self._finish(sequence)
+            return SequenceNews(sequence.state, sequence.index, finish_reason=FinishReason.LENGTH)
         num_held = num_accepted(draft, one.token_ids)
+        source: str | None = None
         if draft and self._drafter is not None:
-            self._drafter.observe(sequence.age, sequence.tokens, draft, one.token_ids)
+            source = self._drafter.observe(sequence.age, sequence.tokens, draft, one.token_ids)
         reason: FinishReason | None = None
         num_taken = 0
         for token_id in one.token_ids[: num_held + 1]:
@@ -401,6 +442,7 @@ class Engine:
             if reason is not None:
                 break
         sequence.num_computed += min(num_held, num_taken)
+        self._keep_hidden(one.item, sequence)
         self._tally.num_generated_tokens += num_taken
         if reason is not None:
             self._finish(sequence)
@@ -412,21 +454,27 @@ class Engine:
             tuple(one.token_ids[:num_taken]),
             tuple(one.logprobs[:num_taken]),
             reason,
+            draft=None if source is None else (source, DraftCount(len(draft), num_held)),
         )
 
-    def _time_decodes(self, plan: Sequence[Scheduled], news: Sequence[SequenceNews], start_s: float) -> None:
-        """Tell the drafter what a step took that had nothing but decodes."""
-        if self._drafter is None or any(item.num_tokens - len(item.draft) > 1 for item in plan):
+    def _keep_hidden(self, item: Scheduled, sequence: SequenceState) -> None:
+        if self._model_drafts is not None:
+            self._model_drafts.keep(item, sequence)
+
+    def _time_decodes(
+        self, plan: Sequence[Scheduled], news: Sequence[SequenceNews], duration_s: float
+    ) -> None:
+        """Report the duration of a decode-only step to the seats and the drafter."""
+        if any(item.num_tokens - len(item.draft) > 1 for item in plan):
             return
-        self._drafter.observe_step(
-            sum(item.num_tokens for item in plan),
-            sum(item.start for item in plan),
-            sum(len(n.token_ids) for n in news),
-            self._clock() - start_s,
-        )
+        num_rows, num_context = sum(item.num_tokens for item in plan), sum(item.start for item in plan)
+        self._scheduler.seats.note_step(num_rows, num_context, duration_s)
+        if self._drafter is not None:
+            num_tokens = sum(len(n.token_ids) for n in news)
+            self._drafter.observe_step(num_rows, num_context, num_tokens, duration_s)
 
     def _remove(self, sequence: SequenceState) -> None:
-        """Take a sequence out of the scheduler; what it generated may serve as draft for others."""
+        """Remove a sequence from the scheduler; its output becomes a source of drafts for others."""
         if self._drafter is not None and sequence.num_output:
             request, cache = sequence.state.request, sequence.state.cache
             num_known = len(request.prompt_token_ids)
@@ -437,6 +485,7 @@ class Engine:
 
     def _finish(self, sequence: SequenceState) -> None:
         self._remove(sequence)
+        self._scheduler.seats.note_end()
         state = sequence.state
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
@@ -444,7 +493,7 @@ class Engine:
             self._tally.finish(state)
 
     def _end(self, request_id: str, reason: FinishReason, error: StemmaError | None) -> list[SequenceNews]:
-        """Finish every sequence of a request that isn't over, those that don't exist yet included."""
+        """Finish every sequence of a request that hasn't ended, including those that don't exist yet."""
         state = self._requests.pop(request_id, None)
         if state is None:
             return []
@@ -458,6 +507,16 @@ class Engine:
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
         self._tally.finish(state)
         return news
+
+
+def _with_grammars(plan: Sequence[Scheduled]) -> list[tuple[Constraints, Sequence[int]]]:
+    """Return the constraints of a step that have a grammar, and the draft that follows the output of each."""
+    found: list[tuple[Constraints, Sequence[int]]] = []
+    for item in plan:
+        constraints = item.sequence.sampling.constraints
+        if item.num_logits and constraints is not None and constraints.has_grammar:
+            found.append((constraints, item.draft))
+    return found
 
 
 class _Drawn:
@@ -481,3 +540,12 @@ class _Drawn:
 def describe_error(error: BaseException) -> str:
     """Return a one-line description for clients."""
     return f"{type(error).__name__}: {error}"
+
+
+def _step_limits(vocab_size: int, memory: MemoryPlan | None) -> StepLimits:
+    """Return the limits of a step; without a plan of memory there is no limit of drafts."""
+    # Nothing is drafted beside prompts: their positions may take the rows kept for drafts.
+    if memory is None:
+        return StepLimits(max_scored_rows=num_scored_rows(vocab_size, None))
+    scored = num_scored_rows(vocab_size, memory.max_draft_tokens)
+    return StepLimits(memory.max_draft_tokens, scored, memory.max_seats)

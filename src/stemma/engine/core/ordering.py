@@ -14,12 +14,12 @@ from typing import Protocol, TypeVar
 from stemma.config.settings import SchedulerSettings
 
 MAX_MATCHED = 128
-"""Only the oldest so many are matched against the index: matching a long queue every step costs more than
-its order is worth."""
+"""Only this many of the oldest are matched against the index: matching a long queue in every step costs more
+than a better order saves."""
 
 
 class Waiting(Protocol):
-    """What an order looks at: a sequence of the engine, or a request of a trace in the lab."""
+    """What is ordered: a sequence of the engine, or a request of a trace in the lab."""
 
     was_preempted: bool
 

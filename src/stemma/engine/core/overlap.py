@@ -1,12 +1,12 @@
-"""Steps that are launched before the host knows what the step before them drew.
+"""Steps launched before the host knows the tokens of the previous step.
 
-Scheduling, writing down a batch and queuing its kernels cost the host milliseconds, in which a device that is
-asked one step at a time has nothing to do. So the next step is launched while one runs. Its input ids come
-from the tensor that the running one draws into; only afterwards does the host read what that was. SGLang and
+Scheduling, preparing a batch and queuing its kernels take the host milliseconds, in which a device that gets
+one step at a time is idle. So the next step is launched while one runs. Its input ids come from the tensor
+that the running step draws into; the host reads them later. SGLang and
 TensorRT-LLM call this an overlap scheduler, vLLM and MindIE asynchronous scheduling.
 
-What the host learns late: a sequence may turn out to be over although its next token is being computed. That
-token is dropped, and the blocks stay with the sequence until the step that writes to them is over
+The host may learn late that a sequence has ended, while its next token is being computed. That token is
+dropped, and the sequence keeps its blocks until the step that writes to them has ended
 (`PrefixCache.open_fence`). What needs the host between two steps (drafts, penalties, forking the siblings of
 a prompt) runs in turn.
 """
@@ -33,23 +33,23 @@ class Pending(Protocol):
     """Work that was queued."""
 
     def result(self) -> Draw | None:
-        """Wait until it is over; return what it returned, or raise what it raised."""
+        """Wait until it has ended; return what it returned, or raise what it raised."""
 
     def ahead(self) -> Draw | None:
-        """Return the same to work that is queued behind it, whose turn comes after it anyway."""
+        """Return the same result, for work queued behind this one."""
 
 
 class WorkQueue(Protocol):
-    """Does work in the order it comes, beside the host."""
+    """Does work in the order it is queued, beside the host."""
 
     def submit(self, work: Work) -> Pending:
         """Queue `work`."""
 
     def drain(self) -> None:
-        """Wait until nothing is under way, whatever became of it."""
+        """Wait until all queued work has ended, in whatever way."""
 
     def close(self) -> None:
-        """Wait, and let go of threads. Nothing is queued afterwards."""
+        """Wait, and end the threads. Nothing is queued afterwards."""
 
 
 class _OnThread:
@@ -61,7 +61,7 @@ class _OnThread:
 
 
 class ThreadQueue:
-    """Work on the CPU: a thread runs it, and torch lets the others go on meanwhile."""
+    """Work on the CPU: a thread runs it; torch releases the GIL meanwhile."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="stemma-model")
@@ -121,7 +121,7 @@ class StepRunner(Protocol):
     """The part of `runner.Runner` that steps ahead need."""
 
     def prepare(self, plan: Sequence[Scheduled]) -> PreparedStep:
-        """Write down a step."""
+        """Prepare the batch of a step."""
 
     def run(self, step: PreparedStep, drawn: torch.Tensor | None) -> torch.Tensor:
         """Return its logits."""
@@ -137,8 +137,10 @@ class Flight:
 
 
 def can_fly(plan: Sequence[Scheduled], *, has_drafter: bool) -> bool:
-    """Return whether neither this step nor the next needs the host to know the tokens that this one draws."""
+    """Return whether neither this step nor the next needs this step's tokens on the host."""
     for item in plan:
+        if item.scored:
+            return False
         if not item.num_logits:
             continue
         state = item.sequence.state
@@ -150,7 +152,7 @@ def can_fly(plan: Sequence[Scheduled], *, has_drafter: bool) -> bool:
 
 
 class StepsAhead:
-    """Launches steps and waits for them, first come first served; at most two are under way at a time."""
+    """Launches steps and waits for them in order; at most two are in flight at a time."""
 
     def __init__(self, queue: WorkQueue, cache: PrefixCache, clock: Callable[[], float]) -> None:
         self._queue = queue
@@ -161,9 +163,9 @@ class StepsAhead:
         """The step launched last, if nobody waited for it yet."""
 
     def launch(self, runner: StepRunner, plan: Sequence[Scheduled]) -> None:
-        """Launch a plan that can fly, behind the step in flight if there is one.
+        """Launch a plan that can run ahead, behind the step in flight if there is one.
 
-        If it raises, nothing is under way any more, and `flight` is None.
+        If it raises, nothing is in flight, and `flight` is None.
         """
         behind, self.flight = self.flight, None
         drawing = [item for item in plan if item.num_logits]
@@ -195,7 +197,7 @@ class StepsAhead:
     def land(self, flight: Flight) -> tuple[Sampled, float]:
         """Wait for the oldest step; return a token for each item that wants logits, and seconds it took.
 
-        Raises what the step raised; nothing is under way then, as after `ground`.
+        Raises what the step raised; then nothing is in flight, as after `ground`.
         """
         if self.flight is flight:
             self.flight = None
@@ -211,7 +213,8 @@ class StepsAhead:
         return Sampled([], []) if draw is None else draw.read(), seconds
 
     def ground(self) -> None:
-        """Let all that is under way end, and forget what it was. Its sequences are as they were before."""
+        """Wait until all steps in flight have ended, and drop their results. Their sequences are as before
+        the launch."""
         flight, self.flight = self.flight, None
         self._queue.drain()
         while self._cache.has_fence:
@@ -220,6 +223,6 @@ class StepsAhead:
             item.sequence.in_flight = None
 
     def close(self) -> None:
-        """End what is under way, and let go of threads."""
+        """Wait for the steps in flight, and end the threads."""
         self.ground()
         self._queue.close()

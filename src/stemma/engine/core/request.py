@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from stemma.engine.api import CacheReport, GenerationRequest
+import torch
+
+from stemma.engine.api import CacheReport, DraftCount, GenerationRequest
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.engine.sampling.prompt_logprobs import PromptScores
 from stemma.engine.sampling.sampler import SamplingState
 from stemma.errors import StemmaError
 from stemma.memory.cache.lease import Lease, TokenBuffer
@@ -23,7 +26,7 @@ class Status(Enum):
     WAITING = auto()
     """Queued; holds no block."""
     LOADING = auto()
-    """Holds blocks; some are on their way up from a lower tier."""
+    """Holds blocks; some are being loaded from a lower tier."""
     RUNNING = auto()
     FINISHED = auto()
 
@@ -36,10 +39,13 @@ class RequestState:
         "cache",
         "ending",
         "is_answered",
+        "load_s",
+        "loading_since",
         "num_unfinished",
         "order",
         "queue_wait_s",
         "request",
+        "scores",
         "sequences",
     )
 
@@ -49,14 +55,22 @@ class RequestState:
         self.arrival = arrival
         """The injected clock, seconds."""
         self.order = order
-        """Arrival number: the age that decides who yields."""
+        """Arrival number: the age that decides which sequence is preempted."""
         self.sequences: list[SequenceState] = []
         self.num_unfinished = request.params.n
         self.cache: CacheReport | None = None
-        """Set when the request starts, and never again: recomputing after a preemption is no hit."""
+        """Set once, when the request starts: what a resumption after a preemption finds is no hit."""
         self.queue_wait_s = 0.0
+        self.loading_since: float | None = None
+        """When its first load from lower tiers began."""
+        self.load_s = 0.0
+        """Of `queue_wait_s`: the wait for that load."""
+        self.scores: PromptScores | None = None
+        """Log-probabilities of the prompt, where the request wants them; its first sequence collects them."""
+        if (num_top := request.params.prompt_logprobs) is not None:
+            self.scores = PromptScores(request.prompt_token_ids, num_top)
         self.is_answered = False
-        """The client has the last output. Set by the output side alone; later tokens are dropped."""
+        """The client has the last output. Set by the output thread alone; later tokens are dropped."""
 
 
 class SequenceState:
@@ -65,13 +79,14 @@ class SequenceState:
     A step computes tokens ``[num_computed, num_computed + k)``. Prefill, decode and resumption after a
     preemption differ only in how many are missing.
 
-    While a step with `in_flight` is under way, tokens up to `num_launched` have their KV once it is over, and
-    the token it may draw follows `tokens`. All else is as the last step that was collected left it.
+    While a step with `in_flight` runs, tokens up to `num_launched` get their KV from it, and the token it
+    may draw follows `tokens`. All else is the state after the step collected last.
     """
 
     __slots__ = (
         "_tokens",
         "common_with",
+        "hidden",
         "in_flight",
         "index",
         "lease",
@@ -95,9 +110,12 @@ class SequenceState:
         self.in_flight: Scheduled | None = None
         """Work of this sequence in the step launched last, if that isn't collected yet."""
         self.prefetch: Prefetch | None = None
-        """While it waits: a look at the lower tiers on its behalf."""
+        """While it waits: a prefetch from the lower tiers."""
         self._tokens = TokenBuffer(state.request.prompt_token_ids)
         self.num_computed = 0
+        self.hidden: torch.Tensor | None = None
+        """[H]: the model's last hidden state of token ``num_computed - 1``. Kept where drafts come from the
+        model's own layer for multi-token prediction."""
         self.num_output = 0
         self.was_preempted = False
         self.match_tokens = 0
@@ -113,8 +131,13 @@ class SequenceState:
 
     @property
     def arrival(self) -> float:
-        """When its request came, the injected clock, seconds."""
+        """Arrival of its request on the injected clock, in seconds."""
         return self.state.arrival
+
+    @property
+    def adapter_key(self) -> str:
+        """The key of its request's adapter; empty for the base model."""
+        return self.state.request.namespace.adapter
 
     @property
     def tokens(self) -> TokenArray:
@@ -127,36 +150,52 @@ class SequenceState:
         return len(self._tokens)
 
     @property
+    def num_left(self) -> int:
+        """Tokens until it ends by number."""
+        return self.state.ending.max_tokens - self.num_output
+
+    @property
     def num_missing(self) -> int:
         """Tokens whose KV must be computed before the next one can be drawn."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_launched(self) -> int:
-        """Tokens that have their KV once the step under way is over."""
+        """Tokens that have their KV once the step in flight has ended."""
         return self.num_computed if self.in_flight is None else self.in_flight.end
 
     @property
     def num_unlaunched(self) -> int:
-        """As `num_missing`, once the step under way is over: the token it draws included."""
+        """As `num_missing`, once the step in flight has ended: the token it draws included."""
         if self.in_flight is None:
             return self.num_missing
         return self.num_tokens + self.in_flight.num_logits - self.in_flight.end
 
-    def start(self, lease: Lease) -> None:
-        """Take a lease; what it brings from cache is computed already."""
+    @property
+    def scores(self) -> PromptScores | None:
+        """The log-probabilities of the prompt that this sequence has yet to collect; None: none."""
+        scores = self.state.scores if self.index == 0 else None
+        return None if scores is None or scores.result is not None else scores
+
+    def start(self, lease: Lease, *, num_recomputed: int = 0) -> None:
+        """Take a lease; the tokens it has from the cache count as computed.
+
+        The last `num_recomputed` of them are computed again: their KV is cached, their hidden state isn't.
+        """
         self.lease = lease
         self._tokens = lease.buffer
-        self.num_computed = lease.num_cached_tokens
+        self.num_computed = max(0, lease.num_cached_tokens - num_recomputed)
 
     def stop(self, status: Status) -> None:
-        """Let go of the lease, which the caller has freed; keep the tokens. What is in flight is void."""
+        """Remove the lease, which the caller has freed; keep the tokens. The result of a step in flight will
+        be dropped."""
         assert self.lease is not None
         if self.in_flight is not None:
             self.in_flight.is_void = True
             self.in_flight = None
         self.lease = None
         self.num_computed = 0
+        self.hidden = None
         self.status = status
         self.match_version = -1
         self.common_with.clear()
@@ -170,7 +209,7 @@ class SequenceState:
 
 
 class Limits:
-    """What ends sequences beside their requests' own parameters."""
+    """Limits of all sequences, in addition to their requests' parameters."""
 
     def __init__(self, eos_token_ids: tuple[int, ...], max_tokens: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -178,7 +217,7 @@ class Limits:
         """Prompt plus output: what model and cache can hold."""
 
     def ending(self, request: GenerationRequest) -> Ending:
-        """Return when the sequences of a request are over by their tokens."""
+        """Return the rule by which tokens end the sequences of a request."""
         room = self.max_tokens - len(request.prompt_token_ids)
         return Ending.of(request.params, self.eos_token_ids, room)
 
@@ -193,6 +232,8 @@ class SequenceNews:
     logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     error: StemmaError | None = None
+    draft: tuple[str, DraftCount] | None = None
+    """Source of the draft that was verified, and its tokens."""
 
 
 @dataclass(slots=True)
@@ -204,14 +245,18 @@ class Scheduled:
     num_tokens: int
     """Rows of the batch: known tokens, then draft tokens."""
     num_logits: int
-    """Of the last so many rows logits are wanted: 0 for a chunk with more to come, else 1 + the draft."""
+    """Number of trailing rows that tokens are drawn from: 0 for a chunk with more to come, else 1 + draft."""
     draft: tuple[int, ...] = ()
+    scored: range = range(0)
+    """Positions whose logits say how likely the prompt's next token was; their rows come first."""
+    first_row: int = 0
+    """Of the batch, once it is built."""
     row: int = 0
-    """Of a step that runs ahead: where its logits are among those of the step."""
+    """In a step that runs ahead: the row of its logits among those of the step."""
     source_row: int | None = None
-    """The token isn't known yet: it is what the step under way draws from this row of logits."""
+    """The token isn't known yet: the step in flight draws it from this row of logits."""
     is_void: bool = False
-    """The sequence ended or yielded while this was under way: the result is dropped."""
+    """The sequence ended or was preempted while this ran: the result is dropped."""
 
     @property
     def end(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.request import Scheduled
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
@@ -29,7 +30,7 @@ class LanguageModel(Protocol):
 
 
 class HostArray:
-    """A host array and the way of its head to the device, which waits for nothing where memory is pinned."""
+    """A host array; its first n elements copy to the device asynchronously if the memory is pinned."""
 
     def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tensor = torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
@@ -46,7 +47,7 @@ class HostArray:
 
 
 class StepBuffers:
-    """Host arrays of one step. They may be written again once that step is over."""
+    """Host arrays of one step. They may be written again once that step has ended."""
 
     def __init__(self, max_batch_tokens: int, device: torch.device) -> None:
         self._device = device
@@ -67,7 +68,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that is ready to run, but for the ids that the step before it draws."""
+    """A step that is ready to run, except for the ids that the previous step draws."""
 
     batch: ForwardBatch
     unknown_rows: torch.Tensor | None
@@ -79,8 +80,17 @@ class PreparedStep:
 class Runner:
     """Runs steps, one at a time."""
 
-    def __init__(self, model: LanguageModel, kv: DeviceKV, *, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv: DeviceKV,
+        *,
+        max_batch_tokens: int,
+        adapters: PreparedAdapters | None = None,
+    ) -> None:
+        """`adapters`: makes those that a step needs ready; None: no request has one."""
         self._model = model
+        self._adapters = adapters
         self.kv = kv
         self._block_size = kv.layout.block_size
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
@@ -88,16 +98,19 @@ class Runner:
         self._other_buffers = StepBuffers(max_batch_tokens, model.device)
 
     def forward(self, plan: Sequence[Scheduled]) -> torch.Tensor:
-        """Return the logits that the plan wants, in its order, [sum of num_logits, vocab] float32."""
+        """Return the logits that the plan wants, [L, vocab] float32.
+
+        Item by item: those of `Scheduled.scored`, then those of the last `num_logits` rows.
+        """
         logits = self._model.forward(self._batch(plan), self.kv)
         if logits.is_cuda and len(logits) == 0:
-            # Nobody will wait for such a step by reading its result. But it must be over before blocks change
-            # hands (loads write on a stream of their own), and its time is measured.
+            # Nobody reads a result of such a step, so nobody waits for it. But it must end before blocks get
+            # another owner (loads write on another stream), and its duration is measured.
             torch.cuda.current_stream(logits.device).synchronize()
         return logits
 
     def prepare(self, plan: Sequence[Scheduled]) -> PreparedStep:
-        """Write down a step that may follow one that isn't over. At most two steps exist at a time."""
+        """Prepare a step, perhaps while the previous one runs. At most two steps exist at a time."""
         batch = self._batch(plan)
         unknown, sources, row = [], [], 0
         for item in plan:
@@ -132,9 +145,10 @@ class Runner:
         starts, context_lens = [0], []
         row = num_logits = max_blocks = 0
         for item in plan:
-            end = row + item.num_tokens
+            item.first_row, end = row, row + item.num_tokens
             self._fill(buffers, item, row, end)
-            for logits_row in range(end - item.num_logits, end):
+            scored = range(row + item.scored.start - item.start, row + item.scored.stop - item.start)
+            for logits_row in (*(scored if item.scored else ()), *range(end - item.num_logits, end)):
                 logits_rows[num_logits] = logits_row
                 num_logits += 1
             row = end
@@ -150,6 +164,7 @@ class Runner:
             context_lens=context_lens,
             block_tables=self._block_tables(buffers, plan, max_blocks),
             logits_rows=buffers.logits_rows.to_device(num_logits),
+            adapters=() if self._adapters is None else self._adapters.rows(plan),
         )
 
     def _fill(self, buffers: StepBuffers, item: Scheduled, row: int, end: int) -> None:

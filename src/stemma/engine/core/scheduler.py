@@ -1,24 +1,28 @@
 """Which tokens of which sequences the next step computes.
 
-Decodes come first, oldest first, then prefill chunks of those that run, then newcomers, all within a budget
-of tokens a step: no long prompt ever stops the others (vLLM's chunked prefill, MindIE's SplitFuse). When
-blocks run out, the youngest running sequence yields: its blocks go back, what was computed stays cached as
-long as there is room, and it resumes later from what is left.
+Decodes come first, oldest first, then prefill chunks of running sequences, then waiting sequences, all
+within a budget of tokens per step: a long prompt never stops the others (vLLM's chunked prefill, MindIE's
+SplitFuse). When blocks run out, the youngest running sequence is preempted: it frees its blocks, which stay
+cached as long as there is room, and resumes later from what is left of them.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
-from stemma.config.settings import SchedulerSettings
+from stemma.config.settings import MAX_SEATS, SchedulerSettings
+from stemma.engine.api import DraftCount
+from stemma.engine.core.adapter_seats import AdapterSeats, group_by_adapter
 from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.core.request import Scheduled, SequenceState, Status
+from stemma.engine.core.seats import Seats
 from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.keys import Namespace
@@ -31,8 +35,9 @@ class Drafter(Protocol):
     `drafts.drafter.Drafter` implements it. Sequences are told apart by `key`.
     """
 
-    num_proposed_tokens: int
-    num_accepted_tokens: int
+    @property
+    def counts(self) -> Mapping[str, DraftCount]:
+        """Draft tokens by source."""
 
     def propose(
         self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
@@ -42,8 +47,13 @@ class Drafter(Protocol):
     def begin_step(self, num_sequences: int) -> bool:
         """Return whether to ask for drafts in a step that decodes `num_sequences`."""
 
-    def observe(self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
-        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
+    def observe(
+        self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]
+    ) -> str | None:
+        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``.
+
+        Return the name of its source, if that is known.
+        """
 
     def observe_step(
         self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float
@@ -51,7 +61,29 @@ class Drafter(Protocol):
         """Learn what a step of decodes costs: its rows, the tokens attended to, the tokens it gave."""
 
     def finish(self, key: Hashable, namespace: Namespace, tokens: TokenArray, num_known: int) -> None:
-        """Forget a sequence that ended, of which `num_known` leading tokens came from the cache."""
+        """Drop the state of a sequence that ended; its `num_known` leading tokens came from the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Limits of the rows of a step that have logits: each takes as many floats as the vocabulary has ids."""
+
+    max_draft_tokens: int = 1 << 20
+    """Draft tokens, all sequences together."""
+    max_scored_rows: int = 1
+    """Prompt positions whose logits are computed for log-probabilities."""
+    max_seats: int = MAX_SEATS
+    """Running sequences, where the settings name no number."""
+
+
+class ModelDrafts(Protocol):
+    """Drafts by the model itself, offered to the drafter. `prediction.ModelDrafts` implements it."""
+
+    def offer(self, decoding: Sequence[SequenceState], max_tokens: int) -> None:
+        """Offer the drafter guesses of up to `max_tokens` for each of these sequences, where they pay."""
+
+    def keep(self, item: Scheduled, sequence: SequenceState) -> None:
+        """Keep the hidden state that the step that ran last left for `sequence`."""
 
 
 class Scheduler:
@@ -63,22 +95,33 @@ class Scheduler:
         cache: PrefixCache,
         *,
         drafter: Drafter | None = None,
-        max_draft_tokens: int | None = None,
+        model_drafts: ModelDrafts | None = None,
+        limits: StepLimits | None = None,
+        max_adapters: int = 1,
         on_start: Callable[[SequenceState], None] = lambda _sequence: None,
+        on_load: Callable[[SequenceState], None] = lambda _sequence: None,
     ) -> None:
-        """`on_start` is told of each admission, the first and those after preemptions.
+        """`on_start` is told of each admission, the first and those after preemptions; `on_load` before it,
+        where blocks are loaded from lower tiers.
 
-        `max_draft_tokens`: drafted in a step, all sequences together; None: any number.
+        `limits`: of rows with logits in a step; None: those of `StepLimits`. `max_adapters`: in a step.
         """
         self._settings = settings
+        self._limits = limits or StepLimits()
+        self.seats = Seats(settings.max_num_seqs, self._limits.max_seats)
+        """How many sequences may run at once."""
         self._cache = cache
         self._drafter = drafter
-        self._max_draft_tokens = settings.max_batch_tokens if max_draft_tokens is None else max_draft_tokens
+        self._max_adapters = max_adapters
+        self._model_drafts = model_drafts
+        self._num_recomputed = 0 if model_drafts is None else 1
+        """Of each prefix hit: for the hidden state that the model's own drafts go on from."""
         self._on_start = on_start
+        self._on_load = on_load
         self._waiting: dict[tuple[int, int], SequenceState] = {}
         """In order of arrival, so that a step looks at the oldest alone, however long the queue."""
         self._returned: dict[tuple[int, int], SequenceState] = {}
-        """Waiting too, out of that order: they yielded, or are siblings that found no room."""
+        """Waiting too, before all others: preempted sequences, and siblings that found no room."""
         self._loading: list[SequenceState] = []
         self._running: list[SequenceState] = []
         self._arrived: list[SequenceState] = []
@@ -122,10 +165,10 @@ class Scheduler:
     @property
     def has_seat(self) -> bool:
         """Whether one more sequence may run."""
-        return len(self._running) + len(self._loading) < self._settings.max_num_seqs
+        return len(self._running) + len(self._loading) < self.seats.limit
 
     def fork(self, parent: SequenceState, child: SequenceState) -> bool:
-        """Let `child` run on from where `parent` is, sharing its blocks; False if there is no room."""
+        """Let `child` continue where `parent` is, sharing its blocks; False if there is no room."""
         assert parent.lease is not None
         lease = self._cache.fork(parent.lease, parent.num_computed) if self.has_seat else None
         if lease is None:
@@ -137,7 +180,7 @@ class Scheduler:
         return True
 
     def remove(self, sequence: SequenceState) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
+        """Remove a sequence in any state, and free its blocks."""
         if sequence.status is Status.WAITING:
             self._leave_queue(sequence)
             sequence.status = Status.FINISHED
@@ -150,8 +193,8 @@ class Scheduler:
     def schedule(self, *, is_ahead: bool = False) -> list[Scheduled]:
         """Return the work of the next step, in no particular order of rows; empty if there is none.
 
-        `is_ahead`: a step is under way. Nobody yields to make room then, and nothing is drafted: where that
-        is called for, there is no work until the step is over. A plan may be dropped instead of being run.
+        `is_ahead`: a step is in flight. Then no sequence is preempted and nothing is drafted: if either is
+        needed, no work is returned until that step has ended. A plan may be dropped instead of being run.
         """
         self._finish_loads()
         plan: list[Scheduled] = []
@@ -162,7 +205,10 @@ class Scheduler:
             decoding = [s for s in decoding if not self._ends_in_flight(s)]
             if decoding and not self._can_decode_ahead(decoding):
                 return []
-        draft_room = self._max_draft_tokens if self._may_draft(decoding) else 0
+        draft_room = self._limits.max_draft_tokens if self._may_draft(decoding) else 0
+        if self._model_drafts is not None and decoding and draft_room:
+            most_offered = min(draft_room, budget - len(decoding))
+            self._model_drafts.offer(decoding[:draft_room], most_offered)
         for i, sequence in enumerate(decoding):
             if budget == 0 or sequence.status is not Status.RUNNING:
                 continue
@@ -175,8 +221,7 @@ class Scheduler:
                 draft_room -= len(item.draft)
         for sequence in self._running:
             if sequence.num_unlaunched > 1 and budget:
-                plan.append(item := self._chunk(sequence, budget))
-                budget -= item.num_tokens
+                budget -= self._add_chunk(plan, sequence, budget)
         if (
             budget
             and (self._waiting or self._returned)
@@ -188,10 +233,10 @@ class Scheduler:
             if sequence.status is Status.WAITING:
                 self._prefetch(sequence)
         self._arrived.clear()
-        return plan
+        return group_by_adapter(plan)
 
     def wait_for_load(self, timeout_s: float) -> None:
-        """Block until a load from a lower tier ends, if only loads stand between us and work."""
+        """Block until a load from a lower tier ends, if there is no work before that."""
         futures: list[Future[Any]] = [*self._cache.loads()]
         waiting = (*self._returned.values(), *self._waiting.values())
         futures += [s.prefetch.probe for s in waiting if s.prefetch]
@@ -208,10 +253,12 @@ class Scheduler:
         self._cache.commit(lease, item.sequence.num_computed, tail=is_prefill and item.num_logits > 0)
 
     def _prefetch(self, sequence: SequenceState) -> None:
+        if sequence.scores is not None:
+            return
         sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
 
     def _ends_in_flight(self, sequence: SequenceState) -> bool:
-        """Return whether the token that the step under way draws is the last by number."""
+        """Return whether the token that the step in flight draws reaches the length limit."""
         if sequence.in_flight is None or not sequence.in_flight.num_logits:
             return False
         return sequence.num_output + 1 >= sequence.state.ending.max_tokens
@@ -242,8 +289,7 @@ class Scheduler:
             return Scheduled(sequence, sequence.num_launched, 1, 1, source_row=source_row)
         draft: tuple[int, ...] = ()
         if self._drafter is not None:
-            num_left = sequence.state.ending.max_tokens - sequence.num_output
-            if (most := min(most_drafted, num_left - 1)) > 0:
+            if (most := min(most_drafted, sequence.num_left - 1)) > 0:
                 namespace = sequence.state.request.namespace
                 draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
                 draft = draft[: sequence.sampling.num_valid(draft)]
@@ -256,10 +302,19 @@ class Scheduler:
                 return None
         return Scheduled(sequence, sequence.num_computed, 1 + len(draft), 1 + len(draft), draft)
 
-    def _chunk(self, sequence: SequenceState, budget: int) -> Scheduled:
-        num_missing = sequence.num_unlaunched
-        num_tokens = min(num_missing, budget)
-        return Scheduled(sequence, sequence.num_launched, num_tokens, int(num_tokens == num_missing))
+    def _add_chunk(self, plan: list[Scheduled], sequence: SequenceState, budget: int) -> int:
+        """Plan the next tokens of a prompt; return how many. 0: the step has no room for more logits."""
+        start, num_missing = sequence.num_launched, sequence.num_unlaunched
+        num_tokens, scored = min(num_missing, budget), range(0)
+        if (scores := sequence.scores) is not None:
+            room = self._limits.max_scored_rows - sum(len(item.scored) for item in plan)
+            scored = scores.wanted(start, start + num_tokens)
+            if len(scored) > room:
+                num_tokens = scored.start + room - start
+                scored = scored[:room]
+        if num_tokens:
+            plan.append(Scheduled(sequence, start, num_tokens, int(num_tokens == num_missing), scored=scored))
+        return num_tokens
 
     def _preempt(self, sequence: SequenceState) -> None:
         assert sequence.in_flight is None
@@ -268,14 +323,16 @@ class Scheduler:
         sequence.was_preempted = True
         self.add(sequence)
         self.num_preemptions += 1
+        self.seats.note_preemption(len(self._running) + len(self._loading))
 
     def _free(self, sequence: SequenceState, status: Status) -> None:
         assert sequence.lease is not None
-        self._cache.free(sequence.lease, sequence.num_computed)
+        num_complete = max(sequence.num_computed, sequence.lease.num_cached_tokens)
+        self._cache.free(sequence.lease, num_complete)
         sequence.stop(status)
 
     def _admit(self, plan: list[Scheduled], budget: int) -> None:
-        """Start waiting sequences while seats, blocks and budget last.
+        """Start waiting sequences as far as seats, blocks and budget allow.
 
         Nobody overtakes a sequence that found no room, or it would never find any.
         """
@@ -287,16 +344,25 @@ class Scheduler:
         prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
         oldest = (*self._returned.values(), *islice(self._waiting.values(), MAX_MATCHED))
         order = order_waiting(oldest, self._settings, self._num_cached)
+        adapters = AdapterSeats(self._max_adapters, (*self._running, *self._loading), self._settings.ageing_s)
+        adapters.look_at(oldest)
         for sequence in order[:MAX_MATCHED]:
             if not budget or not self.has_seat:
                 return
+            if not adapters.admits(sequence):
+                continue
             if sequence.prefetch is not None and not sequence.prefetch.probe.done():
                 continue
             if self._is_being_computed(sequence, prefilling):
                 continue
             request = sequence.state.request
+            scores = sequence.scores
             lease = self._cache.reserve(
-                request.namespace, sequence.tokens, priority=request.priority, ttl_s=request.ttl_s
+                request.namespace,
+                sequence.tokens,
+                priority=request.priority,
+                ttl_s=request.ttl_s,
+                max_cached=None if scores is None else scores.num_scored,
             )
             if lease is None:
                 if self._waits_for_nothing(plan):
@@ -305,15 +371,16 @@ class Scheduler:
                 self._no_room = (self._cache.num_available, self._num_queued)
                 return
             self._leave_queue(sequence)
-            sequence.start(lease)
+            sequence.start(lease, num_recomputed=self._num_recomputed)
+            adapters.take(sequence)
             if lease.pending is not None:
                 sequence.status = Status.LOADING
+                self._on_load(sequence)
                 self._loading.append(sequence)
                 prefilling.append(sequence)
                 continue
             self._run(sequence)
-            plan.append(item := self._chunk(sequence, budget))
-            budget -= item.num_tokens
+            budget -= self._add_chunk(plan, sequence, budget)
             prefilling.append(sequence)
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
@@ -350,7 +417,7 @@ class Scheduler:
                     self.failed.append((sequence.state.request.request_id, error))
                     continue
                 self._loading.remove(sequence)
-                sequence.start(lease)
+                sequence.start(lease, num_recomputed=self._num_recomputed)
                 self._run(sequence)
 
     def _num_cached(self, sequence: SequenceState) -> int:
@@ -366,15 +433,18 @@ class Scheduler:
         Waiting for it is never slower than computing the same tokens beside it. The one that computes never
         waits for anybody, so this can't deadlock.
         """
-        if not self._cache.enabled:
+        if not self._cache.enabled or sequence.scores is not None:
             return False
         for other in prefilling:
-            if other.state.request.namespace != sequence.state.request.namespace:
+            shared = other.state.request.namespace.num_shared_with(sequence.state.request.namespace)
+            if shared == 0:
                 continue
             common = sequence.common_with.get(other.state.order)
             if common is None:
                 common = _common_prefix(sequence.tokens[:-1], other.tokens)
                 sequence.common_with[other.state.order] = common
+            if shared is not None:
+                common = min(common, shared)
             if common - self._num_cached(sequence) >= self._cache.block_size:
                 return True
         return False

@@ -1,21 +1,31 @@
-"""What requests were given and what they made: each one's cache report, the totals, the recorded trace."""
+"""Counts of requests: the cache report of each, the totals, the recorded trace."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from stemma.engine.api import CacheReport
 from stemma.engine.core.request import RequestState, SequenceState
 from stemma.engine.trace_log import TraceLog
 from stemma.types import Tier
 
+logger = logging.getLogger(__name__)
+
 
 class Tally:
     """Counts a request when it starts, and only then. Not thread-safe: one owner, the step loop."""
 
-    def __init__(self, clock: Callable[[], float], trace_log: TraceLog | None) -> None:
-        """`clock` is that of `RequestState.arrival`, seconds; `trace_log` None records nothing."""
+    def __init__(
+        self, clock: Callable[[], float], trace_log: TraceLog | None, *, logs_hits: bool = False
+    ) -> None:
+        """`clock` is that of `RequestState.arrival`, seconds; `trace_log` None records nothing.
+
+        `logs_hits`: log what the cache gave to each batch of prompts, and to all so far.
+        """
+        self._logs_hits = logs_hits
+        self._batch: list[CacheReport] = []
         self._clock = clock
         self._trace_log = trace_log
         self.num_prompt_tokens = 0
@@ -24,30 +34,49 @@ class Tally:
         self.cached_by_tier: Counter[Tier] = Counter()
         self.misses_by_reason: Counter[str] = Counter()
 
+    def load(self, sequence: SequenceState) -> None:
+        """A sequence got its blocks, and waits for lower tiers now."""
+        if sequence.state.cache is None:
+            sequence.state.loading_since = self._clock()
+
     def start(self, sequence: SequenceState) -> None:
         """Report what the cache gave; only for the first start, never for a resumption or a sibling."""
         state, lease = sequence.state, sequence.lease
         assert lease is not None
         if state.cache is not None:
             return
-        miss = lease.miss
+        miss, head = lease.miss, lease.namespace.head
         state.cache = CacheReport(
             num_prompt_tokens=len(state.request.prompt_token_ids),
             cached_by_tier=dict(lease.cached_by_tier),
+            num_public_tokens=0 if head is None else min(head.num_tokens, lease.num_cached_tokens),
             miss_reason=miss.reason.value if miss else None,
             miss_detail=miss.detail if miss else None,
             parting=miss.parting if miss else None,
+            num_tokens_of_others=miss.num_tokens_of_others if miss else 0,
         )
-        state.queue_wait_s = self._clock() - state.arrival
+        now = self._clock()
+        state.queue_wait_s = now - state.arrival
+        if state.loading_since is not None:
+            state.load_s = now - state.loading_since
         if state.request.is_continuation:
             return
+        if self._logs_hits:
+            self._batch.append(state.cache)
         self.num_prompt_tokens += state.cache.num_prompt_tokens
         self.cached_by_tier.update(lease.cached_by_tier)
         if miss is not None:
             self.misses_by_reason[miss.reason.value] += 1
 
+    def end_batch(self) -> None:
+        """Log what the prompts that one call of the scheduler started were given, if that is wanted."""
+        if self._batch:
+            for line in reporter_lines(self._batch, self.num_prompt_tokens, self.cached_by_tier):
+                logger.info(line)
+            self._batch.clear()
+
     def finish(self, state: RequestState) -> None:
-        """Note a request that is over in the trace; of several answers the first."""
+        """Record a finished request in the trace; of several answers the first."""
         if self._trace_log is not None and state.cache is not None:
             request, tokens = state.request, state.sequences[0].tokens
             num_prompt = len(request.prompt_token_ids)
@@ -63,3 +92,34 @@ class Tally:
         """Close the trace."""
         if self._trace_log is not None:
             self._trace_log.close()
+
+
+def reporter_lines(
+    batch: Sequence[CacheReport], num_prompt_tokens: int, cached_by_tier: Mapping[Tier, int]
+) -> tuple[str, str]:
+    """Return the two lines that MindIE logs for each batch of prompts: of the batch, and of all so far.
+
+    `local` is the device tier, `remote` all tiers below it.
+    """
+    num_tokens = sum(report.num_prompt_tokens for report in batch)
+    cached = sum(report.num_cached_tokens for report in batch)
+    local = sum(report.cached_by_tier.get(Tier.DEVICE, 0) for report in batch)
+    total = sum(cached_by_tier.values())
+    total_local = cached_by_tier.get(Tier.DEVICE, 0)
+    return (
+        f"Prefix Cache Reporter: #batchsize: {len(batch)}, #batched-tokens: {num_tokens}, "
+        f"#local cached-tokens: {local}, #local cached hit rate: {_percent(local, num_tokens)}, "
+        f"#remote cached-tokens: {cached - local}, "
+        f"#remote cached hit rate: {_percent(cached - local, num_tokens)}, "
+        f"#cached hit rate: {_percent(cached, num_tokens)}",
+        f"Prefix Cache Global Reporter: #total prefill tokens: {num_prompt_tokens}, "
+        f"#total local matched tokens: {total_local}, "
+        f"#total local cached hit rate: {_percent(total_local, num_prompt_tokens)}, "
+        f"#total remote matched tokens: {total - total_local}, "
+        f"#total remote cached hit rate: {_percent(total - total_local, num_prompt_tokens)}, "
+        f"#total cached hit rate: {_percent(total, num_prompt_tokens)}",
+    )
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(1, whole):.2f}%"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
+from stemma.prefix.headed import HeadedIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import Namespace
 from stemma.prefix.radix import NodeView, RadixIndex
@@ -26,7 +27,8 @@ _EDGE_TOKENS = 64
 
 def draw_tree(index: PrefixIndex, decode: Decode, max_chars: int = _MAX_CHARS) -> str:
     """Return a drawing of the whole index, one line a node; at most `max_chars` of each node's text."""
-    tree = index if isinstance(index, RadixIndex) else _as_radix(index)
+    inner = index.inner if isinstance(index, HeadedIndex) else index
+    tree = inner if isinstance(inner, RadixIndex) else _as_radix(inner)
     lines: list[str] = []
     for namespace in tree.namespaces():
         lines.append(_title(namespace))
@@ -46,7 +48,12 @@ def _as_radix(index: PrefixIndex) -> RadixIndex:
 
 def _title(namespace: Namespace) -> str:
     parts = [f"{name} {value!r}" for name in ("salt", "adapter") if (value := getattr(namespace, name))]
-    return f"namespace {', '.join(parts)}" if parts else "default namespace"
+    title = f"namespace {', '.join(parts)}" if parts else "default namespace"
+    if namespace.is_public:
+        return f"published prefixes{', '.join(['', *parts])}"
+    if namespace.head is not None:
+        title += f", behind {namespace.head.num_tokens} published tokens ({namespace.head.digest.hex()[:8]})"
+    return title
 
 
 def _branches(views: list[NodeView]) -> Iterator[str]:

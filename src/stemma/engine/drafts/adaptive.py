@@ -7,6 +7,8 @@ where the yield, at the time a token takes now, exceeds that by most; where it n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +36,8 @@ class StepCost:
         self._num_steps = 0
         self._duration_s = 0.0
         self._num_tokens = 0.0
+        self._num_rows = 0.0
+        self._context = 0.0
 
     @property
     def row_s(self) -> float:
@@ -45,6 +49,14 @@ class StepCost:
         """Seconds a token takes at present: time of recent steps over the tokens they gave."""
         return self._duration_s / self._num_tokens if self._num_tokens else 1.0
 
+    def rows_within(self, duration_s: float) -> int | None:
+        """Return how many rows of the recent mean context a step of `duration_s` has; None: not known yet."""
+        if self._num_steps < _SOLVE_EVERY:
+            return None
+        base_s, row_s, context_s = self._weights
+        each_s = row_s + context_s * self._context / self._num_rows
+        return None if each_s <= 0.0 else max(0, int((duration_s - max(0.0, base_s)) / each_s))
+
     def observe(self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float) -> None:
         """Learn from a step of decodes alone that gave `num_tokens` tokens."""
         if num_tokens == 0:
@@ -54,6 +66,8 @@ class StepCost:
         self._targets = self._targets * _COST_DECAY + features * duration_s
         self._duration_s = self._duration_s * _COST_DECAY + duration_s
         self._num_tokens = self._num_tokens * _COST_DECAY + num_tokens
+        self._num_rows = self._num_rows * _COST_DECAY + num_rows
+        self._context = self._context * _COST_DECAY + features[2]
         self._num_steps += 1
         if self._num_steps < _SOLVE_EVERY or self._num_steps % _SOLVE_EVERY == 0:
             ridge = np.diag([1e-9, 0.1, 0.1])
@@ -87,6 +101,7 @@ class Acceptance:
 
 
 PRIORS = {
+    "mtp": 0.8,
     "tree": 0.8,
     "lookup-long": 0.8,
     "lookup-medium": 0.5,
@@ -103,8 +118,9 @@ PRIORS = {
 class AcceptanceTable:
     """What all requests together know of each kind of evidence; requests derive their own from it."""
 
-    def __init__(self) -> None:
-        self._shared = {kind: Acceptance(prior, decay=_GLOBAL_DECAY) for kind, prior in PRIORS.items()}
+    def __init__(self, kinds: Iterable[str] = PRIORS) -> None:
+        """`kinds`: those of the sources in use, since `best_probability` begins with their priors."""
+        self._shared = {kind: Acceptance(PRIORS[kind], decay=_GLOBAL_DECAY) for kind in kinds}
 
     @property
     def best_probability(self) -> float:
@@ -131,14 +147,15 @@ def best_length(probability: float, most: int, cost: StepCost) -> tuple[int, flo
 
 
 class Probe:
-    """When to verify a short draft that isn't expected to pay: things change. Rarer each time it fails."""
+    """When to verify a short draft that isn't expected to pay, because traffic changes. Rarer after each
+    failure."""
 
     def __init__(self) -> None:
         self._wait = _FIRST_PROBE_AFTER
         self._num_declined = 0
 
     def decline(self) -> int:
-        """Count a step without a draft where one was at hand; return how many tokens to try after all."""
+        """Count a step that didn't use an available draft; return how many tokens to try nevertheless."""
         self._num_declined += 1
         if self._num_declined < self._wait:
             return 0

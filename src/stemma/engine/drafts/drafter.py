@@ -7,11 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from stemma.config.settings import SpeculationSettings
-from stemma.engine.drafts.adaptive import Acceptance, AcceptanceTable, Probe, StepCost, best_length
+from stemma.engine.api import DraftCount
+from stemma.engine.drafts.adaptive import PRIORS, Acceptance, AcceptanceTable, Probe, StepCost, best_length
 from stemma.engine.drafts.index_memory import IndexMemory
 from stemma.engine.drafts.lookahead import Lookahead
+from stemma.engine.drafts.predicted import EVIDENCE, PassCost, Predicted, best_depth
 from stemma.engine.drafts.prompt_lookup import PromptLookup
-from stemma.engine.drafts.source import DraftSource, Proposal, num_accepted
+from stemma.engine.drafts.source import DraftSource, Proposal, num_accepted, source_of
 from stemma.engine.drafts.suffix import SuffixCorpus
 from stemma.engine.drafts.tree import BranchLookup, Continuation, TreeContinuation
 from stemma.prefix.keys import Namespace
@@ -20,6 +22,16 @@ from stemma.types import TokenArray
 _FEW_SEQUENCES = 8
 """Up to here rows are nearly free on every machine measured, and asking costs less than a step's noise."""
 _PROPOSE_WEIGHT = 0.05
+
+SOURCES_OF: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "auto": ("tree", "prompt_lookup"),
+    "tree": ("tree",),
+    "prompt_lookup": ("prompt_lookup",),
+    "la": ("la",),
+    "mtp": ("mtp", "tree", "prompt_lookup"),
+}
+"""The sources of each mode of `SpeculationSettings`."""
 
 SourceFactory = Callable[[Namespace], list[DraftSource]]
 
@@ -31,9 +43,24 @@ class _Speculation:
     namespace: Namespace
     sources: list[DraftSource]
     acceptance: dict[str, Acceptance]
+    predicted: Predicted = field(default_factory=Predicted)
     probe: Probe = field(default_factory=Probe)
     evidence: str = ""
     """Of the last draft."""
+    found: list[Proposal] = field(default_factory=list)
+    """What the sources proposed, `found_at` tokens into the sequence, for drafts of up to `found_for`."""
+    found_at: int = -1
+    found_for: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A sequence for which the model may guess tokens."""
+
+    key: Hashable
+    namespace: Namespace
+    tokens: TokenArray
+    max_tokens: int
 
 
 class Drafter:
@@ -52,15 +79,18 @@ class Drafter:
         self._make_sources = make_sources
         self._settings = settings
         self._corpus = corpus
-        self._table = AcceptanceTable()
+        sources = SOURCES_OF[settings.mode]
+        self._table = AcceptanceTable(kind for kind in PRIORS if source_of(kind) in sources)
         self._cost = StepCost()
         self._clock = clock
         self._propose_s = 0.0
         """What asking for one draft takes, a moving average."""
         self._batch_probe = Probe()
+        self._pass_probe = Probe()
+        self._pass_cost = PassCost()
         self._running: dict[Hashable, _Speculation] = {}
-        self.num_proposed_tokens = 0
-        self.num_accepted_tokens = 0
+        self.counts: dict[str, DraftCount] = {}
+        """By source, one of `DRAFT_SOURCES`."""
 
     def begin_step(self, num_sequences: int) -> bool:
         """Return whether to ask for drafts in a step that decodes `num_sequences`.
@@ -86,60 +116,122 @@ class Drafter:
     def _propose(
         self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
     ) -> tuple[int, ...]:
+        speculation = self._speculation(key, namespace)
+        most = min(max_tokens, self._settings.max_draft_tokens)
+        predicted = speculation.predicted.take(len(tokens), most)
+        proposals = self._find(speculation, tokens, most)
+        if predicted is not None:
+            proposals = [predicted, *proposals]
+        best, best_tokens, _ = self._best(speculation, proposals, most)
+        if best is None:
+            return ()
+        if best_tokens == 0 and predicted is not None:
+            # The pass was a probe, which says something only if its guess is verified.
+            best, best_tokens = predicted, len(predicted.token_ids)
+        elif best_tokens == 0:
+            best_tokens = speculation.probe.decline()
+        speculation.evidence = best.evidence
+        return best.token_ids[: min(best_tokens, most)]
+
+    def _speculation(self, key: Hashable, namespace: Namespace) -> _Speculation:
         speculation = self._running.get(key)
         if speculation is None:
             speculation = self._running[key] = _Speculation(
                 namespace, self._make_sources(namespace), self._table.for_request()
             )
-        most = min(max_tokens, self._settings.max_draft_tokens)
+        return speculation
+
+    def _find(self, speculation: _Speculation, tokens: TokenArray, most: int) -> list[Proposal]:
+        """Ask the sources, once for each state of the sequence."""
+        if speculation.found_at != len(tokens) or speculation.found_for < most:
+            found = [source.propose(tokens, most) for source in speculation.sources]
+            speculation.found = [proposal for proposal in found if proposal is not None]
+            speculation.found_at, speculation.found_for = len(tokens), most
+        return speculation.found
+
+    def _best(
+        self, speculation: _Speculation, proposals: Sequence[Proposal], most: int
+    ) -> tuple[Proposal | None, int, float]:
+        """Return the proposal that pays most, how many of its tokens, and its gain in seconds."""
         best: Proposal | None = None
         best_tokens, best_gain = 0, 0.0
-        for source in speculation.sources:
-            proposal = source.propose(tokens, most)
-            if proposal is None:
-                continue
-            num_tokens, gain = len(proposal.token_ids), 0.0
+        for proposal in proposals:
+            num_tokens, gain = min(len(proposal.token_ids), most), 0.0
             if self._settings.adaptive:
                 probability = speculation.acceptance[proposal.evidence].probability
                 num_tokens, gain = best_length(probability, num_tokens, self._cost)
             if best is None or gain > best_gain:
                 best, best_tokens, best_gain = proposal, num_tokens, gain
-        if best is None:
-            return ()
-        if best_tokens == 0:
-            best_tokens = speculation.probe.decline()
-        speculation.evidence = best.evidence
-        return best.token_ids[:best_tokens]
+        return best, best_tokens, best_gain
 
-    def observe(self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]) -> None:
-        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``."""
+    def num_to_predict(self, asks: Sequence[Ask]) -> list[int]:
+        """Return how many tokens the model should guess for each sequence; 0: none.
+
+        A pass of the model's own layer serves all sequences. It is run where what it gains beyond the drafts
+        of the other sources exceeds the time it takes, and as a rare probe.
+        """
+        limits = [min(ask.max_tokens, self._settings.mtp_tokens) for ask in asks]
+        running = [self._speculation(ask.key, ask.namespace) for ask in asks]
+        if not self._settings.adaptive:
+            return limits
+        others = []
+        for ask, speculation in zip(asks, running, strict=True):
+            most = min(ask.max_tokens, self._settings.max_draft_tokens)
+            others.append(self._best(speculation, self._find(speculation, ask.tokens, most), most)[2])
+        probabilities = [one.acceptance[EVIDENCE].probability for one in running]
+        depth, wanted = best_depth(probabilities, others, limits, self._cost, self._pass_cost.seconds)
+        if depth:
+            self._pass_probe.succeed()
+            return [min(depth, limit) if wants else 0 for wants, limit in zip(wanted, limits, strict=True)]
+        numbers = [0] * len(asks)
+        if asks and self._pass_probe.decline():
+            numbers[0] = min(1, limits[0])  # one row tells; the oldest sequence has the surest estimate
+        return numbers
+
+    def offer(self, key: Hashable, num_tokens: int, draft: Sequence[int]) -> None:
+        """Take what the model guessed to follow the first `num_tokens` tokens of a sequence."""
+        self._running[key].predicted.offer(num_tokens, draft)
+
+    def observe_passes(self, num_passes: int, duration_s: float) -> None:
+        """Learn what the passes of the model's own layer took that precede the step."""
+        self._pass_cost.observe(num_passes, duration_s)
+
+    def observe(
+        self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]
+    ) -> str | None:
+        """Learn from a verified draft: ``drawn[j]`` was drawn after `tokens` and ``draft[:j]``.
+
+        Return its source, one of `DRAFT_SOURCES`; None if nothing is known of the draft.
+        """
         speculation = self._running.get(key)
         if speculation is None or not draft:
-            return
+            return None
         num_held = num_accepted(draft, drawn)
-        self.num_proposed_tokens += len(draft)
-        self.num_accepted_tokens += num_held
+        source = source_of(speculation.evidence)
+        self.counts[source] = self.counts.get(source, DraftCount()).plus(len(draft), num_held)
         speculation.acceptance[speculation.evidence].observe(len(draft), num_held)
-        if num_held:
+        if num_held and speculation.evidence != EVIDENCE:
             speculation.probe.succeed()
-        for source in speculation.sources:
-            source.observe(tokens, draft, drawn)
+        for one in speculation.sources:
+            one.observe(tokens, draft, drawn)
+        return source
 
     def observe_step(
         self, num_rows: int, num_context_tokens: int, num_tokens: int, duration_s: float
     ) -> None:
         """Learn what a step costs: of decodes alone, with `num_rows` rows, giving `num_tokens` tokens."""
+        duration_s -= self._pass_cost.take_pending()
         self._cost.observe(num_rows, num_context_tokens, num_tokens, duration_s)
 
     def finish(self, key: Hashable, namespace: Namespace, tokens: TokenArray, num_known: int) -> None:
-        """Forget a sequence that ended; its tokens from `num_known` on become drafts for others.
+        """Drop the state of a sequence that ended; its tokens from `num_known` on become drafts for others.
 
         `num_known`: leading tokens that came from the cache, thus from a sequence that is known already.
         """
         speculation = self._running.pop(key, None)
         for source in speculation.sources if speculation is not None else ():
             source.close()
-        if self._settings.mode in ("auto", "tree"):
+        if "tree" in SOURCES_OF[self._settings.mode]:
             self._corpus.add(namespace, tokens[num_known:])
 
 
@@ -147,15 +239,15 @@ def make_drafter(settings: SpeculationSettings, continuation: Continuation) -> D
     """Return the drafter that the settings ask for; None if speculation is off."""
     if settings.mode == "off":
         return None
-    corpus, memory = SuffixCorpus(), IndexMemory()
+    corpus, memory, names = SuffixCorpus(), IndexMemory(), SOURCES_OF[settings.mode]
 
     def sources(namespace: Namespace) -> list[DraftSource]:
         made: list[DraftSource] = []
-        if settings.mode in ("auto", "tree"):
+        if "tree" in names:
             made += [TreeContinuation(namespace, continuation), BranchLookup(namespace, corpus)]
-        if settings.mode in ("auto", "prompt_lookup"):
+        if "prompt_lookup" in names:
             made.append(PromptLookup(memory))
-        if settings.mode == "la":
+        if "la" in names:
             made.append(
                 Lookahead(
                     memory,

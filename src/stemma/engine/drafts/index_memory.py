@@ -26,12 +26,12 @@ class IndexMemory:
         return True
 
     def free(self, num_bytes: int) -> None:
-        """Give back what was taken."""
+        """Free what was taken."""
         self._num_left += num_bytes
 
 
 def reserved_bytes(settings: SpeculationSettings) -> int:
     """Return how much memory the indexes of drafts take at most."""
-    corpus = SUFFIX_TOKEN_BYTES * MAX_CORPUS_TOKENS if settings.mode in ("auto", "tree") else 0
-    own = MAX_INDEX_BYTES if settings.mode in ("auto", "prompt_lookup", "la") else 0
+    corpus = SUFFIX_TOKEN_BYTES * MAX_CORPUS_TOKENS if settings.mode in ("auto", "tree", "mtp") else 0
+    own = MAX_INDEX_BYTES if settings.mode in ("auto", "prompt_lookup", "la", "mtp") else 0
     return corpus + own

@@ -17,6 +17,15 @@ class Proposal:
     evidence: str
 
 
+_SOURCES = {"branch": "tree", "lookup": "prompt_lookup", "pool": "la", "window": "la"}
+
+
+def source_of(evidence: str) -> str:
+    """Return the source whose kind of evidence this is, one of `DRAFT_SOURCES`."""
+    kind = evidence.partition("-")[0]
+    return _SOURCES.get(kind, kind)
+
+
 class DraftSource(Protocol):
     """Guesses for one sequence; made anew for each, so it may follow the sequence as it grows."""
 

@@ -51,7 +51,7 @@ class SuffixIndex:
         return len(self._tokens)
 
     def start_sequence(self) -> None:
-        """Put a border: no match or continuation crosses it."""
+        """End the current sequence: no match or continuation crosses its end."""
         if self._num_since_start:
             self._tokens.append(_SEPARATOR)
             self._earlier.append(-1)

@@ -27,8 +27,8 @@ _MAX_BACKOFF = 128
 class TreeContinuation:
     """A `DraftSource` that follows the path of an earlier sequence with the same prefix.
 
-    After a fruitless walk the next one waits for twice as many tokens, so a long sequence that is alone with
-    its prefix pays next to nothing.
+    After a walk that found nothing the next one waits for twice as many tokens, so a long sequence whose
+    prefix no other has costs almost nothing.
     """
 
     def __init__(self, namespace: Namespace, continuation: Continuation) -> None:

@@ -1,4 +1,4 @@
-"""What an operator may do to the cache of a running engine: look, pin, flush, carry prefixes in and out.
+"""What an operator may do to the cache of a running engine: look up, pin, flush, export and import prefixes.
 
 Everything that touches the index runs between two steps; everything that moves many bytes or asks a pool runs
 in a thread, on blocks that a lease holds meanwhile.
@@ -15,16 +15,17 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import torch
 
 from stemma.engine.core.engine import Engine
+from stemma.engine.core.tree_outline import TreeOutline, add_copies, outline_tree
 from stemma.errors import InvalidRequest, Overloaded
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
-from stemma.prefix.keys import KeySpace, Namespace, chain_keys
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import BlockKey, Tier, TokenArray
 
 T = TypeVar("T")
 MAX_PINNED_FRACTION = 0.5
-"""Of the device tier: what is pinned is lost to all other requests."""
+"""Largest part of the device tier that pins may take: other requests can't use it."""
 
 
 class RunBetweenSteps(Protocol):
@@ -69,7 +70,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """What a flush really did."""
+    """The result of a flush."""
 
     freed_blocks: Mapping[Tier, int]
     kept_blocks: Mapping[Tier, int]
@@ -99,6 +100,12 @@ class CacheControl:
         self._run = run
         self._background: set[asyncio.Future[Any]] = set()
         self._held: dict[str, _Held] = {}
+
+    async def outline(self, max_nodes: int) -> TreeOutline:
+        """Return the tree on the device as numbers, with the copies that local tiers have."""
+        outline = await self._run(lambda: outline_tree(self._cache, max_nodes))
+        await asyncio.to_thread(add_copies, outline, self._cache.lookup_local)
+        return outline
 
     async def lookup(self, namespace: Namespace, tokens: TokenArray) -> CacheLookup:
         """Return how many tokens of a prompt lie in which tier."""
@@ -171,10 +178,16 @@ class CacheControl:
         """Return all pins, oldest first."""
         return [held.pin for held in self._held.values()]
 
-    async def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Let the blocks of each owner (`Namespace.owner`) take so many bytes of the device tier."""
-        blocks = {owner: size // self._device.block_bytes for owner, size in quotas.items()}
-        await self._run(lambda: self._cache.set_quotas(blocks))
+    async def set_quotas(self, quotas: Mapping[str, Mapping[Tier, int]]) -> None:
+        """Limit the bytes that the blocks of each owner (`Namespace.owner`) may take, by tier."""
+        block_bytes = self._device.block_bytes
+        by_tier = {
+            tier: {name: sizes[tier] // block_bytes for name, sizes in quotas.items() if tier in sizes}
+            for tier in Tier
+        }
+        on_device = by_tier.pop(Tier.DEVICE)
+        await self._run(lambda: self._cache.set_quotas(on_device))
+        await asyncio.to_thread(self._cache.set_lower_quotas, by_tier)
 
     async def flush(self) -> FlushReport:
         """Drop every block that no request or pin holds from device, host and disk. A shared pool stays."""
@@ -305,7 +318,7 @@ class CacheControl:
         return count
 
     def _keys(self, namespace: Namespace, tokens: TokenArray) -> list[BlockKey]:
-        return chain_keys(self._space.root(namespace), tokens, self._space.block_size)
+        return self._space.roots(namespace).chain(tokens)
 
     def _hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
         lease = self._cache.hold(namespace, tokens)

@@ -20,7 +20,7 @@ from stemma.prefix.keys import KeySpace
 from stemma.types import Tier
 
 WRITE_TIMEOUT_S = 30.0
-"""How long a request's last output waits for its blocks to be in the pool."""
+"""Time limit of a request's last output for its blocks to be in the pool."""
 
 
 class PoolAttachment:
@@ -39,7 +39,7 @@ class PoolAttachment:
         return next((store for store in self._transfer.stores if isinstance(store, PoolStore)), None)
 
     def status(self) -> PoolStatus | None:
-        """Return how the attached pool is now; None: there is none."""
+        """Return the status of the attached pool; None: there is none."""
         store = self.store
         return None if store is None else store.status()
 

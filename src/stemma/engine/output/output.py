@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
+from stemma.engine.api import CacheReport, DraftCount, RequestOutput, SequenceDelta
 from stemma.engine.core.request import RequestState, SequenceNews
 from stemma.engine.output.detokenizer import Detokenizer
 from stemma.engine.output.stopping import StopChecker
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A sequence that a stop string ended: the step loop must let go of it."""
+    """A sequence that a stop string ended: the step loop must end it."""
 
     request_id: str
     index: int
@@ -31,11 +31,12 @@ class Stopped:
 
 @dataclass(slots=True)
 class _Answers:
-    """The sequences of one request, as far as they are known here."""
+    """The sequences of one request that have had tokens."""
 
     checkers: dict[int, StopChecker] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     num_tokens: int = 0
+    drafts: dict[str, DraftCount] = field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -82,6 +83,10 @@ class OutputProcessor:
         for item in items:
             if item.index in answers.finished:
                 continue
+            if item.draft is not None:
+                source, count = item.draft
+                known = answers.drafts.get(source, DraftCount())
+                answers.drafts[source] = known.plus(count.num_proposed, count.num_accepted)
             delta = self._delta(answers, item)
             deltas.append(delta)
             error = error or item.error
@@ -103,8 +108,11 @@ class OutputProcessor:
             finished=is_finished,
             num_generated_tokens=answers.num_tokens,
             queue_wait_s=state.queue_wait_s,
+            load_s=state.load_s,
+            drafts=dict(answers.drafts),
             error=None if error is None else str(error),
             error_type=GenerationFailed if error is None else type(error),
+            prompt_logprobs=None if state.scores is None else state.scores.result,
         )
 
     def _failed(self, state: RequestState, error: Exception) -> RequestOutput:
@@ -123,6 +131,7 @@ class OutputProcessor:
             finished=True,
             num_generated_tokens=answers.num_tokens,
             queue_wait_s=state.queue_wait_s,
+            load_s=state.load_s,
             error=f"{type(error).__name__}: {error}",
         )
 

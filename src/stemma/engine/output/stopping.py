@@ -1,4 +1,4 @@
-"""When a sequence ends and what of its text may go out: stop strings, stop ids, EOS, lengths.
+"""When a sequence ends, and which of its text may be sent: stop strings, stop ids, EOS, lengths.
 
 A stop string may begin in one token and end in a later one, so text that could be the head of a stop string
 is held back until it is decided.
@@ -16,7 +16,7 @@ from stemma.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one more token means: text that may go out now, and whether and why the sequence ends."""
+    """The effect of one more token: text that may be sent now, and whether and why the sequence ends."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -33,7 +33,7 @@ class StopChecker:
         self._ending = ending
         self._num_tokens = 0
         self._held = ""
-        """Text not given out yet: a proper head of some stop string."""
+        """Text not sent yet: a proper prefix of some stop string."""
 
     def append(self, token_id: int) -> Progress:
         """Take the next output token; after a finish reason the sequence takes no more.

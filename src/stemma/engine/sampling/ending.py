@@ -20,9 +20,9 @@ class Ending:
     """Empty where the request ignores them."""
     stop_token_ids: frozenset[int]
     min_tokens: int
-    """Up to so many output tokens only the length ends it."""
+    """Up to this number of output tokens only the length ends it."""
     max_tokens: int
-    """Of output, at least 1: what the request wants and the context leaves."""
+    """Of output: what the request wants and the context leaves. 0: the prompt alone is wanted."""
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: Collection[int], room: int) -> Ending:
@@ -31,7 +31,7 @@ class Ending:
             frozenset(() if params.ignore_eos and params.grammar is None else eos_token_ids),
             frozenset(params.stop_token_ids),
             params.min_tokens,
-            max(1, room if params.max_tokens is None else min(room, params.max_tokens)),
+            max(1, room) if params.max_tokens is None else min(max(1, room), params.max_tokens),
         )
 
     def may_stop(self, num_output: int) -> bool:
@@ -43,7 +43,7 @@ class Ending:
         return token_id in self.eos_token_ids or token_id in self.stop_token_ids
 
     def stop_reason(self, token_id: int) -> int | None:
-        """Return what clients are told of an end token: a stop token's id, None for EOS."""
+        """Return what clients see as the stop reason: a stop token's id, None for EOS."""
         return None if token_id in self.eos_token_ids else token_id
 
     def finish_reason(self, token_id: int, num_output: int) -> FinishReason | None:

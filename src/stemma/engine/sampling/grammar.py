@@ -63,6 +63,11 @@ class GrammarState:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
+    @property
+    def matcher(self) -> Any:
+        """llguidance's own state, for calls that compute many masks at once."""
+        return self._matcher
+
     def allowed(self, ahead: Sequence[int] = ()) -> AllowedTokens | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
 

@@ -59,11 +59,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     max_tokens: int | None = 16
-    """None: as many as the context allows."""
+    """None: as many as the context allows. 0, only with `prompt_logprobs`: the prompt alone is wanted."""
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
     """Number of most likely tokens to report besides the chosen one; None: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to report for each token of the prompt besides that one; None: no
+    log-probabilities of the prompt. The whole prompt is then computed, whatever is cached of it."""
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     """What the output must look like. It ends where the grammar does, whatever `ignore_eos` says."""
@@ -85,7 +88,11 @@ class SamplingParams:
             ("repetition_penalty", self.repetition_penalty > 0.0, "> 0"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, ">= 1"),
+            (
+                "max_tokens",
+                self.max_tokens is None or self.max_tokens >= (0 if self.prompt_logprobs is not None else 1),
+                ">= 1, or 0 with prompt_logprobs",
+            ),
             (
                 "min_tokens",
                 self.min_tokens >= 0 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
@@ -94,6 +101,11 @@ class SamplingParams:
             (
                 "logprobs",
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 f"between 0 and {MAX_LOGPROBS}",
             ),
             ("stop", all(self.stop), "non-empty strings"),

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.sampling.constraints import Constraints
+from stemma.engine.sampling.constraints import Constraints, PackedMasks, keep_allowed
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
 from stemma.engine.sampling.grammar import GrammarState
 from stemma.engine.sampling.logprobs import TokenLogprob
@@ -195,7 +195,7 @@ def _row(state: SamplingState, position: int, ahead: tuple[int, ...]) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log-probabilities under the raw distribution, on the host once the device is done."""
+    """Log-probabilities under the raw distribution; the host may read them once the device is done."""
 
     wanted: list[tuple[int, int]]
     """W rows and how many top tokens each wants."""
@@ -282,6 +282,7 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torc
     masked: list[tuple[int, Sequence[int]]] = []
     penalised: list[int] = []
     constrained = [(i, row.state.constraints) for i, row in enumerate(rows) if row.state.constraints]
+    ready = _ready_masks(rows)
     for i, row in enumerate(rows):
         ids = row.state.masked_ids(row.position) if row.state.params.min_tokens else ()
         if ids:
@@ -290,6 +291,8 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torc
             penalised.append(i)
     if not masked and not penalised and not constrained:
         return logits
+    if len(ready) == len(rows):
+        return keep_allowed(logits, list(ready.values()))
     result = logits.clone()
     if penalised:
         _penalise(result, rows, penalised)
@@ -298,8 +301,22 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torc
         where_id = [token for _, ids in masked for token in ids]
         result[upload(where_row, logits.device), upload(where_id, logits.device)] = -torch.inf
     for i, constraints in constrained:
-        constraints.apply(result[i], rows[i].ahead)
+        if i in ready:
+            result[i] = keep_allowed(result[i : i + 1], [ready[i]])[0]
+        else:
+            constraints.apply(result[i], rows[i].ahead)
     return result
+
+
+def _ready_masks(rows: Sequence[Row]) -> dict[int, PackedMasks]:
+    """Return the masks of the rows whose only rule is a mask that was computed ahead, by row, ascending."""
+    ready: dict[int, PackedMasks] = {}
+    for i, row in enumerate(rows):
+        if row.state.constraints is not None and not row.state.has_penalties:
+            mask = row.state.constraints.ready_mask(row.ahead)
+            if mask is not None:
+                ready[i] = mask
+    return ready
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[Row], indices: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """What `PrefixCache` notes about each device block that is in the index: key, parent, length, hints.
 
-Struct of arrays, indexed by block id: 90 bytes per block, no Python object per block, and one indexing
+Struct of arrays, indexed by block id: 108 bytes per block, no Python object per block, and one indexing
 operation returns the keys of a matched chain. Blocks that left are remembered as ghosts, so that a miss can
 be explained.
 """
@@ -21,12 +21,16 @@ from stemma.types import BlockIds, BlockKey
 _ROOT = -1
 _GHOSTS_PER_BLOCK = 4
 _MIN_GHOSTS = 1024
+REGRET_S = 60.0
+"""A block that is back that soon would better have stayed."""
 
 
 class BlockRecords:
     """One row per device block. A block is present if it holds tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, policy_name: str) -> None:
+        self.num_regretted = 0
+        """Evicted blocks that entered again less than `REGRET_S` later."""
         self._block_size = block_size
         self._policy_name = policy_name
         self._ghosts = Ghosts(capacity=max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * num_blocks))
@@ -36,9 +40,12 @@ class BlockRecords:
         self._num_children: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._num_tokens: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._priorities: npt.NDArray[np.int16] = np.zeros(num_blocks, dtype=np.int16)
+        self.used_at: npt.NDArray[np.float64] = np.zeros(num_blocks, dtype=np.float64)
+        """When a block was entered or last used, the clock's seconds."""
         self._ttls_s: npt.NDArray[np.float32] = np.zeros(num_blocks, dtype=np.float32)
+        self._owners: list[str] = [""] * num_blocks
 
-    def add(self, block: DeviceBlock, parent_id: int | None) -> None:
+    def add(self, block: DeviceBlock, parent_id: int | None, now: float) -> None:
         """Record a block that entered the index; `parent_id` None: its parent is the namespace's root."""
         block_id = block.block_id
         self._keys[block_id] = np.frombuffer(block.key, dtype=np.uint8)
@@ -47,9 +54,13 @@ class BlockRecords:
         if parent_id is not None:
             self._num_children[parent_id] += 1
         self._num_tokens[block_id] = block.num_tokens
-        self._ghosts.remove(block.key)
+        ghost = self._ghosts.remove(block.key)
+        if ghost is not None and ghost.reason is MissReason.EVICTED and now - ghost.gone_at < REGRET_S:
+            self.num_regretted += 1
         self._priorities[block_id] = block.priority
+        self.used_at[block_id] = now
         self._ttls_s[block_id] = np.nan if block.ttl_s is None else block.ttl_s
+        self._owners[block_id] = block.owner
 
     def remove(self, block_id: int) -> None:
         """Drop the record of a block that left the index; do nothing if there is none."""
@@ -59,10 +70,10 @@ class BlockRecords:
                 self._num_children[parent] -= 1
             self._num_tokens[block_id] = 0
 
-    def drop(self, blocks: list[DeviceBlock], reason: MissReason, now: float) -> None:
+    def drop(self, blocks: list[DeviceBlock], reason: MissReason, now: float, cause: str = "") -> None:
         """Drop the records of blocks that were evicted or flushed, and keep ghosts of them."""
         for block in blocks:
-            self._ghosts.add(block.key, Ghost(now, reason, self._policy_name, block.num_tokens))
+            self._ghosts.add(block.key, Ghost(now, reason, self._policy_name, block.num_tokens, cause))
             self.remove(block.block_id)
 
     @property
@@ -82,7 +93,7 @@ class BlockRecords:
         elif num_full:
             goes_on = self.has_children(int(found.block_ids[-1]))
         rest = lease.tokens[num_full * self._block_size : (num_full + 1) * self._block_size]
-        ghost = self._ghosts.find(lease.key(num_full - 1), rest)
+        ghost = self._ghosts.find(lease.key_before(num_full), rest)
         if ghost is not None and ghost.num_tokens <= num_tail:
             ghost = None  # what it held was served from another block
         facts = MissFacts(lease.num_tokens, lease.num_cached_tokens, goes_on, ghost, num_lost)
@@ -117,4 +128,5 @@ class BlockRecords:
             num_tokens=int(self._num_tokens[block_id]),
             priority=int(self._priorities[block_id]),
             ttl_s=None if np.isnan(ttl_s) else ttl_s,
+            owner=self._owners[block_id],
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,15 @@ from stemma.errors import IntegrityError
 from stemma.memory.cache.block_records import BlockRecords
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.allocator import BlockAllocator
+from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.index import Match, PrefixIndex
-from stemma.prefix.keys import partial_key
-from stemma.types import BlockIds, BlockKey
+from stemma.prefix.keys import owner_tag, partial_key
+from stemma.types import BlockIds, BlockKey, Tier
+
+_OVER_QUOTA = "because its tenant held more than its quota"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class CachedBlocks:
         self.version = 0
         """Changes whenever a match may have changed."""
         self.num_evicted = 0
+        self.events: KVEventSink | None = None
+        """Learns of full blocks that enter and leave the index."""
         self._block_size = index.block_size
         self._allocator = allocator
         self._lower = lower
@@ -65,6 +71,11 @@ class CachedBlocks:
     def num_ghosts(self) -> int:
         """Number of blocks remembered after they left."""
         return self._records.num_ghosts
+
+    @property
+    def num_regretted(self) -> int:
+        """Blocks that were evicted and came back within a minute."""
+        return self._records.num_regretted
 
     def keys(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
         """Return the keys of blocks, [n, 32], a copy."""
@@ -78,7 +89,7 @@ class CachedBlocks:
         tail_key = None
         if num_tail:
             start = num_full * self._block_size
-            tail_key = partial_key(lease.key(num_full - 1), lease.tokens[start : start + num_tail])
+            tail_key = partial_key(lease.key_before(num_full), lease.tokens[start : start + num_tail])
         inserted = self.index.insert(
             lease.namespace,
             lease.tokens[: num_full * self._block_size + num_tail],
@@ -101,7 +112,9 @@ class CachedBlocks:
 
     def use(self, block_ids: BlockIds) -> None:
         """Count a use of these blocks, a chain from the root, by a request that shares them."""
-        self.index.touch(block_ids, self._clock())
+        now = self._clock()
+        self.index.touch(block_ids, now)
+        self._records.used_at[block_ids] = now
         if self._lower is not None and len(block_ids):
             self._lower.on_hit(self._describe(block_ids))
 
@@ -110,8 +123,11 @@ class CachedBlocks:
         if self._records.num_tokens(block_id):
             self.index.touch(np.array([block_id], dtype=np.int32), self._clock())
 
-    def evict(self, num_blocks: int) -> int:
-        """Evict up to `num_blocks` blocks, lowest-ranked first; return how many were evicted."""
+    def evict(self, num_blocks: int, cause: str | None = None) -> int:
+        """Evict up to `num_blocks` blocks, lowest-ranked first; return how many were evicted.
+
+        `cause` ends the sentence that explains it later; None: it is to make room.
+        """
         evicted = self.index.evict(num_blocks, self._clock())
         if not len(evicted):
             return 0
@@ -121,7 +137,7 @@ class CachedBlocks:
                 self._lower.on_evict(blocks)
         finally:
             # They are out of the index. Free them even if copying them down failed: nobody else would.
-            self._drop(evicted, blocks, MissReason.EVICTED)
+            self._drop(evicted, blocks, MissReason.EVICTED, cause or f"to make room for {num_blocks} blocks")
             self.num_evicted += len(evicted)
         return len(evicted)
 
@@ -133,7 +149,7 @@ class CachedBlocks:
     def keep_quotas(self) -> None:
         """Evict blocks of owners that hold too many, and no others; what requests hold stays."""
         while num_over := self.index.num_over_quota:
-            if not self.evict(num_over):
+            if not self.evict(num_over, _OVER_QUOTA):
                 return
 
     def flush(self) -> int:
@@ -141,6 +157,10 @@ class CachedBlocks:
         dropped = self.index.evict(self.index.num_evictable, self._clock())
         self._drop(dropped, self._describe(dropped), MissReason.FLUSHED)
         return len(dropped)
+
+    def describe(self, block_ids: BlockIds) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint8]]:
+        """Return seconds since the last use, [n], and keys, [n, 32], of blocks in the index."""
+        return self._clock() - self._records.used_at[block_ids], self._records.keys(block_ids)
 
     def explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
         """Return why a lease doesn't have more cached tokens; see `BlockRecords.explain`."""
@@ -165,7 +185,9 @@ class CachedBlocks:
         self, lease: Lease, canonical: BlockIds, num_full: int, tail_key: BlockKey | None, num_tail: int
     ) -> list[int]:
         """Record the blocks that the index took from this lease; one may have grown since. Return them."""
-        table, taken = lease.block_table, []
+        table, now = lease.block_table, self._clock()
+        taken: list[int] = []
+        new: list[int] = []
         for i in range(lease.num_committed, len(canonical)):
             block_id = int(table[i])
             num_tokens = self._block_size if i < num_full else num_tail
@@ -174,17 +196,51 @@ class CachedBlocks:
             key = lease.key(i) if i < num_full or tail_key is None else tail_key
             self._records.remove(block_id)
             self._records.add(
-                DeviceBlock(block_id, key, lease.key(i - 1), num_tokens, lease.priority, lease.ttl_s),
-                int(canonical[i - 1]) if i else None,
+                DeviceBlock(
+                    block_id,
+                    key,
+                    lease.key_before(i),
+                    num_tokens,
+                    lease.priority,
+                    lease.ttl_s,
+                    "" if i < lease.roots.num_public else owner_tag(lease.namespace.owner),
+                ),
+                # A public head has a chain of its own: it may be evicted before what follows it.
+                None if i in (0, lease.roots.num_public) else int(canonical[i - 1]),
+                now,
             )
             taken.append(block_id)
+            if i < num_full:
+                new.append(i)
+        self._announce(lease, new)
         return taken
+
+    def _announce(self, lease: Lease, numbers: list[int]) -> None:
+        """Send an event for each run of blocks of a lease, given by their numbers in ascending order."""
+        if self.events is None:
+            return
+        size = self._block_size
+        for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+            run = [number for _, number in group]
+            first, end = run[0], run[-1] + 1
+            stored = BlocksStored(
+                tuple(lease.key(i) for i in run),
+                lease.key(first - 1) if first else None,
+                lease.tokens[first * size : end * size].copy(),
+                lease.namespace,
+            )
+            self.events.put(stored)
 
     def _describe(self, block_ids: BlockIds) -> list[DeviceBlock]:
         return [self._records.describe(i) for i in block_ids.tolist()]
 
-    def _drop(self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason) -> None:
+    def _drop(
+        self, block_ids: BlockIds, blocks: list[DeviceBlock], reason: MissReason, cause: str = ""
+    ) -> None:
         """Free blocks that left the index, and remember their ghosts."""
-        self._records.drop(blocks, reason, self._clock())
+        self._records.drop(blocks, reason, self._clock(), cause)
         self._allocator.free(block_ids)
         self.version += 1
+        keys = tuple(block.key for block in blocks if block.num_tokens == self._block_size)
+        if self.events is not None and keys:
+            self.events.put(BlocksRemoved(keys, Tier.DEVICE))

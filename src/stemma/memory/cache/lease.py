@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
 from stemma.prefix.explain import Miss
-from stemma.prefix.keys import Namespace, chain_keys
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Fingerprints, Tier, TokenArray
 
 KEY_BYTES = 32
@@ -83,23 +83,22 @@ class Lease:
         "num_keys",
         "pending",
         "priority",
-        "root",
+        "roots",
         "ttl_s",
     )
 
     def __init__(
         self,
         namespace: Namespace,
-        root: BlockKey,
+        key_space: KeySpace,
         tokens: TokenArray,
-        block_size: int,
         *,
         priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
     ) -> None:
         self.namespace = namespace
-        self.root = root
-        self.block_size = block_size
+        self.roots = key_space.roots(namespace)
+        self.block_size = block_size = key_space.block_size
         # Hints come from clients: they are clamped here, once for all tiers.
         self.priority = clamped_priority(priority)
         self.ttl_s = clamped_ttl_s(ttl_s)
@@ -169,10 +168,9 @@ class Lease:
     def keys(self, num_blocks: int) -> npt.NDArray[np.uint8]:
         """Return the keys of the leading full blocks, [num_blocks, 32]; each is hashed only once."""
         if num_blocks > self.num_keys:
-            size = self.block_size
-            new = chain_keys(
-                self.key(self.num_keys - 1), self.tokens[self.num_keys * size : num_blocks * size], size
-            )
+            size, known = self.block_size, self.num_keys
+            last = self.key(known - 1) if known else self.roots.first
+            new = self.roots.extend(known, last, self.tokens[known * size : num_blocks * size])
             self._reserve_keys(num_blocks)
             self._keys[self.num_keys : num_blocks] = np.frombuffer(b"".join(new), dtype=np.uint8).reshape(
                 -1, KEY_BYTES
@@ -181,8 +179,12 @@ class Lease:
         return self._keys[:num_blocks]
 
     def key(self, block: int) -> BlockKey:
-        """Return the key of full block number `block` of the table; -1 is the root."""
-        return self.root if block < 0 else BlockKey(self.keys(block + 1)[block].tobytes())
+        """Return the key of full block number `block` of the table."""
+        return BlockKey(self.keys(block + 1)[block].tobytes())
+
+    def key_before(self, block: int) -> BlockKey:
+        """Return what block number `block` is chained to: the key of the block before it, or a root."""
+        return self.roots.before(block, self.key(block - 1) if block else self.roots.first)
 
     def traits(
         self,

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,16 +22,18 @@ import numpy.typing as npt
 
 from stemma.errors import IntegrityError
 from stemma.memory.cache.cached_blocks import CachedBlocks
+from stemma.memory.cache.elsewhere import Elsewhere, OtherModels
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prompt_loads import PromptLoads
 from stemma.memory.device.allocator import BlockAllocator
+from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
-from stemma.prefix.explain import DISABLED_MISS, Miss, load_failed
+from stemma.prefix.explain import DISABLED_MISS, RECOMPUTED_MISS, Miss, MissReason, load_failed
 from stemma.prefix.index import Match, PrefixIndex
-from stemma.prefix.keys import KeySpace, Namespace
+from stemma.prefix.keys import KeySpace, Namespace, owner_tag
 from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
@@ -61,6 +63,8 @@ class CacheStats:
     num_ghosts: int
     num_policy_failures: int = 0
     """How often the eviction policy raised and LRU took over: 0, or 1."""
+    num_regretted_blocks: int = 0
+    """Evicted blocks that came back within a minute."""
 
 
 @dataclass(slots=True)
@@ -84,9 +88,12 @@ class PrefixCache:
         lower: TierTransfer | None = None,
         takes_tails: bool = False,
         block_costs: npt.NDArray[np.float32] | None = None,
+        other_models: OtherModels | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`index` None disables reuse: blocks are then only allocated and shared between forks.
+
+        `other_models` knows the prompts that other models left on the disk, for explanations.
 
         `block_costs` tells the policy what a block costs by depth, shape [num_blocks]; None: all equal.
         """
@@ -102,6 +109,7 @@ class PrefixCache:
             self._cached = CachedBlocks(
                 index, self._allocator, lower, policy_name=policy_name, block_costs=block_costs, clock=clock
             )
+        self._elsewhere = Elsewhere(self.block_size, other_models)
         self._leases: set[Lease] = set()
         self._held: set[Lease] = set()
         """Those of `hold`."""
@@ -160,42 +168,39 @@ class PrefixCache:
         *,
         priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
+        max_cached: int | None = None,
     ) -> Lease | None:
         """Lease the longest cached prefix of `tokens`, and blocks for the rest and `num_new` more tokens.
 
         Full blocks that match are shared; a block that matches in part is copied (copy-on-write), so reuse
         is by the token. `lease.num_cached_tokens` tokens need no computing. If lower tiers hold more,
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
-        is no room now.
+        is no room now. `max_cached`: take at most so many tokens, and from the device alone, because the rest
+        is to be computed whatever is cached.
         """
         self._free_loaded()
-        found = self._match(namespace, tokens)
-        lease = Lease(
-            namespace,
-            self._key_space.root(namespace),
-            tokens,
-            self.block_size,
-            priority=priority,
-            ttl_s=ttl_s,
-        )
+        found = self._match(namespace, tokens if max_cached is None else tokens[: max_cached + 1])
+        lease = Lease(namespace, self._key_space, tokens, priority=priority, ttl_s=ttl_s)
         num_full = found.num_full_blocks(self.block_size)
         shared = found.block_ids[:num_full]
         self._share(lease, shared)
         try:
-            is_reserved = self._fill(lease, found, num_new)
+            is_reserved = self._fill(lease, found, num_new, loads=self._loads if max_cached is None else None)
         except BaseException:
             self._free(lease)
             raise
         if not is_reserved:
             self._free(lease)
             return None
+        if max_cached is not None and self._cached is not None:
+            lease.miss = RECOMPUTED_MISS
         self._leases.add(lease)
         return lease
 
-    def _fill(self, lease: Lease, found: Match, num_new: int) -> bool:
+    def _fill(self, lease: Lease, found: Match, num_new: int, *, loads: PromptLoads | None) -> bool:
         """Allocate the other blocks of a lease that shares what `found` has; False if there is no room."""
         num_full = found.num_full_blocks(self.block_size)
-        tiers, keys = self._loads.match(lease, found) if self._loads is not None else ((), [])
+        tiers, keys = loads.match(lease, found) if loads is not None else ((), [])
         num_tail = found.num_tokens % self.block_size if not tiers else 0
         num_needed = -(-(lease.num_tokens + num_new) // self.block_size) - num_full
         num_lost = 0
@@ -211,8 +216,8 @@ class PrefixCache:
         lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
         if self._cached is not None:
             self._cached.use(found.block_ids[:num_full])
-        if self._loads is not None and tiers:
-            self._loads.start(lease, num_full, tiers, keys)
+        if loads is not None and tiers:
+            loads.start(lease, num_full, tiers, keys)
         else:
             lease.miss = self._explain(lease, found, num_lost)
         return True
@@ -227,7 +232,7 @@ class PrefixCache:
             found = self._cached.index.match(namespace, tokens)
         num_full = found.num_full_blocks(self.block_size)
         held = tokens[: num_full * self.block_size]
-        lease = Lease(namespace, self._key_space.root(namespace), held, self.block_size)
+        lease = Lease(namespace, self._key_space, held)
         self._share(lease, found.block_ids[:num_full])
         self._leases.add(lease)
         self._held.add(lease)
@@ -295,6 +300,7 @@ class PrefixCache:
         if self._cached is None or not (num_full > lease.num_committed or num_tail):
             return
         entered = self._cached.enter(lease, num_full, num_tail)
+        self._elsewhere.note(lease.namespace)
         canonical = entered.canonical
         own = lease.block_table[lease.num_committed : num_full]
         duplicates = canonical != own
@@ -327,12 +333,7 @@ class PrefixCache:
         if fresh is None:
             return None
         twin = Lease(
-            lease.namespace,
-            lease.root,
-            lease.tokens,
-            size,
-            priority=lease.priority,
-            ttl_s=lease.ttl_s,
+            lease.namespace, self._key_space, lease.tokens, priority=lease.priority, ttl_s=lease.ttl_s
         )
         self._share(twin, lease.block_table[:num_full])
         twin.append_blocks(fresh)
@@ -396,6 +397,10 @@ class PrefixCache:
         """Return, per lower tier, which keys it holds. Asks the pool, so not for the step loop."""
         return self._lower.lookup(keys) if self._lower is not None else {}
 
+    def lookup_local(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
+        """Return, per lower tier of this machine, which keys it holds."""
+        return {store.tier: store.exists_many(keys) for store in self.stores if store.is_local}
+
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
         """Forbid eviction from host and disk (on the device: `hold`); return which blocks each pinned."""
         return self._lower.pin(keys) if self._lower is not None else {}
@@ -427,6 +432,13 @@ class PrefixCache:
         if self._lower is not None:
             self._lower.close()
 
+    def watch(self, sink: KVEventSink) -> None:
+        """Tell `sink` of full blocks that enter and leave the tiers of this process from now on."""
+        if self._cached is not None:
+            self._cached.events = sink
+        if self._lower is not None:
+            self._lower.watch(sink)
+
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
         """Let the blocks of each owner (`Namespace.owner`) take so many on the device; others any number.
 
@@ -435,6 +447,13 @@ class PrefixCache:
         """
         if self._cached is not None:
             self._cached.set_quotas(quotas)
+
+    def set_lower_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
+        """Let the blocks of each owner take so many in each tier below. O(blocks): for another thread."""
+        if self._lower is not None:
+            self._lower.set_quotas(
+                {tier: {owner_tag(name): n for name, n in owned.items()} for tier, owned in quotas.items()}
+            )
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
@@ -455,6 +474,11 @@ class PrefixCache:
         """The index of the device's cached blocks; read-only. None if the cache is disabled."""
         return self._cached.index if self._cached is not None else None
 
+    def describe_blocks(self, block_ids: BlockIds) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint8]]:
+        """Return seconds since the last use, [n], and keys, [n, 32], of cached blocks."""
+        assert self._cached is not None
+        return self._cached.describe(block_ids)
+
     def stats(self) -> CacheStats:
         """Return gauges and counters."""
         return CacheStats(
@@ -467,6 +491,7 @@ class PrefixCache:
             num_copied_heads=self._num_copied_heads,
             num_ghosts=self._cached.num_ghosts if self._cached else 0,
             num_policy_failures=self._cached.index.num_policy_failures if self._cached else 0,
+            num_regretted_blocks=self._cached.num_regretted if self._cached else 0,
         )
 
     def transfer_stats(self) -> TransferStats | None:
@@ -547,9 +572,17 @@ class PrefixCache:
         self._num_copied_heads += 1
 
     def _explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
+        """Return why a lease has no more cached tokens than `found`; `num_lost` of these found no room."""
         if self._cached is None:
             return DISABLED_MISS
-        return self._cached.explain(lease, found, num_lost)
+        miss = self._cached.explain(lease, found, num_lost)
+        if miss.reason is MissReason.LAST_TOKEN:
+            return miss
+        num_full = found.num_full_blocks(self.block_size)
+        left = None if self._loads is None else self._loads.passed_over(lease, num_full)
+        if left is not None:
+            return replace(left, parting=miss.parting)
+        return self._elsewhere.explain(self._cached.index, lease, found, miss)
 
     def _free(self, lease: Lease) -> None:
         """Unpin and free the blocks of a lease that is no longer registered."""

@@ -8,8 +8,9 @@ from stemma.errors import StorageError
 from stemma.memory.cache.lease import Lease, PendingLoad
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.transfer import TierTransfer
+from stemma.prefix.explain import Miss, load_passed_over
 from stemma.prefix.index import Match
-from stemma.prefix.keys import KeySpace, Namespace, chain_keys, partial_key
+from stemma.prefix.keys import KeySpace, Namespace, owner_tag, partial_key
 from stemma.types import BlockKey, Tier, TokenArray
 
 
@@ -27,17 +28,32 @@ class PromptLoads:
         """Return the tiers of the leading blocks that lower tiers have beyond `found`, and all keys tried."""
         last = (lease.num_tokens - 1) // self._block_size
         keys = [lease.key(i) for i in range(found.num_full_blocks(self._block_size), last)]
-        keys += self._tail_key(lease.key(last - 1), lease.tokens, found)
+        keys += self._tail_key(lease.key_before(last), lease.tokens, found)
         return tuple(self._lower.match(keys)), keys
 
     def prefetch(self, namespace: Namespace, tokens: TokenArray, found: Match) -> Prefetch | None:
         """Let the lower tiers look for the blocks of a queued prompt beyond `found` on the device."""
         wanted = tokens[: (len(tokens) - 1) // self._block_size * self._block_size]
-        root = self._key_space.root(namespace)
-        keys = chain_keys(root, wanted, self._block_size)
-        keys += self._tail_key([root, *keys][-1], tokens, found)
+        roots = self._key_space.roots(namespace)
+        keys = roots.chain(wanted)
+        keys += self._tail_key(roots.before(len(keys), keys[-1] if keys else roots.first), tokens, found)
         num_full = found.num_full_blocks(self._block_size)
-        return self._lower.prefetch([root, *keys][num_full], keys[num_full:])
+        parent = roots.before(num_full, keys[num_full - 1] if num_full else roots.first)
+        owner = owner_tag(namespace.owner)
+        owners = ["" if i < roots.num_public else owner for i in range(num_full, len(keys))]
+        return self._lower.prefetch(parent, keys[num_full:], owners)
+
+    def passed_over(self, lease: Lease, num_held: int) -> Miss | None:
+        """Return why blocks after the first `num_held` are not loaded though lower tiers have them, if so."""
+        last = (lease.num_tokens - 1) // self._block_size
+        if num_held >= last or self._lower.passed_over([lease.key(num_held)]) is None:
+            return None
+        left = self._lower.passed_over([lease.key(i) for i in range(num_held, last)])
+        if left is None:
+            return None
+        return load_passed_over(
+            left.num_blocks, left.tier, num_held * self._block_size, is_awaited=left.is_awaited
+        )
 
     def start(self, lease: Lease, first: int, tiers: tuple[Tier, ...], keys: Sequence[BlockKey]) -> None:
         """Load what `match` found, one block for each of `tiers`, into the lease's table from `first` on."""

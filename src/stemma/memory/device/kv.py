@@ -28,7 +28,10 @@ def num_blocks_for(layout: KVLayout, memory_bytes: int) -> int:
 
 
 class DeviceKV:
-    """KV of `num_blocks` blocks, shape [num_blocks, layers, parts, block_size, heads, dim]."""
+    """KV of `num_blocks` blocks, shape [num_blocks, layers, parts, block_size, heads, dim].
+
+    If the layout stores codes, `data` is uint8 [num_blocks, layers, parts, block_size, row_bytes].
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
         if num_blocks < 1:
@@ -36,8 +39,9 @@ class DeviceKV:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)
-        dtype = TORCH_DTYPES[layout.dtype]
-        shape = (num_blocks, *layout.block_shape)
+        dtype, shape = TORCH_DTYPES[layout.dtype], [num_blocks, *layout.block_shape]
+        if layout.stored != "plain":
+            dtype, shape = torch.uint8, [*shape[:-2], layout.row_bytes]
         self._token_rows: npt.NDArray[np.uint8] | None = None
         """On CPU: the same bytes as [num_blocks, layers * parts, block_size, bytes of a token's row]."""
         if self.device.type == "cpu":
@@ -58,8 +62,26 @@ class DeviceKV:
         return self.num_blocks * self.layout.block_bytes
 
     def layer(self, index: int) -> torch.Tensor:
-        """Return one layer of all blocks, a strided view [num_blocks, parts, block_size, heads, dim]."""
+        """Return one layer of all blocks, a strided view [num_blocks, parts, block_size, heads, dim].
+
+        Codes: uint8 [num_blocks, parts, block_size, row_bytes].
+        """
         return self._layers[index]
+
+    @property
+    def block_stride(self) -> int:
+        """From a block to the next one, in elements of `data`."""
+        return self.data.stride(0)
+
+    @property
+    def token_stride(self) -> int:
+        """From a token of a block to the next one, in elements of `data`."""
+        return self.data.stride(3)
+
+    def address(self, layer: int, part: int) -> int:
+        """Return where the rows of a layer's part begin, in block 0; on CPU, an address in memory."""
+        start = layer * self.data.stride(1) + part * self.data.stride(2)
+        return self.data.data_ptr() + start * self.data.element_size()
 
     def block_bytes_view(self, block_id: int) -> torch.Tensor:
         """Return a block as contiguous uint8 [block_bytes]; writing to it writes the block."""

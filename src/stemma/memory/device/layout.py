@@ -2,13 +2,23 @@
 
 Axes of a block, outermost first: layer, part (K and V, or the one compressed latent of MLA), token, head,
 dim. Because a block is contiguous, moving it between tiers is one copy, one read or one put.
+
+KV may be stored in one byte a number (`stored` int8 or fp8, `model/kv_format.py`). The scales of a token then
+follow its numbers, so the row of a token is still one run of bytes: ``[head, dim]`` codes, up to an even
+number of bytes, and ``[head, scale]`` bfloat16 scales.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SCALE_BYTES = 2
+"""Scales are bfloat16."""
+
+StoredAs = Literal["plain", "int8", "fp8"]
+"""Numbers of KV in a block: as they were computed, or codes of one byte with a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,10 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """A torch dtype's name, e.g. ``bfloat16``."""
+    """Name of the torch dtype in which KV is computed and attention reads it, e.g. ``bfloat16``."""
+    stored: StoredAs = "plain"
+    latent_rank: int = 0
+    """For stored codes of a latent: its first dims, which have a scale of their own. 0: one scale for all."""
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -31,9 +44,29 @@ class KVLayout:
         return (self.num_layers, self.num_parts, self.block_size, self.num_kv_heads, self.head_dim)
 
     @property
+    def num_scales(self) -> int:
+        """Scales of one token and KV head in one part."""
+        if self.stored == "plain":
+            return 0
+        return 2 if self.latent_rank else 1
+
+    @property
+    def scale_offset(self) -> int:
+        """Bytes of a token's numbers in one part of a layer; its scales, if any, follow there."""
+        num_bytes = self.num_kv_heads * self.head_dim
+        if self.stored == "plain":
+            return num_bytes * DTYPE_BYTES[self.dtype]
+        return num_bytes + num_bytes % SCALE_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in one part of a layer."""
+        return self.scale_offset + self.num_kv_heads * self.num_scales * SCALE_BYTES
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of KV per token, over all layers."""
-        return self.num_layers * self.num_parts * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.num_parts * self.row_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -43,4 +76,7 @@ class KVLayout:
     def describe(self) -> str:
         """Return a text that differs between any two layouts whose bytes aren't interchangeable."""
         shape = "x".join(str(n) for n in self.block_shape)
-        return f"layer,part,token,head,dim:{shape}:{self.dtype}"
+        plain = f"layer,part,token,head,dim:{shape}:{self.dtype}"
+        if self.stored == "plain":
+            return plain
+        return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

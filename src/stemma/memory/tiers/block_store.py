@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
+from stemma.memory.kv_events import KVEventSink
 from stemma.types import DEFAULT_PRIORITY, BlockKey, Tier
 
 
@@ -68,6 +69,8 @@ class BlockPut:
     """Retention hint, 0 (drop first) to 100."""
     ttl_s: float | None = None
     """Retention hint: seconds of disuse after which the block expires; None: the store's default."""
+    owner: str = ""
+    """The `owner_tag` of whose it is, for quotas; empty: nobody's."""
 
 
 class Storable(Protocol):
@@ -88,6 +91,10 @@ class Storable(Protocol):
     @property
     def ttl_s(self) -> float | None:
         """Retention hint."""
+
+    @property
+    def owner(self) -> str:
+        """The `owner_tag` of whose it is, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,10 @@ class BlockStore(ABC):
         """
         return None
 
+    def watch(self, sink: KVEventSink) -> None:
+        """Tell `sink` of blocks that enter and leave from now on; a shared store tells nothing."""
+        return
+
     @abstractmethod
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return, per key, whether a read now would probably hit. A hint: the read decides."""
@@ -187,6 +198,18 @@ class BlockStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free memory, files and connections; a second call does nothing."""
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Let owners (`owner_tag`) hold so many blocks each; who is not named, any number.
+
+        Who holds more loses own blocks, leaves first and the least recently used of them first, now and at
+        every put. May be slow: O(blocks).
+        """
+        return None
+
+    def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
+        """Return whose each key is that is held, else nobody's; None: the store doesn't know."""
+        return None
 
     # Only a store of this process alone (`is_local`) can do these; a shared one ignores them.
 

@@ -19,3 +19,5 @@ class DeviceBlock:
     """`block_size`, or fewer in a partial last block."""
     priority: int
     ttl_s: float | None
+    owner: str = ""
+    """The `owner_tag` of whose it is, for quotas; empty: nobody's."""

@@ -98,7 +98,10 @@ class HostStore(SlottedStore):
             )
             stamps = [float(self._used_at[slot]) for slot, _, _ in taken]
             self._num_moving += 1
-        blocks = [BlockPut(key, parent, memoryview(self._bytes[slot])) for slot, key, parent in taken]
+        blocks = [
+            BlockPut(key, parent, memoryview(self._bytes[slot]), owner=self._index.owner_of(slot))
+            for slot, key, parent in taken
+        ]
         try:
             save(blocks)
         finally:

@@ -14,7 +14,7 @@ block plus the policy's cost. Not thread-safe: the store that owns it holds its 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.fallback import fall_back
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.eviction.quotas import QuotaPolicy
 from stemma.types import BlockKey
 
 _NO_PARENT = BlockKey(b"")
@@ -40,10 +41,15 @@ class TierIndex:
         self._key_of: list[BlockKey | None] = [None] * capacity_blocks
         self._parent_of: list[BlockKey] = [_NO_PARENT] * capacity_blocks
         """By slot; None and no parent if it isn't live. Lists: a tier may have millions of slots."""
+        self._owner_of: list[str] = [""] * capacity_blocks
+        """By slot: whose a live block is."""
+        self._quotas: Mapping[str, int] = {}
         self._num_children: dict[BlockKey, int] = {}
         """By key, present here or not: number of live blocks whose parent it is."""
         self._pins: dict[BlockKey, int] = {}
         """By key, not slot: a pin survives the drop of a damaged block and applies once it is back."""
+        self.watcher: Callable[[BlockKey, bool], None] | None = None
+        """Called with each key that enters (True) or leaves (False); not with those of `restore`."""
         self._freed: list[int] = []
         self._unused_from = 0
         """Slots from here on were never used (so that files can grow in order)."""
@@ -74,6 +80,10 @@ class TierIndex:
         key = self._key_of[slot]
         assert key is not None
         return key
+
+    def owner_of(self, slot: int) -> str:
+        """Return whose block a live slot holds; empty: nobody's."""
+        return self._owner_of[slot]
 
     def live(self) -> Iterator[tuple[int, BlockKey, BlockKey]]:
         """Yield (slot, key, parent) of every live block; the index must not change during this."""
@@ -119,7 +129,9 @@ class TierIndex:
         """Make a reserved slot live, so that `find` returns it."""
         assert key not in self._slot_of
         self._reserved.remove(slot)
-        self._enter([slot], [key], [parent])
+        self._enter([slot], [key], [parent], [traits.owner])
+        if self.watcher is not None:
+            self.watcher(key, True)
         count = self._num_children.get(parent, 0)
         self._num_children[parent] = count + 1
         covers = count == 0 and parent in self._slot_of and parent not in self._pins
@@ -140,15 +152,16 @@ class TierIndex:
         parent_at: npt.NDArray[np.int64],
         now: float,
         traits: BlockTraits,
+        owners: Sequence[str] | None = None,
     ) -> None:
         """Fill an empty index after a restart.
 
         Blocks come most recently used first, parents before children, with unique keys. `parent_at` gives the
-        position of each block's parent, or -1.
+        position of each block's parent, or -1. `owners`: whose they are; None: nobody's.
         """
         assert not self._slot_of
         assert not self._reserved
-        self._enter(slots, keys, parents)
+        self._enter(slots, keys, parents, owners or [""] * len(slots))
         counts = np.bincount(parent_at[parent_at >= 0], minlength=len(keys))
         above = np.flatnonzero(counts)
         self._num_children = dict(
@@ -238,6 +251,32 @@ class TierIndex:
         self._leave(slot, now, evicted=False)
         self._freed.append(slot)
 
+    def set_quotas(self, quotas: Mapping[str, int], oldest_first: Sequence[int]) -> None:
+        """Let owners hold so many blocks each; who is not named, any number. Evicts nothing. O(blocks).
+
+        `oldest_first`: the live slots in order of their last use.
+        """
+        self._quotas = dict(quotas)
+        base = self._base_policy()
+        self._policy = base
+        if not quotas:
+            return
+        policy = QuotaPolicy(base, quotas)
+        for slot in oldest_first:
+            if (owner := self._owner_of[slot]) in quotas:
+                policy.adopt(np.asarray([slot], dtype=np.int32), BlockTraits(owner=owner), 0.0)
+                if self.is_leaf(slot):
+                    policy.adopt_candidate(slot)
+        self._policy = policy
+
+    @property
+    def num_over_quota(self) -> int:
+        """Blocks that can be evicted now and whose owners hold too many; `evict` takes them first."""
+        return self._policy.num_over if isinstance(self._policy, QuotaPolicy) else 0
+
+    def _base_policy(self) -> EvictionPolicy:
+        return self._policy.base if isinstance(self._policy, QuotaPolicy) else self._policy
+
     def rewind(self) -> bool:
         """Mark all slots as never used if none is live or reserved; return whether it did."""
         if self._slot_of or self._reserved:
@@ -250,15 +289,23 @@ class TierIndex:
         """Return the live slots that nobody pins."""
         return [slot for key, slot in self._slot_of.items() if key not in self._pins]
 
-    def _enter(self, slots: Sequence[int], keys: Sequence[BlockKey], parents: Sequence[BlockKey]) -> None:
+    def _enter(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey],
+        owners: Sequence[str],
+    ) -> None:
         self._slot_of.update(zip(keys, slots, strict=True))
-        for slot, key, parent in zip(slots, keys, parents, strict=True):
-            self._key_of[slot], self._parent_of[slot] = key, parent
+        for slot, key, parent, owner in zip(slots, keys, parents, owners, strict=True):
+            self._key_of[slot], self._parent_of[slot], self._owner_of[slot] = key, parent, owner
 
     def _leave(self, slot: int, now: float, *, evicted: bool) -> None:
         key, parent = self.key_of(slot), self._parent_of[slot]
-        self._key_of[slot], self._parent_of[slot] = None, _NO_PARENT
+        self._key_of[slot], self._parent_of[slot], self._owner_of[slot] = None, _NO_PARENT, ""
         del self._slot_of[key]
+        if self.watcher is not None:
+            self.watcher(key, False)
         was_candidate = key not in self._num_children and key not in self._pins
         count = self._num_children[parent] - 1
         if count:
@@ -278,8 +325,9 @@ class TierIndex:
     def _policy_failed(self, error: Exception) -> None:
         """Continue with LRU; the tables are consistent. Raises `error` if LRU was in use already."""
         leaves = (s for k, s in self._slot_of.items() if k not in self._num_children and k not in self._pins)
-        self._policy = fall_back(self._policy, error, self._slot_of.values(), leaves)
+        self._policy = fall_back(self._base_policy(), error, self._slot_of.values(), leaves)
         self.num_policy_failures += 1
+        self.set_quotas(self._quotas, list(self._slot_of.values()))
 
     def check(self) -> None:
         """Raise IntegrityError if slots, keys, children and pins disagree."""

@@ -55,9 +55,17 @@ class Prefetch:
 class Load:
     """A load of the leading blocks of a prompt to the device, or (prefetch) to the host tier."""
 
-    def __init__(self, parent: BlockKey, keys: Sequence[BlockKey], block_ids: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        parent: BlockKey,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int] | None,
+        owners: Sequence[str] = (),
+    ) -> None:
         self.parent = parent
         self.keys = keys
+        self.owners = owners
+        """Of a prefetch: whose the blocks are; none: nobody's."""
         self.block_ids = block_ids
         """None: to the host tier."""
         self.future: Future[int] = Future()
@@ -170,12 +178,20 @@ class LoadQueue:
         self._submit(task, _LOAD, timeout_s)
         return task.future
 
-    def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey], timeout_s: float, *, probe: bool) -> Load:
+    def prefetch(
+        self,
+        parent: BlockKey,
+        keys: Sequence[BlockKey],
+        timeout_s: float,
+        *,
+        probe: bool,
+        owners: Sequence[str] = (),
+    ) -> Load:
         """Look for blocks and copy them to the host tier, if there is one, until `finish` is called on it.
 
-        `probe`: ask the pool first.
+        `probe`: ask the pool first. `owners`: whose the blocks are; none: nobody's.
         """
-        task = Load(parent, keys, None)
+        task = Load(parent, keys, None, owners)
         if not probe:
             task.probe.set_result(None)
         self._submit(task, _PREFETCH, timeout_s)
@@ -425,8 +441,12 @@ class LoadQueue:
         if not task.future.done():
             # Before the put: as soon as a block is stored, the step loop may find it and ask for its origin.
             self._whereabouts.note_origin(tier, keys)
+        owners = task.owners[first : first + count] or [""] * count
         host.put_many(
-            [BlockPut(key, parent, place) for place, key, parent in zip(places, keys, parents, strict=True)]
+            [
+                BlockPut(key, parent, place, owner=owner)
+                for place, key, parent, owner in zip(places, keys, parents, owners, strict=True)
+            ]
         )
         task.num_done += count
         with self._lock:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import StorageError
+from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, KVEventSink
 from stemma.memory.tiers.block_store import (
     BlockPut,
     LocalStore,
@@ -103,6 +104,14 @@ class SlottedStore(LocalStore):
     @abstractmethod
     def _free_all(self) -> None:
         """Free memory or files. Called once, with the lock, when no more bytes move."""
+
+    def watch(self, sink: KVEventSink) -> None:
+        """See `BlockStore.watch`."""
+
+        def changed(key: BlockKey, is_stored: bool) -> None:
+            sink.put((BlocksCopied if is_stored else BlocksRemoved)((key,), self.tier))
+
+        self._index.watcher = changed
 
     @property
     def reserved_bytes(self) -> int:
@@ -230,9 +239,24 @@ class SlottedStore(LocalStore):
                     else:
                         self._index.free(slot)
                         self.counters.reasons[reason] += 1
+                self._keep_quotas()
                 self.counters.puts.update(results)
                 self.counters.written_bytes += results.count(PutResult.STORED) * self.block_bytes
         return results
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """See `BlockStore`. What is read or pinned now goes at a later put."""
+        with self._lock:
+            self._check_open()
+            slots = np.array([slot for slot, _, _ in self._index.live()], dtype=np.int64)
+            oldest_first = slots[np.argsort(self._used_at[slots], kind="stable")].tolist()
+            self._index.set_quotas(quotas, oldest_first)
+            self._keep_quotas()
+
+    def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
+        """See `BlockStore`. Takes no lock."""
+        slots = [self._index.find(key) for key in keys]
+        return ["" if slot is None else self._index.owner_of(slot) for slot in slots]
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """See `BlockStore`."""
@@ -379,8 +403,17 @@ class SlottedStore(LocalStore):
         self.counters.num_evicted += 1
         return self._index.reserve()
 
+    def _keep_quotas(self) -> None:
+        """Evict blocks of owners that hold too many. Called with the lock."""
+        while self._index.num_over_quota and (slot := self._index.evict(self._now())) is not None:
+            self._ttl_s[slot] = np.inf
+            self._dropped([slot])
+            self.counters.num_evicted += 1
+
     def _commit(self, block: Storable, slot: int, now: float) -> None:
-        traits = BlockTraits(fingerprints([block.key]), priority=block.priority, ttl_s=block.ttl_s)
+        traits = BlockTraits(
+            fingerprints([block.key]), priority=block.priority, ttl_s=block.ttl_s, owner=block.owner
+        )
         self._index.commit(slot, block.key, block.parent, now, traits)
         self._used_at[slot] = now
         self._ttl_s[slot] = self._default_ttl_s if block.ttl_s is None else block.ttl_s

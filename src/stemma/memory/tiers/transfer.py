@@ -17,6 +17,7 @@ from typing import Literal
 from stemma.config.settings import WritePolicy
 from stemma.errors import ConfigError, StorageError
 from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
@@ -59,6 +60,17 @@ class TransferPolicy:
     """Whether a failed load fails its request; else the tokens are computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """Blocks that a lower tier has and that are not loaded."""
+
+    num_blocks: int
+    tier: Tier
+    """Of the first one."""
+    is_awaited: bool
+    """False: requests don't wait for this tier. True: computing is predicted to be faster."""
+
+
 class TierTransfer:
     """The one API of the tiers below the device, over block stores.
 
@@ -95,6 +107,7 @@ class TierTransfer:
         self._staging_arena: StagingArena | None = None
         self._queues: dict[Tier, WriteQueue] = {}
         self._writes: dict[Tier, WritePolicy] = {Tier.HOST: policy.writes.get(Tier.HOST, "write_through")}
+        self._quotas: Mapping[Tier, Mapping[str, int]] = {}
         self._num_uses = RecentKeys[int](_MAX_KEYS_REMEMBERED)
         self._whereabouts = Whereabouts(_MAX_KEYS_REMEMBERED)
         self._num_dropped = 0
@@ -129,6 +142,11 @@ class TierTransfer:
         """All stores, nearest first."""
         return self._stores
 
+    def watch(self, sink: KVEventSink) -> None:
+        """Tell `sink` of blocks that enter and leave the stores of this process."""
+        for store in self._stores:
+            store.watch(sink)
+
     @property
     def pins_memory(self) -> bool:
         """Whether memory that blocks are loaded from should be pinned."""
@@ -154,6 +172,7 @@ class TierTransfer:
             idle_work=lambda: self._idle_work(store),
             on_failed=self._whereabouts.note_not_in_pool if store.tier is Tier.POOL else None,
         )
+        store.set_quotas(self._quotas.get(store.tier, {}))
         self._writes[store.tier] = write or self._policy.writes.get(store.tier, "write_through")
         order = list(Tier)
         self._stores = tuple(sorted((*self._stores, store), key=lambda one: order.index(one.tier)))
@@ -189,6 +208,14 @@ class TierTransfer:
             self._host.touch(in_host)
         return [self._whereabouts.origin(key, tier) for key, tier in zip(keys, found, strict=False)]
 
+    def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
+        """Return what the tiers have of `keys`, which `match` left out; None if not even the first."""
+        found = self._locate(keys)
+        if not found:
+            return None
+        is_awaited = found[0] is Tier.HOST or self._policy.prefetch != "best_effort"
+        return PassedOver(len(found), found[0], is_awaited)
+
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
         """Copy each key's bytes into its device block.
 
@@ -203,16 +230,21 @@ class TierTransfer:
         """Whether a tier is too slow for `match` to ask: then each prompt needs a `prefetch` first."""
         return Tier.POOL in self._queues and self._policy.prefetch != "best_effort"
 
-    def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey]) -> Prefetch | None:
+    def prefetch(
+        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
+    ) -> Prefetch | None:
         """Find the blocks of a queued prompt, and promote them while it waits.
 
-        `parent` comes before the first key. None if there is nothing to do before `match`.
+        `parent` comes before the first key. `owners`: whose they are (`owner_tag`); none: nobody's. None if
+        there is nothing to do before `match`.
         """
         has_pool = Tier.POOL in self._queues
         has_use = has_pool or (self._host is not None and bool(self._queues))
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
             return None
-        task = self._loads.prefetch(parent, keys, self._policy.load_timeout_s, probe=self.must_probe)
+        task = self._loads.prefetch(
+            parent, keys, self._policy.load_timeout_s, probe=self.must_probe, owners=owners
+        )
         return Prefetch(task.probe, task.stop)
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
@@ -346,6 +378,15 @@ class TierTransfer:
         store.put_many(blocks[::-1])
 
     # -- for the operator -------------------------------------------------------------------------------
+
+    def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
+        """Let owners (`owner_tag`) hold so many blocks in each tier, also in a pool attached later.
+
+        O(blocks), so not for the step loop.
+        """
+        self._quotas = quotas
+        for store in self._stores:
+            store.set_quotas(quotas.get(store.tier, {}))
 
     def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
         """Return, per tier, which keys it holds. Asks the pool, so not for the step loop."""

@@ -1,1 +1,1 @@
-"""How a model runs on CPU: packed weights, fused layers, our kernels."""
+"""Models on CPU: packed weights, fused layers, our kernels."""

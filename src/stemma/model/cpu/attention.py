@@ -13,14 +13,18 @@ import numpy as np
 import torch
 
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.paged import AttentionStep
-from stemma.native.library import AttendArgs, BatchArgs, Kernels
+from stemma.native.library import AttendArgs, BatchArgs, Kernels, KVFormat, WriteArgs
+
+_STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
+"""By their numbers in kv_format.h."""
 
 
 class NativePlan:
-    """What the kernels do in a step, for layers with this number of KV heads and query heads on each."""
+    """The kernels' plan of a step, for layers with these numbers of KV heads and of query heads on each."""
 
     def __init__(self, batch: ForwardBatch, block_size: int, num_kv_heads: int, group_size: int) -> None:
         starts = np.array(batch.query_starts, dtype=np.int32)
@@ -79,32 +83,82 @@ class NativeAttentionStep:
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
-        if self._writer is None:
-            self._writer = AttentionStep(self._batch, self._kv)
-        keys, values = self._writer.write(call, key, value)
+        self.write(call, key, value)
         plan = self.plan(key.shape[1], query.shape[1] // key.shape[1])
+        value_dim = value.shape[2]
         if call.latent is not None:
-            query = call.latent.absorb(query)
+            query, value_dim = call.latent.absorb(query), call.latent.rank
         if query.stride(2) != 1:
             query = query.contiguous()
-        output = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
+        output = query.new_empty(query.shape[0], query.shape[1], value_dim)
+        kv = self._kv
         args = AttendArgs(
-            query.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            output.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            keys.stride(0),
-            keys.stride(1),
-            keys.stride(2),
-            keys.shape[-1],
-            values.shape[-1],
-            call.sliding_window or 0,
-            query.dtype == torch.bfloat16,
-            call.scaling,
-            call.softcap or 0.0,
-            None if call.sinks is None else call.sinks.data_ptr(),
+            query=query.data_ptr(),
+            keys=kv.address(call.layer_idx, 0),
+            values=kv.address(call.layer_idx, 0 if call.latent is not None else 1),
+            output=output.data_ptr(),
+            query_token_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=kv.layout.head_dim,
+            key_dim=key.shape[2],
+            value_dim=value_dim,
+            window=call.sliding_window or 0,
+            first_key=call.first_key,
+            is_bf16=query.dtype == torch.bfloat16,
+            scale=call.scaling,
+            softcap=call.softcap or 0.0,
+            sinks=None if call.sinks is None else call.sinks.data_ptr(),
+            format=native_format(kv.layout),
         )
         self._kernels.attend(plan.open(self._kernels), ctypes.addressof(args))
         return output if call.latent is None else call.latent.project(output)
+
+    def write(self, call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the KV of the new tokens into its slots."""
+        if self._kv.layout.stored == "plain":
+            if self._writer is None:
+                self._writer = AttentionStep(self._batch, self._kv)
+            self._writer.write(call, key, value)
+            return
+        self._write_codes(call.layer_idx, 0, key)
+        if call.latent is None:
+            self._write_codes(call.layer_idx, 1, value)
+
+    def _write_codes(self, layer: int, part: int, rows: torch.Tensor) -> None:
+        """Encode new rows [T, Hk, D] into their slots."""
+        slots = self._batch.slots
+        if (written := self._batch.written_rows) is not None:
+            rows, slots = rows[written], slots[written]
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        kv = self._kv
+        args = WriteArgs(
+            source=rows.data_ptr(),
+            target=kv.address(layer, part),
+            slots=slots.data_ptr(),
+            tokens=rows.shape[0],
+            source_token_stride=rows.stride(0),
+            source_head_stride=rows.stride(1),
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=kv.layout.head_dim,
+            heads=rows.shape[1],
+            dim=rows.shape[2],
+            block_size=kv.layout.block_size,
+            is_bf16=rows.dtype == torch.bfloat16,
+            threads=torch.get_num_threads(),
+            format=native_format(kv.layout),
+        )
+        self._kernels.write_rows(ctypes.addressof(args))
+
+
+def native_format(layout: KVLayout) -> KVFormat:
+    """Describe to the kernels how a layout stores rows."""
+    return KVFormat(
+        stored=_STORED.index(layout.stored),
+        num_scales=layout.num_scales,
+        first_dims=layout.latent_rank or layout.head_dim,
+        scale_offset=layout.scale_offset,
+    )

@@ -1,8 +1,9 @@
 """A step through a fused decoder as one native call.
 
-Decode is bound by reading the weights, each once a step. Called product by product, some two hundred times a
-step, threads are sent off and waited for. Here they stay together from the first layer to the logits
-(decoder_step.h), at every instruction-set level, in bfloat16 and float32. Prompts gain as well: nobody waits.
+Decode is bound by reading the weights, each once a step. With one call for each product, threads start and
+join about two hundred times a step. Here they stay together from the first layer to the logits
+(decoder_step.h), at every instruction-set level, in bfloat16 and float32. Prompts gain as well: threads wait
+less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
+from stemma.model.cpu.low_rank import describe_rows
 from stemma.model.cpu.weights import PackedProduct
 from stemma.native.library import AttendArgs, Kernels, LayerWeights, RotateArgs, StepArgs
 
@@ -50,9 +52,10 @@ class DecoderStep:
     ) -> torch.Tensor:
         """Write the KV of `hidden` [T, H] (the tokens' embeddings; overwritten), return logits [L, vocab].
 
-        `rotate` and `attend` are those of layer 0; what differs by layer is set here.
+        `rotate` and `attend` are those of layer 0; the fields that differ by layer are set here.
         """
         logits = hidden.new_empty(len(batch.logits_rows), self._head.out_features)
+        adapters = describe_rows(batch.adapters)
         args = StepArgs(
             layers=ctypes.addressof(self._layers),
             num_layers=len(self._layers),
@@ -68,6 +71,8 @@ class DecoderStep:
             layer_bytes=kv.data.stride(1) * kv.data.element_size(),
             rotate=rotate,
             attend=attend,
+            adapters=ctypes.addressof(adapters),
+            num_adapters=len(adapters),
             is_bf16=hidden.dtype == torch.bfloat16,
             eps=self._eps,
         )

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stemma.model.cpu.weights import PackedProduct, can_pack
-from stemma.native.library import GatedWeights, Kernels, MixtureArgs
+from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.weights import can_pack
+from stemma.native.library import GatedWeights, MixtureArgs
 
 _SILU = frozenset({"SiLU", "SiLUActivation"})
 
@@ -24,14 +25,14 @@ _SILU = frozenset({"SiLU", "SiLUActivation"})
 class PackedExperts:
     """The experts of one layer."""
 
-    def __init__(self, kernels: Kernels, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        """Pack [E, 2 I, H] (gates, then ups) and [E, H, I]."""
+    def __init__(self, packing: Packing, module: Any) -> None:
+        """Pack gate_up_proj [E, 2 I, H] (gates, then ups) and down_proj [E, H, I] of a module."""
+        gate_up, down = module.gate_up_proj, module.down_proj
         self.num_experts, self.hidden_dim, inner = down.shape
-        self._kernels = kernels
-        self._products = [
-            tuple(PackedProduct(kernels, [weight]) for weight in (both[:inner], both[inner:], back))
-            for both, back in zip(gate_up.detach(), down.detach(), strict=True)
-        ]
+        self._kernels = packing.kernels
+        parts = packing.experts(module, gate_proj=gate_up[:, :inner], up_proj=gate_up[:, inner:])
+        parts |= packing.experts(module, down_proj=down)
+        self._products = list(zip(*(parts[f"{name}_proj"] for name in ("gate", "up", "down")), strict=True))
         self.weights = (GatedWeights * self.num_experts)(
             *(GatedWeights(*(product.strips for product in expert)) for expert in self._products)
         )
@@ -66,16 +67,15 @@ class PackedExperts:
 
 
 class GatedExperts:
-    """Experts with a gate of their module's own, and maybe biases; they run one after the other."""
+    """Experts whose module has its own gate function, and maybe biases; they run one after the other."""
 
-    def __init__(self, kernels: Kernels, module: Any) -> None:
+    def __init__(self, packing: Packing, module: Any) -> None:
         """Pack the experts of `module`, for which `has_own_gate` is true."""
         self._apply_gate = module._apply_gate
         self._products = [
             tuple(
-                PackedProduct(
-                    kernels,
-                    [weight[expert].T if module.is_transposed else weight[expert]],
+                packing.tensor(
+                    weight[expert].T if module.is_transposed else weight[expert],
                     bias[expert] if bias is not None else None,
                 )
                 for weight, bias in (
@@ -104,15 +104,15 @@ class GatedExperts:
         return by_token.view(num_tokens, top_k, -1).sum(1)
 
 
-def pack_experts(model: nn.Module, kernels: Kernels) -> int:
+def pack_experts(model: nn.Module, packing: Packing) -> int:
     """Pack the experts of every layer that has a known form; return how many layers."""
     num_layers = 0
     modules: Iterable[Any] = list(model.modules())
     for module in modules:
         if has_common_form(module):
-            module.stemma_experts = PackedExperts(kernels, module.gate_up_proj, module.down_proj)
+            module.stemma_experts = PackedExperts(packing, module)
         elif has_own_gate(module):
-            module.stemma_experts = GatedExperts(kernels, module)
+            module.stemma_experts = GatedExperts(packing, module)
         else:
             continue
         del module.gate_up_proj, module.down_proj
@@ -158,6 +158,6 @@ def has_own_gate(module: Any) -> bool:
 def _forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Stand in for an experts module: [T, H] routed by [T, k] ids and weights -> [T, H]."""
+    """Replace the forward of an experts module: [T, H] routed by [T, k] ids and weights -> [T, H]."""
     output: torch.Tensor = module.stemma_experts(hidden_states, top_k_index, top_k_weights)
     return output

@@ -19,12 +19,16 @@ from torch import nn
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.cpu.attention import NativeAttentionStep, native_format
 from stemma.model.cpu.decoder_step import DecoderStep
 from stemma.model.cpu.experts import has_common_form
 from stemma.model.cpu.fused_layer import FusedLayer, fuse
-from stemma.model.cpu.weights import PackedProduct, can_pack, leave_file
-from stemma.native.library import AttendArgs, Kernels, RotateArgs
+from stemma.model.cpu.linears import leave_file
+from stemma.model.cpu.low_rank import PackedAdapter, adaptable
+from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.native.library import AttendArgs, RotateArgs
 
 EmbeddingFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """ids [T] -> [T, H]."""
@@ -85,19 +89,19 @@ def _follows_gated(mlp: Any) -> bool:
 
 
 class FusedDecoder:
-    """Runs all layers of a model over paged KV. Takes the model's linear layers apart as it is built."""
+    """Runs all layers of a model over paged KV. Building it takes the weights out of the model."""
 
     def __init__(
         self,
         hf_model: Any,
         calls: Sequence[AttentionCall],
-        kernels: Kernels,
+        packing: Packing,
         report: Callable[[float], None],
     ) -> None:
-        """Take over `hf_model`; `calls` are what its layers passed to attention in the probe."""
+        """Take the weights of `hf_model`; `calls` are the attention calls of its layers in the probe."""
         base = hf_model.model
         attention = base.layers[0].self_attn
-        self._kernels = kernels
+        self._kernels = kernels = packing.kernels
         self._rotary = base.rotary_emb
         self._eps = float(base.norm.variance_epsilon)
         self._head_dim = int(attention.head_dim)
@@ -106,11 +110,21 @@ class FusedDecoder:
         layers: list[FusedLayer] = []
         for index in range(len(base.layers)):
             report(index / len(base.layers))
-            layers.append(fuse(base.layers[index], calls[index], kernels))
+            layers.append(fuse(base.layers[index], calls[index], packing))
             base.layers[index] = torch.nn.Identity()  # lets the plain weights go
-        self._embed, head = _join_ends(hf_model, kernels)
+        self._embed, head = _join_ends(hf_model, packing)
         leave_file(hf_model)
         self._step = DecoderStep(kernels, layers, base.norm.weight, head, self._eps)
+        self._num_layers, self._dtype = len(layers), base.norm.weight.dtype
+        self._adaptable = adaptable(layers, self._num_heads, self._num_kv_heads, self._head_dim)
+
+    def adaptable(self) -> dict[str, LinearShape]:
+        """See `Decoder.adaptable`."""
+        return self._adaptable
+
+    def prepare_adapter(self, adapter: Adapter) -> PackedAdapter:
+        """See `Decoder.prepare_adapter`."""
+        return PackedAdapter(self._kernels, adapter, self._num_layers, self._dtype)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
@@ -131,17 +145,16 @@ class FusedDecoder:
         self, batch: ForwardBatch, kv: DeviceKV, cos: torch.Tensor, sin: torch.Tensor
     ) -> RotateArgs:
         """Return what all layers share; the cache's addresses are those of layer 0."""
-        keys, _, part_bytes = _addresses(kv)
         return RotateArgs(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            keys=keys,
-            values=keys + part_bytes,
+            keys=kv.address(0, 0),
+            values=kv.address(0, 1),
             slots=batch.slots.data_ptr(),
             tokens=len(batch.slots),
-            block_stride=kv.data.stride(0),
-            token_stride=kv.data.stride(3),
-            head_stride=kv.data.stride(4),
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=self._head_dim,
             heads=self._num_heads,
             kv_heads=self._num_kv_heads,
             dim=self._head_dim,
@@ -149,35 +162,32 @@ class FusedDecoder:
             is_bf16=cos.dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
             eps=self._eps,
+            format=native_format(kv.layout),
         )
 
     def _attend_args(self, kv: DeviceKV, dtype: torch.dtype) -> AttendArgs:
         return AttendArgs(
             query_token_stride=self._num_heads * self._head_dim,
             query_head_stride=self._head_dim,
-            block_stride=kv.data.stride(0),
-            token_stride=kv.data.stride(3),
-            head_stride=kv.data.stride(4),
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=self._head_dim,
             key_dim=self._head_dim,
             value_dim=self._head_dim,
             is_bf16=dtype == torch.bfloat16,
+            format=native_format(kv.layout),
         )
 
 
-def _addresses(kv: DeviceKV) -> tuple[int, int, int]:
-    """Return the address of layer 0 in block 0, and the bytes to the next layer and to the values."""
-    size = kv.data.element_size()
-    return kv.data.data_ptr(), kv.data.stride(1) * size, kv.data.stride(2) * size
-
-
-def _join_ends(hf_model: Any, kernels: Kernels) -> tuple[EmbeddingFunction, PackedProduct]:
+def _join_ends(hf_model: Any, packing: Packing) -> tuple[EmbeddingFunction, PackedProduct]:
     """Return the embedding, ids [T] -> [T, H], and the output head; take both out of the model.
 
     Where they are tied, the one packed weight serves both: rows are read out of it.
     """
     embedding, head = hf_model.model.embed_tokens, hf_model.lm_head
     hf_model.model.embed_tokens = hf_model.lm_head = nn.Identity()
-    packed = PackedProduct(kernels, [head.weight], head.bias)
-    if head.weight is embedding.weight:
+    is_tied = head.weight is embedding.weight
+    packed = packing.head(head, embedding if is_tied else None)
+    if is_tied:
         return packed.take_rows, packed
     return partial(F.embedding, weight=embedding.weight.detach().clone()), packed

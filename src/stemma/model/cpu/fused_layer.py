@@ -10,8 +10,9 @@ import torch
 
 from stemma.model.attention import AttentionCall
 from stemma.model.cpu.experts import PackedExperts
+from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct
-from stemma.native.library import GatedWeights, Kernels, LayerWeights
+from stemma.native.library import GatedWeights, LayerWeights
 
 
 @dataclass(slots=True)
@@ -73,14 +74,14 @@ class FusedLayer:
         return described
 
 
-def fuse(layer: Any, call: AttentionCall, kernels: Kernels) -> FusedLayer:
+def fuse(layer: Any, call: AttentionCall, packing: Packing) -> FusedLayer:
     """Take a layer of transformers apart; `call` is what it passed to attention in the probe."""
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return FusedLayer(
-        qkv=_join(kernels, attention.q_proj, attention.k_proj, attention.v_proj),
-        output=_join(kernels, attention.o_proj),
-        mlp=_mixture(kernels, mlp) if hasattr(mlp, "experts") else _gated(kernels, mlp),
+        qkv=packing.linears(attention.q_proj, attention.k_proj, attention.v_proj),
+        output=packing.linears(attention.o_proj),
+        mlp=_mixture(packing, mlp) if hasattr(mlp, "experts") else _gated(packing, mlp),
         input_norm=layer.input_layernorm.weight.detach().clone(),
         post_norm=layer.post_attention_layernorm.weight.detach().clone(),
         q_norm=None if q_norm is None else q_norm.weight.detach().clone(),
@@ -90,21 +91,15 @@ def fuse(layer: Any, call: AttentionCall, kernels: Kernels) -> FusedLayer:
     )
 
 
-def _join(kernels: Kernels, *linears: Any) -> PackedProduct:
-    """Return one product that computes those of several layers, side by side."""
-    biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-    return PackedProduct(kernels, [linear.weight for linear in linears], bias)
+def _gated(packing: Packing, mlp: Any) -> Gated:
+    gate, up = packing.side_by_side(mlp.gate_proj, mlp.up_proj)
+    return Gated(gate, up, packing.linears(mlp.down_proj))
 
 
-def _gated(kernels: Kernels, mlp: Any) -> Gated:
-    return Gated(*(_join(kernels, getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")))
-
-
-def _mixture(kernels: Kernels, mlp: Any) -> Mixture:
-    experts = PackedExperts(kernels, mlp.experts.gate_up_proj, mlp.experts.down_proj)
+def _mixture(packing: Packing, mlp: Any) -> Mixture:
+    experts = PackedExperts(packing, mlp.experts)
     return Mixture(
-        router=PackedProduct(kernels, [mlp.gate.weight]),
+        router=packing.plain(mlp.gate.weight),
         experts=experts,
         top_k=mlp.gate.top_k,
         normalize=bool(mlp.gate.norm_topk_prob),

@@ -20,7 +20,7 @@ class PackedLatent(LatentProjection):
     """A layer's `kv_b_proj` as two packed products a head."""
 
     def __init__(self, plain: LatentProjection, kernels: Kernels) -> None:
-        """Pack `plain`, which the caller then lets go; `can_pack_latent` says whether it can be."""
+        """Pack `plain`, which the caller then drops; `can_pack_latent` says whether it can be."""
         self.rank, self.nope_dim = plain.rank, plain.nope_dim
         self.rope_dim, self.value_dim = plain.rope_dim, plain.value_dim
         self._absorbing = [PackedProduct(kernels, [head[: plain.nope_dim].T]) for head in plain.weight]
@@ -49,7 +49,7 @@ class PackedLatent(LatentProjection):
 
 
 def pack_latents(model: nn.Module, kernels: Kernels) -> None:
-    """Pack the latent projections of all layers and let the plain weights go."""
+    """Pack the latent projections of all layers and drop the plain weights."""
     modules: Any = list(model.modules())
     for module in modules:
         plain = getattr(module, "stemma_latent", None)

@@ -1,9 +1,10 @@
 """torch operations whose rows don't depend on each other, for models that run through transformers' modules.
 
-A few of torch's operations round an element by where it lies: products with weights by the number of rows,
-some functions by whether the element falls into a full vector or into the rest behind the last one, of the
-tensor or of a thread's share. `RowwiseOperations` replaces them while a model runs. What it replaces is what
-the invariance tests of the served families find; all else that these models call is right already.
+In a few of torch's operations the rounding of an element depends on its place: in products with weights on
+the number of rows, in some functions on whether the element lies in a full vector or in the rest behind the
+last one, of the tensor or of a thread's share. `RowwiseOperations` replaces them while a model runs. It
+replaces what the invariance tests of the served families found; the other operations of these models don't
+depend on the place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.native.library import Kernels
 
@@ -83,21 +85,21 @@ class RowwiseOperations(TorchFunctionMode):
             return F.embedding(input, weight, *args, **options)
         return kept[1].take_rows(input.reshape(-1)).view(*input.shape, -1)
 
-    def pack_tied_head(self, model: nn.Module) -> None:
+    def pack_tied_head(self, model: nn.Module, packing: Packing) -> None:
         """Pack an output head that is tied to the embedding, whose rows are then read out of it."""
         modules: Any = list(model.modules())
-        embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+        embeddings = {id(module.weight): module for module in modules if isinstance(module, nn.Embedding)}
         for module in modules:
             if type(module) is nn.Linear and id(module.weight) in embeddings and can_pack(module.weight):
                 weight = module.weight
-                self._packed[id(weight)] = weight, PackedProduct(self._kernels, [weight], module.bias)
+                self._packed[id(weight)] = weight, packing.head(module, embeddings[id(weight)])
                 weight.data = weight.new_zeros(1, 1).expand(weight.shape)  # only its shape is asked for
 
 
 def _elementwise(
     func: Operation, x: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any]
 ) -> torch.Tensor:
-    """Fill up to whole vectors for every thread, so that no element is in a rest."""
+    """Pad to whole vectors for every thread, so that no element lies in a rest."""
     count = x.numel()
     padded = _padded(count, torch.get_num_threads())
     if padded == count and x.is_contiguous():

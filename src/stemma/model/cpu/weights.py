@@ -1,6 +1,6 @@
-"""Linear layers over weights that we pack: the lever of decode on CPU.
+"""Linear layers over packed weights.
 
-Decode reads every weight once a token, so it runs at the speed of reading memory, if the kernel lets it.
+Decode reads every weight once a token, so reading memory bounds its speed.
 Weights are packed at load, by all threads, into the strips that our products read at every instruction-set
 level (native/strips.h). The packed weight replaces the plain one: memory doesn't double. A row's result never
 depends on the rows beside it. Without kernels layers stay as they are.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
+from stemma.model.cpu.codes import PackedCodes
+from stemma.model.cpu.weight_memory import weight_memory
+from stemma.model.quantization.weights import QuantizedWeight
 from stemma.native.library import Kernels, MultiplyArgs, PackArgs, Strips
 
 # Without our kernels oneDNN multiplies. It prepares a product anew for each number of rows, and it and torch
@@ -25,9 +26,7 @@ _NUM_PREPARED = 64
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(_NUM_PREPARED))
 PREPARED_BYTES = _NUM_PREPARED * 420_000
-"""What oneDNN's prepared products come to take once a server has seen many sizes of batches."""
-
-_ALIGNMENT = 64
+"""Memory of oneDNN's prepared products once a server has seen many batch sizes."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -43,22 +42,46 @@ def can_pack(weight: torch.Tensor) -> bool:
 class PackedProduct:
     """x [T, in_features] -> x W^T + b, [T, out_features], over a packed copy of W."""
 
+    strips: Strips
+    """Where the kernels find the weight; valid as long as this object."""
+
     def __init__(
-        self, kernels: Kernels, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+        self,
+        kernels: Kernels,
+        weights: Sequence[torch.Tensor | QuantizedWeight],
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Pack `weights` below each other: [n_i, in_features] each. `bias`: [sum of n_i], of their dtype."""
-        assert all(can_pack(weight) for weight in weights)
+        """Pack `weights` below each other: [n_i, in_features] each, all plain or all quantized.
+
+        `bias`: [sum of n_i]. Inputs and outputs are of `dtype`; default: that of the plain weights.
+        """
         self.out_features = sum(weight.shape[0] for weight in weights)
         self.in_features = weights[0].shape[1]
-        self.dtype = weights[0].dtype
-        self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         self._kernels = kernels
+        plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        assert not (plain and quantized)
+        self.dtype = plain[0].dtype if plain else dtype or torch.bfloat16
         self._is_bf16 = self.dtype == torch.bfloat16
+        if plain:
+            self._pack_plain(plain, bias)
+        else:
+            codes = PackedCodes(kernels, quantized, bias)
+            self.strips, self.bias, self._room = codes.strips, codes.bias, codes.room
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed weight."""
+        return self._room.nbytes
+
+    def _pack_plain(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        assert all(can_pack(weight) for weight in weights)
+        kernels = self._kernels
+        self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
         self.strips = Strips(None, None, self.out_features, self.in_features)
-        """Where the kernels find the weight; valid as long as this object."""
-        num_bytes = kernels.packed_bytes(ctypes.addressof(self.strips), self._is_bf16)
-        self._room = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-        self.strips.data = -(-self._room.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._room = weight_memory(kernels.packed_bytes(ctypes.addressof(self.strips), self._is_bf16))
+        self.strips.data = self._room.data_ptr()
         self.strips.bias = None if self.bias is None else self.bias.data_ptr()
         first = 0
         for weight in weights:
@@ -111,63 +134,3 @@ class PackedProduct:
             torch.get_num_threads(),
         )
         return rows
-
-
-class PackedLinear(nn.Module):
-    """Drop-in for `nn.Linear`; made from plain tensors, which the caller then lets go."""
-
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.product = PackedProduct(kernels, [weight], bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] -> [..., out_features]; no rows are fine."""
-        rows = x.reshape(-1, self.in_features)
-        return self.product(rows).view(*x.shape[:-1], self.out_features)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The plain weight, unpacked anew: for the few models that ask a layer for its dtype or shape."""
-        return self.product.take_rows(torch.arange(self.out_features))
-
-
-def pack_linears(
-    model: nn.Module, kernels: Kernels, keep: frozenset[nn.Module], report: Callable[[float], None]
-) -> int:
-    """Replace the linear layers of `model` by packed ones; return how many.
-
-    Those in `keep`, those that `can_pack` refuses, and those whose weight something else shares (an output
-    head tied to the embedding: its packed copy would come on top), stay plain. `report` gets the share done,
-    0..1.
-    """
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
-        and child not in keep
-        and uses[id(child.weight)] == 1
-        and can_pack(child.weight)
-    ]
-    for number, (parent, name, linear) in enumerate(found):
-        report(number / len(found))
-        setattr(parent, name, PackedLinear(kernels, linear.weight, linear.bias))
-    leave_file(model)
-    return len(found)
-
-
-def leave_file(model: nn.Module) -> None:
-    """Copy what stayed plain, so that the mapped checkpoint file is let go and its pages leave memory."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def plain_layers(model: nn.Module) -> frozenset[nn.Module]:
-    """Return linear layers that are used as tensors, not called: the expansion of a cached latent."""
-    modules: Iterable[Any] = model.modules()
-    return frozenset(module.kv_b_proj for module in modules if hasattr(module, "stemma_latent"))

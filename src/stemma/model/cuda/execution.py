@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import Decoder, ModuleDecoder
 from stemma.model.cuda.graphs import CudaGraphRecorder, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
+from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.shared_prefix import SharedTensors, find_groups
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,14 @@ class TritonDecoder:
         tensors = StepTensors.of(batch, kv.device, shared)
         step = self._step_type(tensors, kv, batch=batch, num_multiprocessors=self._num_multiprocessors)
         return self._modules.run(batch, step)
+
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """See `Decoder.adaptable`."""
+        return self._modules.adaptable()
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `Decoder.prepare_adapter`."""
+        return self._modules.prepare_adapter(adapter)
 
     def decode_step(self, tensors: StepTensors, kv: DeviceKV) -> Any:
         """Return the context of a decode-only step."""

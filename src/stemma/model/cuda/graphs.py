@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import Decoder
 from stemma.model.cuda.step_tensors import StepTensors
+from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.shared_prefix import MAX_GROUPS, PrefixGroup, SharedArrays, find_groups
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,14 @@ class GraphDecoder:
         """Buckets that have a graph, in the order they were recorded."""
         return tuple(bucket for bucket, _ in self._replays)
 
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """See `Decoder.adaptable`."""
+        return self._eager.adaptable()
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `Decoder.prepare_adapter`."""
+        return self._eager.prepare_adapter(adapter)
+
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
         bucket = self._bucket(batch)
@@ -180,9 +189,12 @@ class GraphDecoder:
         return logits[: batch.num_seqs]
 
     def _bucket(self, batch: ForwardBatch) -> int | None:
-        """Return the bucket of a batch of decodes that each want their logits; None for any other batch."""
+        """Return the bucket of a batch of decodes that each want their logits; None for any other batch.
+
+        Graphs are of the base model: a batch with adapters has none.
+        """
         num_seqs = batch.num_seqs
-        if not self.is_enabled or not 0 < num_seqs <= BUCKETS[-1]:
+        if not self.is_enabled or batch.adapters or not 0 < num_seqs <= BUCKETS[-1]:
             return None
         if len(batch.token_ids) != num_seqs or len(batch.logits_rows) != num_seqs:
             return None

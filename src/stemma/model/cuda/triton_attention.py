@@ -24,6 +24,7 @@ from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.cuda.triton_kernels import attend_kernel, reduce_kernel, write_kernel
+from stemma.model.kv_format import KVRows
 from stemma.model.paged import AttentionStep
 from stemma.model.shared_prefix import SharedTensors
 
@@ -134,7 +135,7 @@ class TritonAttentionStep:
         rest = self._torch_steps.get(limit)
         if rest is None:
             rest = self._torch_steps[limit] = AttentionStep(self._batch, self._kv, longer_than=limit)
-        rest.read(call, query, caches, output)
+        rest.read(call, query, (KVRows(self._kv, call.layer_idx, 0, key.shape[-1]), None), output)
         return output
 
     def _weigh_latents(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.types import BlockIds
@@ -70,10 +72,13 @@ class QuotaPolicy(EvictionPolicy):
         self.base.insert(block_ids, now, traits)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
-        """Note a use of a chain, which has one owner."""
-        owned = self._of.get(int(block_ids[0])) if len(block_ids) else None
-        if owned is not None:
-            owned.ranking.access(block_ids, now)
+        """Note a use of a chain; its blocks may have several owners, and some none."""
+        used: dict[int, tuple[_Owned, list[int]]] = {}
+        for block_id in block_ids.tolist():
+            if (owned := self._of.get(block_id)) is not None:
+                used.setdefault(id(owned), (owned, []))[1].append(block_id)
+        for owned, ids in used.values():
+            owned.ranking.access(np.array(ids, dtype=np.int32), now)
         self.base.access(block_ids, now)
 
     def offer(self, block_id: int) -> None:

@@ -21,7 +21,7 @@ def num_to_hold(text: str, markers: Sequence[str]) -> int:
 
 
 class MarkedText:
-    """Text before a marker goes out as soon as it can't be part of one."""
+    """Text before a marker is returned as soon as it can't be part of one."""
 
     def __init__(self) -> None:
         self._held = ""

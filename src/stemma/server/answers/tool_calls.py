@@ -139,7 +139,7 @@ class _Text:
         self._space, self._after_call = "", True
 
     def end(self, events: list[Event]) -> None:
-        """The answer is over: its last white space is content unless a call came before it."""
+        """The answer has ended: its last white space is content unless a call came before it."""
         if self._space and not self._after_call:
             events.append(Content(self._space))
         self._space = ""

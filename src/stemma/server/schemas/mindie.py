@@ -21,7 +21,7 @@ class InferParameters(TGIParameters):
     """``parameters`` of `/infer` and of Triton's endpoints: TGI's, and two more."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = TGIParameters.refused
-    harmless: ClassVar[frozenset[str]] = TGIParameters.harmless | {"batch_size"}
+    harmless: ClassVar[frozenset[str]] = TGIParameters.harmless | {"batch_size", "binary_data_output"}
 
     priority: Annotated[int, Field(ge=1, le=5)] = 5
     """Taken and without effect: waiting requests are ordered by the server."""
@@ -52,6 +52,8 @@ class TritonTensor(RequestModel):
 
 class TritonOutput(RequestModel):
     """An output that is asked for."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"parameters"})
 
     name: Name
 

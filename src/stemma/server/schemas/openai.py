@@ -43,8 +43,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
@@ -145,6 +143,10 @@ class OpenAIRequest(RequestModel):
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
     truncate_prompt_tokens: PositiveCount | None = None
     """Keep only the last so many tokens of a prompt."""
+    prompt_logprobs: NumLogprobs | None = None
+    """Report how likely each token of the prompt was, and so many of the likeliest in its place."""
+    return_token_ids: bool | None = None
+    """Report the ids of prompt and answers beside their text."""
     cache_salt: Salt | None = None
     """Prompts with different salts never share cached blocks."""
     priority: Priority | None = None

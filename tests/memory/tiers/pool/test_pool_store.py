@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +269,22 @@ def test_slots_held_by_stuck_calls_make_reads_late_not_stuck(backend: FaultyBack
     clock.now = 100.0
     assert read(store, keys(blocks)) == [ReadResult.ERROR] * 6
     backend.gate.set()
+
+
+def test_an_owner_over_its_quota_loses_what_this_server_wrote(backend: FaultyBackend, clock: Clock) -> None:
+    store = store_over(backend, clock)
+    ada = [replace(block, owner="ada") for block in chain("a", 5)]
+    others = chain("b", 5)
+    store.put_many(others)
+    store.set_quotas({"ada": 3})
+    store.put_many(ada)
+    assert store.exists_many(keys(ada)) == [True] * 3 + [False] * 2
+    assert store.exists_many(keys(others)) == [True] * 5
+    more = [replace(block, owner="ada") for block in chain("c", 2)]
+    store.put_many(more)
+    assert sum(store.exists_many([key])[0] for key in keys([*ada, *more])) == 3
+    assert store.exists_many(keys(more)) == [True] * 2
+    assert store.counters.reasons["over_quota"] == 4
 
 
 def test_registered_memory_is_used_in_place(tmp_path: Path, clock: Clock) -> None:

@@ -26,6 +26,7 @@ from stemma.memory.tiers.disk.record import (
     RECORD_DTYPE,
     Record,
     block_checksum,
+    owners_in,
     sound_records,
     with_last_use,
 )
@@ -254,7 +255,7 @@ class DiskStore(SlottedStore):
             generation=generation,
             checksum=checksum,
             length=self.block_bytes,
-            created_at=now,
+            owner=block.owner,
             used_at=now,
             ttl_s=block.ttl_s,
             priority=block.priority,
@@ -370,7 +371,13 @@ class DiskStore(SlottedStore):
         self._generation = int(records["generation"].max())
         traits = BlockTraits(np.frombuffer(records["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
         self._index.restore(
-            found.slots.tolist(), found.keys, found.parents, found.parent_at, self._now(), traits
+            found.slots.tolist(),
+            found.keys,
+            found.parents,
+            found.parent_at,
+            self._now(),
+            traits,
+            owners_in(records),
         )
         self._used_at[found.slots] = records["used_at"]
         ttl_s = records["ttl_s"].astype(np.float64)

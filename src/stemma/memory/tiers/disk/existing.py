@@ -8,10 +8,10 @@ from pathlib import Path
 
 from stemma.errors import StorageError
 from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
-from stemma.memory.tiers.disk.record import RECORD_BYTES, sound_records
+from stemma.memory.tiers.disk.record import DISK_FORMAT_VERSION, RECORD_BYTES, sound_records
 from stemma.memory.tiers.disk.spaces import INDEX, Manifest, SpaceInfo, list_spaces
 from stemma.prefix.eviction.registry import make_policy
-from stemma.prefix.keys import KeySpace
+from stemma.prefix.keys import FORMAT_VERSION, KeySpace
 
 
 def find_space(root: Path, digest: str | None) -> SpaceInfo:
@@ -37,6 +37,8 @@ def open_existing(space: SpaceInfo, clock: Callable[[], float] = time.time) -> D
     manifest = space.manifest
     if manifest is None:
         raise StorageError(f"{space.path} has a damaged manifest; `stemma cache gc` removes it")
+    if (reason := unreadable(space)) is not None:
+        raise StorageError(f"{space.path} {reason}")
     # The index covers all slots, even those of a truncated slab; if it is lost, the slabs give the size.
     slab_bytes = sum(slab.stat().st_size for slab in space.path.glob("slab-*"))
     index = space.path / INDEX
@@ -45,6 +47,20 @@ def open_existing(space: SpaceInfo, clock: Callable[[], float] = time.time) -> D
     size_bytes = size_for_blocks(manifest, max(1, num_slots))
     policy = make_policy("lru")
     return DiskStore(space.path.parent, space_of(manifest), manifest.block_bytes, size_bytes, policy, clock)
+
+
+def unreadable(space: SpaceInfo) -> str | None:
+    """Return why this version can't read a sub-directory whose manifest is sound; None if it can.
+
+    Servers use another sub-directory of the same model then, and delete this one when they need its room.
+    """
+    found = space.manifest
+    if found is None or (found.disk_format, found.key_format) == (DISK_FORMAT_VERSION, FORMAT_VERSION):
+        return None
+    return (
+        f"has format {found.disk_format}.{found.key_format}, this version reads "
+        f"{DISK_FORMAT_VERSION}.{FORMAT_VERSION}; `stemma cache clear` removes it"
+    )
 
 
 def count_blocks(space: SpaceInfo) -> int | None:

@@ -15,8 +15,8 @@ offset bytes field
 72     8     generation: grows with every write to the directory
 80     8     checksum of the block's bytes, bound to key and generation
 88     8     length of the block in bytes
-96     8     time of writing, seconds since 1970 (float64)
-104    8     time of last use (float64)
+96     8     whose it is: `owner_tag` as a number, 0: nobody's
+104    8     time of last use, seconds since 1970 (float64)
 112    4     time to live after last use, seconds (float32, NaN: default)
 116    4     slot
 120    8     XXH3-64 of the 120 bytes before
@@ -41,9 +41,10 @@ from stemma.prefix.eviction.policy import clamped_priority, clamped_ttl_s
 from stemma.types import BlockKey
 
 RECORD_BYTES = 128
-DISK_FORMAT_VERSION = 1
+DISK_FORMAT_VERSION = 2
+"""1 had a time of writing where 2 has the owner."""
 _MAGIC = b"STB1"
-_FIELDS = struct.Struct("<4sHBx32s32sQQQddfI")
+_FIELDS = struct.Struct("<4sHBx32s32sQQQQdfI")
 _CHECK = struct.Struct("<Q")
 _CHECKED = struct.Struct("120s8x")
 
@@ -58,7 +59,7 @@ RECORD_DTYPE = np.dtype(
         ("generation", "<u8"),
         ("checksum", "<u8"),
         ("length", "<u8"),
-        ("created_at", "<f8"),
+        ("owner", "<u8"),
         ("used_at", "<f8"),
         ("ttl_s", "<f4"),
         ("slot", "<u4"),
@@ -78,7 +79,7 @@ class Record:
     generation: int
     checksum: int
     length: int
-    created_at: float
+    owner: str
     used_at: float
     ttl_s: float | None
     priority: int
@@ -95,12 +96,18 @@ class Record:
             self.generation,
             self.checksum,
             self.length,
-            self.created_at,
+            int(self.owner or "0", 16),
             self.used_at,
             math.nan if ttl_s is None else ttl_s,
             self.slot,
         )
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def owners_in(records: npt.NDArray[np.void]) -> list[str]:
+    """Return the `owner_tag` of each record; equal ones are one object."""
+    tags: dict[int, str] = {0: ""}
+    return [tags.setdefault(n, f"{n:016x}") for n in records["owner"].tolist()]
 
 
 def with_last_use(packed: bytes, used_at: float) -> bytes:

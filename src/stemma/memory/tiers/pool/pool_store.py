@@ -8,7 +8,7 @@ wrong bytes (header). Each is counted by reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ from stemma.memory.tiers.pool.guard import Guard
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.reads import ABSENT_FOR_S, BATCH_BLOCKS, Reader
 from stemma.memory.tiers.pool.registered import RegisteredMemory
+from stemma.memory.tiers.pool.shares import OwnerShares
 from stemma.memory.tiers.pool.value_staging import Staging
 from stemma.memory.tiers.pool.writes import Writer
 from stemma.types import BlockKey, Tier
@@ -84,6 +85,7 @@ class PoolStore(BlockStore):
             backend.register(self.staging.memory)
         self._reader = Reader(self._guard, names, self.staging, self._registered, self._absent)
         self._writer = Writer(self._guard, names, self.staging, self._registered, self._absent)
+        self._shares = OwnerShares()
         self._closed = False
 
     @property
@@ -122,6 +124,7 @@ class PoolStore(BlockStore):
         check_buffers(keys, into, self.block_bytes)
         results = self._reader.read(keys, into)
         self._guard.count_reads(results, self.block_bytes)
+        self._shares.touch(keys)
         return results
 
     def lend_many(self, keys: Sequence[BlockKey]) -> Loan:
@@ -129,6 +132,7 @@ class PoolStore(BlockStore):
         self._require_open()
         loan = self._reader.lend(keys)
         self._guard.count_reads(loan.results, self.block_bytes)
+        self._shares.touch(keys[: len(loan.results)])
         return loan
 
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
@@ -137,7 +141,23 @@ class PoolStore(BlockStore):
         check_buffers([block.key for block in blocks], [block.data for block in blocks], self.block_bytes)
         results = self._writer.write(blocks)
         self._guard.count_puts(results, self.block_bytes)
+        there = (PutResult.STORED, PutResult.EXISTS)
+        counted = [block for block, result in zip(blocks, results, strict=True) if result in there]
+        self._drop_over_quota(self._shares.written(counted))
         return results
+
+    def set_quotas(self, quotas: Mapping[str, int]) -> None:
+        """Count what this server writes for these owners from now on; beyond a quota the owner loses blocks.
+
+        What other servers wrote isn't known here, nor what this one wrote before it started.
+        """
+        if not self._closed:
+            self._drop_over_quota(self._shares.set_quotas(quotas))
+
+    def _drop_over_quota(self, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self.remove(keys)
+            self._guard.count_reason("over_quota", len(keys))
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """Drop this rank's part of each block, which makes the block absent for all ranks."""

@@ -1,0 +1,99 @@
+"""What structured output costs in decode: `python -m benchmarks.structured`.
+
+Random weights of Qwen2.5-0.5B's shape in bf16. Batches that follow a JSON schema and batches that are free
+take turns on fresh prompts; the medians of their steps are compared. Drafts are off. Options: `--batch N`,
+`--rounds N`, `--threads N`, `--json FILE`. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
+from stemma.engine.api import GenerationRequest
+from stemma.engine.build import build_engine
+from stemma.engine.core.engine import Engine
+from stemma.engine.llm import engine_settings
+from stemma.engine.sampling.grammar import GrammarSpec
+from stemma.engine.sampling.params import SamplingParams
+
+GOAL_PERCENT = 3.0
+NUM_TOKENS = 48
+NUM_PROMPT_TOKENS = 64
+SCHEMA = json.dumps(
+    {
+        "type": "array",
+        "minItems": 500,
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "size": {"type": "integer"},
+                "tags": {"type": "array", "items": {"enum": ["new", "old", "open"]}},
+            },
+            "required": ["name", "size", "tags"],
+            "additionalProperties": False,
+        },
+    }
+)
+
+
+def step_times_ms(engine: Engine, prompts: Sequence[np.ndarray], grammar: GrammarSpec | None) -> list[float]:
+    """Serve the prompts together; return what each step of pure decode took."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, grammar=grammar)
+    for number, prompt in enumerate(prompts):
+        engine.add(GenerationRequest(f"r{time.monotonic_ns()}-{number}", prompt, params))
+    times: list[float] = []
+    while engine.has_work:
+        start = time.perf_counter()
+        news = engine.step()
+        took = 1e3 * (time.perf_counter() - start)
+        if len(news) == len(prompts) and not any(item.finish_reason for item in news):
+            times.append(took)
+    return times[1:]  # the first one draws the tokens of the prompts
+
+
+def main() -> None:
+    """Measure and print one line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    settings = {"kv_cache_memory": "400MB", "speculation": "off", "num_threads": options.threads}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    engine = build_engine(engine_settings(half_billion_checkpoint(), **settings)).engine
+    rng = np.random.default_rng(0)
+    spec = GrammarSpec("json_schema", SCHEMA)
+    free: list[float] = []
+    structured: list[float] = []
+    for number in range(options.rounds + 1):
+        for grammar, times in ((None, free), (spec, structured)):
+            prompts = [
+                rng.integers(3, VOCAB_SIZE - 64, NUM_PROMPT_TOKENS).astype(np.int32)
+                for _ in range(options.batch)
+            ]
+            found = step_times_ms(engine, prompts, grammar)
+            if number:  # the first round warms up
+                times += found
+    ours, plain = statistics.median(structured), statistics.median(free)
+    percent = 100 * (ours / plain - 1)
+    print(
+        f"decode, batch {options.batch}: free {plain:.2f} ms a step, JSON schema {ours:.2f} ms, "
+        f"{percent:+.2f} % (goal: at most {GOAL_PERCENT} %)"
+    )
+    if options.json is not None:
+        figures = {"batch": options.batch, "free_ms": plain, "structured_ms": ours, "percent": percent}
+        options.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Which replica gets a request: five ways, one interface, used by the proxy, Ray Serve and the lab.
+
+`cache-aware` is Stemma's. For each replica it adds up the tokens that the request would have to compute
+there, `_MISS_WEIGHT` times, and the tokens that requests sent there before still have to compute, and takes
+the least. So a request goes where its prefix is, unless the queue there is long; then it goes elsewhere, and
+a hot prefix has two homes. Replicas that cost the same are ordered by rendezvous hashing of the prompt's
+beginning: requests that share a new prefix meet before the first event about it has come.
+
+The others are what it is compared with: `round-robin`, `least-loaded`, `rendezvous` (a prefix has one home,
+unless that is overloaded), `prefix-affinity` (Ray Serve's policy: the best match of a history of what was
+sent where, if queues are balanced and it matches at least a tenth; else the shorter of two random queues).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from stemma.cluster.holdings import Holdings
+
+OVERLOADED_BY = 4
+"""Requests that a replica may have beyond twice those of the least busy one before `rendezvous` skips it."""
+_MISS_WEIGHT = 8
+"""A token computed where another replica has it is stored twice, and evicts one that would have been reused.
+With 1, four replicas lose 6.6 points of hits to one of the same memory, on Mooncake's conversations; with 8,
+1.3 points. Above 8 the longest waits grow (docs/cluster.md)."""
+_RUNNING_TOKENS = 16
+"""What a running answer adds to a replica's cost, in prompt tokens: its decodes share the steps."""
+_AFFINITY_IMBALANCE = 8
+_AFFINITY_MATCH = 0.1
+_AFFINITY_BLOCKS = 400_000
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """The work that was sent to a replica and isn't done."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Prompt tokens to compute, of requests without a first token."""
+    num_running: int = 0
+    """Requests that have their first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to be placed."""
+
+    chain: Sequence[int]
+    """Names of the prompt's full blocks (`holdings.chain_of`); empty if its tokens aren't known."""
+    num_tokens: int
+    """Of the prompt."""
+    block_size: int
+    head: int = 0
+    """A hash of the prompt's beginning; 0: of the first block."""
+
+    @property
+    def home(self) -> int:
+        """What rendezvous hashing goes by."""
+        return self.head or (self.chain[0] if self.chain else 0)
+
+
+class Router(Protocol):
+    """Orders replicas for a request, best first."""
+
+    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+        """Return the numbers of all replicas; `depths` are the blocks that each holds of the prompt."""
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+        """See `Router`."""
+        first = self._next % len(loads)
+        self._next += 1
+        return [*range(first, len(loads)), *range(first)]
+
+
+class LeastLoaded:
+    """The least tokens to compute, then the fewest requests."""
+
+    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+        """See `Router`."""
+        ranks = _ranks(ask, len(loads))
+        return sorted(range(len(loads)), key=lambda r: (loads[r].num_tokens, loads[r].num_requests, ranks[r]))
+
+
+class Rendezvous:
+    """Highest hash of (beginning of the prompt, replica); overloaded replicas last."""
+
+    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+        """See `Router`."""
+        ranks = _ranks(ask, len(loads))
+        most = 2 * min(load.num_requests for load in loads) + OVERLOADED_BY
+        return sorted(
+            range(len(loads)),
+            key=lambda r: (loads[r].num_requests >= most and loads[r].num_requests, ranks[r]),
+        )
+
+
+class CacheAware:
+    """The least tokens to compute, those of the queue included."""
+
+    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+        """See `Router`."""
+        ranks = _ranks(ask, len(loads))
+
+        def cost(replica: int) -> tuple[int, int]:
+            load = loads[replica]
+            missing = max(1, ask.num_tokens - depths[replica] * ask.block_size)
+            return _MISS_WEIGHT * missing + load.num_tokens + _RUNNING_TOKENS * load.num_running, ranks[
+                replica
+            ]
+
+        return sorted(range(len(loads)), key=cost)
+
+
+@dataclass(slots=True)
+class PrefixAffinity:
+    """Ray Serve's `PrefixCacheAffinityRouter`, rebuilt for comparison: history instead of events."""
+
+    seed: int = 0
+    _history: list[OrderedDict[int, None]] = field(default_factory=list)
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
+        """See `Router`. `depths` aren't used."""
+        while len(self._history) < len(loads):
+            self._history.append(OrderedDict())
+        queues = [load.num_requests for load in loads]
+        chosen = self._match(ask) if max(queues) - min(queues) <= _AFFINITY_IMBALANCE else None
+        if chosen is None:
+            two = self._random.sample(range(len(loads)), min(2, len(loads)))
+            chosen = min(two, key=lambda r: queues[r])
+        self._note(chosen, ask)
+        return [chosen, *(r for r in sorted(range(len(loads)), key=lambda r: queues[r]) if r != chosen)]
+
+    def _match(self, ask: Ask) -> int | None:
+        best, most = None, 0
+        for replica, history in enumerate(self._history):
+            depth = next((d for d, one in enumerate(ask.chain) if one not in history), len(ask.chain))
+            if depth > most:
+                best, most = replica, depth
+        return best if most * ask.block_size >= _AFFINITY_MATCH * ask.num_tokens else None
+
+    def _note(self, replica: int, ask: Ask) -> None:
+        history = self._history[replica]
+        for one in ask.chain:
+            history[one] = None
+            history.move_to_end(one)
+        while len(history) > _AFFINITY_BLOCKS:
+            history.popitem(last=False)
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "cache-aware": CacheAware,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "rendezvous": Rendezvous,
+    "prefix-affinity": PrefixAffinity,
+}
+"""By name: how to make one."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """A request that was sent to a replica."""
+
+    replica: int
+    num_missing: int
+    """Tokens that it was expected to compute there."""
+    chain: Sequence[int]
+    has_first_token: bool = False
+
+
+class Placements:
+    """Requests under way, and with them each replica's load. Not thread-safe.
+
+    Blocks of requests under way count as held where these were sent: the replica computes them now, and its
+    event will come later.
+    """
+
+    def __init__(self, router: Router, num_replicas: int, holdings: Holdings | None = None) -> None:
+        self.holdings = holdings or Holdings()
+        self.loads = [ReplicaLoad() for _ in range(num_replicas)]
+        self._router = router
+        self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
+        """By replica: block -> requests under way that will leave it there."""
+
+    def order(self, ask: Ask) -> list[int]:
+        """Return all replicas for a request, best first."""
+        return self._router.order(ask, self.loads, self.depths(ask.chain))
+
+    def depths(self, chain: Sequence[int]) -> list[int]:
+        """Return how many leading blocks each replica holds or is computing."""
+        depths = self.holdings.depths(chain, len(self.loads))
+        for replica, expected in enumerate(self._expected):
+            if expected:
+                depth = depths[replica]
+                while depth < len(chain) and chain[depth] in expected:
+                    depth += 1
+                depths[replica] = depth
+        return depths
+
+    def begin(self, ask: Ask, replica: int) -> Placement:
+        """Note that a request was sent to a replica."""
+        held = self.depths(ask.chain)[replica] * ask.block_size
+        placement = Placement(replica, max(1, ask.num_tokens - held), ask.chain)
+        load = self.loads[replica]
+        load.num_requests += 1
+        load.num_tokens += placement.num_missing
+        expected = self._expected[replica]
+        for one in ask.chain:
+            expected[one] = expected.get(one, 0) + 1
+        return placement
+
+    def note_first_token(self, placement: Placement) -> None:
+        """The prompt is computed. A second call does nothing."""
+        if placement.has_first_token:
+            return
+        placement.has_first_token = True
+        load = self.loads[placement.replica]
+        load.num_tokens -= placement.num_missing
+        load.num_running += 1
+
+    def end(self, placement: Placement) -> None:
+        """The request was answered or failed."""
+        load = self.loads[placement.replica]
+        load.num_requests -= 1
+        if placement.has_first_token:
+            load.num_running -= 1
+        else:
+            load.num_tokens -= placement.num_missing
+        expected = self._expected[placement.replica]
+        for one in placement.chain:
+            expected[one] -= 1
+            if not expected[one]:
+                del expected[one]
+
+
+def _ranks(ask: Ask, num_replicas: int) -> list[int]:
+    """Return the rank of each replica by rendezvous hashing, 0 first."""
+    head = (ask.home & (1 << 64) - 1).to_bytes(8, "little")
+    scores = [xxhash.xxh3_64_intdigest(head, seed=replica) for replica in range(num_replicas)]
+    ranks = [0] * num_replicas
+    for rank, replica in enumerate(sorted(range(num_replicas), key=scores.__getitem__, reverse=True)):
+        ranks[replica] = rank
+    return ranks

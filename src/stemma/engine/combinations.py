@@ -1,0 +1,77 @@
+"""Which settings don't work together: one table, read before anything is loaded.
+
+`docs/compatibility.md` shows it with the messages; `tests/engine/test_combinations.py` tries its cells. What
+only the checkpoint can show (an adapter for other layers, an architecture whose state can't be cached) is
+refused where it is read, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stemma.config.settings import EngineSettings
+from stemma.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A combination that isn't served."""
+
+    applies: Callable[[EngineSettings, str], bool]
+    """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
+    message: str
+    """Says what doesn't go together, and what to do; ``{role}``, ``{kv}``, ``{quantize}``: the settings."""
+
+
+REFUSED: tuple[Refused, ...] = (
+    Refused(
+        lambda s, _device: (
+            s.cache.pool is not None and not s.cache.enable_prefix_cache and s.role != "decode"
+        ),
+        "a pool needs the prefix cache; leave enable_prefix_cache on",
+    ),
+    Refused(
+        lambda s, _device: s.role != "both" and s.cache.pool is None,
+        "role {role} needs a pool to meet the other side in; set --pool",
+    ),
+    Refused(
+        lambda s, _device: (
+            s.role == "prefill" and s.cache.pool is not None and s.cache.pool.write != "write_through"
+        ),
+        "role prefill publishes every block: pool_write must be write_through",
+    ),
+    Refused(
+        lambda s, _device: s.role == "decode" and s.tiers.prefetch == "best_effort",
+        "role decode waits for the pool: prefetch must not be best_effort",
+    ),
+    Refused(
+        lambda s, device: s.cache.kv_cache_dtype != "auto" and device != "cpu",
+        "kv_cache_dtype {kv} runs on CPU only: the kernels for CUDA read KV in the model's dtype; leave "
+        "kv_cache_dtype auto",
+    ),
+    Refused(
+        lambda s, device: s.speculation.mode == "mtp" and device != "cpu",
+        "speculation is mtp, which runs on CPU only; take another speculation, e.g. auto",
+    ),
+    Refused(
+        lambda s, device: s.model.quantize != "none" and device != "cpu",
+        "quantize {quantize} runs on CPU only: the products of CUDA take weights in the model's dtype; leave "
+        "quantize none",
+    ),
+)
+"""The first that applies is reported. A new one needs a line in the document and a case in the test."""
+
+
+def check_combinations(settings: EngineSettings, device: str) -> None:
+    """Raise ConfigError if settings contradict each other, or name parts that can't serve together.
+
+    `device`: the type that the model runs on, ``cpu`` or ``cuda``.
+    """
+    for refused in REFUSED:
+        if refused.applies(settings, device):
+            raise ConfigError(
+                refused.message.format(
+                    role=settings.role, kv=settings.cache.kv_cache_dtype, quantize=settings.model.quantize
+                )
+            )

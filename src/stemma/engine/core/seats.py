@@ -1,0 +1,53 @@
+"""How many sequences may run at once, unless a setting fixes it.
+
+Two limits are learned, and the smaller one counts:
+
+- memory: a preemption shows that too many ran. Their number falls to those that are left, and grows by one
+  each time as many sequences have ended without another preemption (additive increase, as in TCP);
+- time: a step of decodes should take at most `MAX_STEP_S`, so that a new prompt doesn't wait long for its
+  turn. The number of sequences at which it would is predicted from the steps measured so far.
+
+Throughput doesn't fall with more seats, since a step's fixed cost is shared by more tokens. What falls is the
+speed of each answer; what grows is the number of requests whose first token comes soon.
+"""
+
+from __future__ import annotations
+
+from stemma.config.settings import MAX_SEATS
+from stemma.engine.drafts.adaptive import StepCost
+
+MIN_SEATS = 16
+MAX_STEP_S = 0.5
+
+
+class Seats:
+    """The number of sequences that may run at once. One owner, the step loop."""
+
+    def __init__(self, fixed: int | None, most: int = MAX_SEATS) -> None:
+        """`fixed`: the operator's number, which nothing changes; None: up to `most`, as measured."""
+        self._most = fixed or most
+        self._is_fixed = fixed is not None
+        self._by_memory = float(self._most)
+        self._cost = StepCost()
+
+    @property
+    def limit(self) -> int:
+        """The number now, at least 1."""
+        if self._is_fixed:
+            return self._most
+        by_time = self._cost.rows_within(MAX_STEP_S)
+        measured = self._most if by_time is None else max(MIN_SEATS, by_time)
+        return max(1, min(self._most, measured, int(self._by_memory)))
+
+    def note_preemption(self, num_running: int) -> None:
+        """A sequence was preempted; `num_running` are left."""
+        self._by_memory = max(1.0, min(self._by_memory, float(num_running)))
+
+    def note_end(self) -> None:
+        """A sequence ended by itself."""
+        self._by_memory = min(float(self._most), self._by_memory + 1.0 / self._by_memory)
+
+    def note_step(self, num_rows: int, num_context_tokens: int, duration_s: float) -> None:
+        """Learn from a step of decodes alone; `num_context_tokens` is the sum over its sequences."""
+        if not self._is_fixed:
+            self._cost.observe(num_rows, num_context_tokens, num_rows, duration_s)

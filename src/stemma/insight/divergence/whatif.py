@@ -1,0 +1,117 @@
+"""What would have been cached if a value had stood at the end of the prompts: the recorded prompts, replayed.
+
+Prompts are replayed in order of arrival through the index and the eviction policy that serve requests,
+twice: as they were, and with the value cut out and put at the end, so that prompts keep their length. A
+prompt is served in an instant, and answers are not replayed: both runs leave these out alike, and only their
+difference is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stemma.insight.divergence.shapes import TokenTexts, value_from
+from stemma.insight.divergence.window import Prompt
+from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.index import PrefixIndex
+from stemma.prefix.keys import KeySpace, chain_keys, fingerprints
+from stemma.prefix.radix import RadixIndex
+from stemma.types import BlockIds, TokenArray
+
+_CONTEXT_TOKENS, _MAX_VALUE_TOKENS = 16, 48
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The cache that the replay assumes."""
+
+    block_size: int
+    capacity_blocks: int
+    """Of all tiers together."""
+    policy: str
+
+
+class _ReplayedCache:
+    def __init__(self, shape: CacheShape) -> None:
+        self._size = shape.block_size
+        self._capacity = shape.capacity_blocks
+        self._index: PrefixIndex = RadixIndex(shape.block_size, make_policy(shape.policy))
+        self._space = KeySpace("", "", shape.block_size)
+        self._free: list[int] = []
+        self._num_ids = 0
+
+    def serve(self, prompt: Prompt) -> int:
+        """Look up a prompt, enter it, make room; return how many tokens were cached."""
+        tokens, now, size = prompt.tokens, prompt.at, self._size
+        found = self._index.match(prompt.namespace, tokens[:-1])
+        shared = found.block_ids[: found.num_full_blocks(size)]
+        if len(shared):
+            self._index.touch(shared, now)
+        num_full = len(tokens) // size
+        fresh = self._take(num_full - len(shared))
+        if len(fresh):
+            ids: BlockIds = np.concatenate((shared, fresh))
+            keys = chain_keys(self._space.root(prompt.namespace), tokens, size)
+            traits = BlockTraits(fingerprints(keys))
+            added = self._index.insert(prompt.namespace, tokens[: num_full * size], ids, now, traits).added
+            self._free.extend(np.setdiff1d(fresh, added).tolist())
+        excess = self._index.num_blocks - self._capacity
+        if excess > 0:
+            self._free.extend(self._index.evict(excess, now).tolist())
+        return found.num_tokens
+
+    def _take(self, num_blocks: int) -> BlockIds:
+        while len(self._free) < num_blocks:
+            self._free.append(self._num_ids)
+            self._num_ids += 1
+        taken = self._free[len(self._free) - num_blocks :]
+        del self._free[len(self._free) - num_blocks :]
+        return np.asarray(taken, dtype=np.int32)
+
+
+def cached_tokens(prompts: Iterable[Prompt], shape: CacheShape) -> list[int]:
+    """Return how many leading tokens of each prompt a cache of that shape would have served."""
+    cache = _ReplayedCache(shape)
+    return [cache.serve(prompt) for prompt in prompts]
+
+
+def moved_to_the_end(
+    prompts: Sequence[Prompt], shape: str, places: Sequence[int], texts: TokenTexts
+) -> tuple[list[Prompt], int]:
+    """Return the prompts with a value of `shape` that begins at one of `places` put at the end.
+
+    Prompts without one stay as they are. Also returns how many were changed.
+    """
+    changed = 0
+    moved = []
+    for prompt in prompts:
+        tokens = prompt.tokens
+        for place in places:
+            value = _find(tokens, place, shape, texts)
+            if value is not None:
+                start, end = value
+                cut: TokenArray = np.concatenate((tokens[:start], tokens[end:], tokens[start:end]))
+                tokens = cut
+                changed += 1
+                break
+        moved.append(Prompt(prompt.at, prompt.namespace, tokens))
+    return moved, changed
+
+
+def _find(tokens: TokenArray, place: int, shape: str, texts: TokenTexts) -> tuple[int, int] | None:
+    """Return the tokens [start, end) of a value of `shape` that begins in token `place`."""
+    if place >= len(tokens):
+        return None
+    first = max(0, place - _CONTEXT_TOKENS)
+    ids = tokens[first : place + _MAX_VALUE_TOKENS].tolist()
+    text = texts.decode(ids)
+    ends = texts.ends(ids, text)
+    value = value_from(text, ends[place - first - 1] if place > first else 0, shape)
+    if value is None:
+        return None
+    end = next((n for n, at in enumerate(ends) if at >= value.end), None)
+    return None if end is None else (place, first + end + 1)

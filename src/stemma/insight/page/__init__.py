@@ -1,0 +1,1 @@
+"""The operator's page: its HTML, style and scripts. The lab's reports use the same style."""

@@ -1,0 +1,166 @@
+"""Publishes what the cache stores and evicts, on a thread of its own.
+
+A message has three frames: topic, sequence number (8 bytes, big endian), batch. Subscribers that missed some
+ask the replay socket (ROUTER) with the first number they lack, and get what is kept, then number -1. Where
+events come faster than they can be sent, the oldest are dropped and `AllBlocksCleared` takes their place: who
+believes too little asks for too much to be computed, who believes too much sends requests to the wrong place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import zmq
+
+from stemma.errors import ConfigError
+from stemma.kv_events.schema import (
+    CPU,
+    GPU,
+    STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    encode,
+)
+from stemma.memory.kv_events import BlocksCopied, BlocksStored, KVEvent
+from stemma.supervision import Supervisor, start_thread
+from stemma.types import Tier
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 100_000
+KEPT_BATCHES = 10_000
+_MAX_BATCH = 512
+_POLL_S = 0.05
+_HIGH_WATER_MARK = 100_000
+_END = (-1).to_bytes(8, "big", signed=True)
+_MEDIUM = {Tier.DEVICE: GPU, Tier.HOST: CPU, Tier.DISK: STORAGE, Tier.POOL: STORAGE}
+
+
+class KVEventPublisher:
+    """A `KVEventSink` that publishes over ZMQ."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        *,
+        block_size: int,
+        supervisor: Supervisor,
+        topic: str = "",
+    ) -> None:
+        """Listen on the endpoints (``tcp://127.0.0.1:5557``). Raises ConfigError if that isn't possible."""
+        self._block_size = block_size
+        self._topic = topic.encode()
+        self._queue: deque[KVEvent] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._sequence = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self.num_dropped = 0
+        """Events that were dropped because they came too fast."""
+        self._has_gap = False
+        self._context = zmq.Context()
+        try:
+            self._out = self._bind(zmq.PUB, endpoint)
+            self._replay = None if replay_endpoint is None else self._bind(zmq.ROUTER, replay_endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"KV events can't be published: {error}") from error
+        self._thread = start_thread("stemma-kv-events", self._run, supervisor)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the events are published; with the port, if any was asked for."""
+        return self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where missed events can be asked for."""
+        return None if self._replay is None else self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def put(self, event: KVEvent) -> None:
+        """See `KVEventSink`."""
+        with self._lock:
+            if len(self._queue) >= MAX_QUEUED:
+                self._queue.popleft()
+                self.num_dropped += 1
+                self._has_gap = True
+            self._queue.append(event)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Send what is queued and stop."""
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(_HIGH_WATER_MARK)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise zmq.ZMQError(error.errno, f"{endpoint}: {error.strerror}") from error
+        return socket
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing or self._queue:
+                self._wake.wait(_POLL_S)
+                self._wake.clear()
+                while events := self._take():
+                    self._publish(events)
+                if self._replay is not None:
+                    self._serve_replays(self._replay)
+        finally:
+            self._context.destroy(linger=500)
+
+    def _take(self) -> list[Event]:
+        with self._lock:
+            count = min(_MAX_BATCH, len(self._queue))
+            taken = [self._queue.popleft() for _ in range(count)]
+            has_gap, self._has_gap = self._has_gap, False
+        events: list[Event] = [AllBlocksCleared()] if has_gap else []
+        return events + [self._translate(event) for event in taken]
+
+    def _publish(self, events: list[Event]) -> None:
+        payload = encode(time.time(), events)
+        self._out.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), payload))
+        self._kept.append((self._sequence, payload))
+        self._sequence += 1
+
+    def _serve_replays(self, socket: zmq.Socket[bytes]) -> None:
+        while socket.poll(0):
+            frames = socket.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue
+            who, first = frames[0], int.from_bytes(frames[2], "big")
+            for sequence, payload in self._kept:
+                if sequence >= first:
+                    socket.send_multipart((who, b"", self._topic, sequence.to_bytes(8, "big"), payload))
+            socket.send_multipart((who, b"", b"", _END, b""))
+
+    def _translate(self, event: KVEvent) -> Event:
+        if isinstance(event, BlocksStored):
+            name = event.namespace.adapter or None
+            salt = event.namespace.salt
+            extra: tuple[str, ...] = tuple(word for word in (name, salt) if word)
+            return BlockStored(
+                block_hashes=list(event.keys),
+                parent_block_hash=event.parent,
+                token_ids=event.tokens.tolist(),
+                block_size=self._block_size,
+                lora_id=None,
+                medium=GPU,
+                lora_name=name,
+                extra_keys=[extra] * len(event.keys) if extra else None,
+            )
+        if isinstance(event, BlocksCopied):
+            return BlockStored(list(event.keys), None, [], self._block_size, None, _MEDIUM[event.tier], None)
+        return BlockRemoved(list(event.keys), _MEDIUM[event.tier])

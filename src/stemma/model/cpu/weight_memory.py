@@ -1,0 +1,56 @@
+"""Memory that packed weights lie in: together, so that huge pages hold them.
+
+Reading weights is what a decode step does, and with pages of 4 kB a tenth of the time goes into finding
+them. Linux maps 2 MB at a time where a program asks for it, which numpy does for arrays of 4 MB and more.
+Most weights of a small model are smaller, so while a model loads they are cut out of larger arrays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_ARRAY_BYTES = 64 << 20
+"""Pages that nothing was written to take no memory."""
+_ALIGNMENT = 64
+
+
+class _Arrays(threading.local):
+    """What the loading thread cuts from; None: each weight gets an array of its own."""
+
+    free: torch.Tensor | None = None
+
+
+_arrays = _Arrays()
+
+
+@contextmanager
+def weights_together() -> Iterator[None]:
+    """Let weights of this thread lie beside each other; an array is freed with the last weight in it."""
+    assert _arrays.free is None
+    _arrays.free = _zeros(0)
+    try:
+        yield
+    finally:
+        _arrays.free = None
+
+
+def weight_memory(num_bytes: int) -> torch.Tensor:
+    """Return uint8 [num_bytes] on CPU, zeroed, beginning at a multiple of 64."""
+    free = _arrays.free
+    if free is None or num_bytes > _ARRAY_BYTES:
+        return _zeros(num_bytes)
+    if len(free) < num_bytes:
+        free = _zeros(_ARRAY_BYTES)
+    _arrays.free = free[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+    return free[:num_bytes]
+
+
+def _zeros(num_bytes: int) -> torch.Tensor:
+    array = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    begin = -array.data_ptr() % _ALIGNMENT
+    return array[begin : begin + num_bytes]

@@ -1,0 +1,1 @@
+"""Checkpoint formats other than plain safetensors: files become tensors under transformers' names."""

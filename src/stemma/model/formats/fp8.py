@@ -1,0 +1,94 @@
+"""FP8 checkpoints (DeepSeek-V3's format and MXFP8) as plain weights: a weight times the scale of its block.
+
+transformers' own conversion derives the block size from the number of scales, which is wrong if a weight
+isn't a whole number of blocks (576 rows in blocks of 128). Here weights are dequantized once, at load, on
+every device: correct, but twice the file's bytes in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stemma.errors import ModelError
+from stemma.model.directory import StoredTensor
+from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
+from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.weights import QuantizedWeight
+
+METHODS = ("fp8", "mxfp8")
+"""Names of the format in config.json, `quantization_config.quant_method`."""
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_WEIGHT_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
+_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
+"""Scales of activations, for products in FP8; without them activations need no scale."""
+_E8M0_BIAS = 127
+
+
+def read_weights(
+    tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+    """Return all weights of an FP8 checkpoint by name, the FP8 ones dequantized to `dtype`.
+
+    Raises ModelError naming the tensor whose scales are missing or don't fit.
+    """
+    block = _block_size(tensors.path, quantization)
+    read = ReadWeights(tensors, dtype)
+    for name, tensor in tensors.stored.items():
+        if tensor.dtype in _FP8:
+            scale = _scale_of(tensors.path, tensor, tensors.stored)
+            plain = dequantize_fp8(tensors.path, name, tensors.read(name), tensors.read(scale), block)
+            read.add_plain(name, plain, "FP8")
+            read.take(name, scale)
+        elif name.endswith(_ACTIVATION_SCALES):
+            read.take(name)
+    return read.finish()
+
+
+def _block_size(path: Path, quantization: dict[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns that share a scale; None: a scale for the weight or for each of its rows."""
+    given = quantization.get("weight_block_size")
+    if given is None:
+        return (1, 32) if quantization.get("quant_method") == "mxfp8" else None
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != 2
+        or not all(type(n) is int and n > 0 for n in given)
+    ):
+        raise ModelError(f"{path}: weight_block_size is {given!r}, must be two positive whole numbers")
+    return given[0], given[1]
+
+
+def _scale_of(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor]) -> str:
+    stem = tensor.name.removesuffix(".weight")
+    for suffix in _WEIGHT_SCALES:
+        if stem + suffix in stored:
+            return stem + suffix
+    raise ModelError(f"{path}: {tensor.name} is in FP8, but its scales ({stem}.weight_scale_inv) are missing")
+
+
+def dequantize_fp8(
+    path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> torch.Tensor:
+    """FP8 [rows, columns] and its scales -> float32 [rows, columns]; the last blocks may be partial.
+
+    `block`: rows and columns that share a scale. Raises ModelError if the scales don't fit.
+    """
+    # uint8 holds the exponents of E8M0; torch's own dtype for it is `float8_e8m0fnu`.
+    factor = (scale.float() - _E8M0_BIAS).exp2() if scale.dtype == torch.uint8 else scale.float()
+    if factor.numel() == 1:
+        return weight.float() * factor.reshape(())
+    rows, columns = weight.shape[-2:]
+    high, wide = block or (1, columns)
+    expected = (*weight.shape[:-2], -(-rows // high), -(-columns // wide))
+    if block is None and factor.shape == weight.shape[:-1]:
+        factor = factor[..., None]
+    if factor.shape != expected:
+        raise ModelError(
+            f"{path}: {name} {list(weight.shape)} in blocks of {high} x {wide} needs scales "
+            f"{list(expected)}, the file has {list(factor.shape)}; correct weight_block_size in config.json"
+        )
+    factor = factor.repeat_interleave(high, -2)[..., :rows, :].repeat_interleave(wide, -1)[..., :columns]
+    return weight.float() * factor

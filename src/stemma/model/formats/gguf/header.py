@@ -1,0 +1,195 @@
+"""The header of a GGUF file: metadata and where each tensor lies, every count and offset checked.
+
+The `gguf` package's own reader believes what a file says: a count of 2^60 keeps it busy until memory ends,
+and a vocabulary takes it seconds. This one reads the format (version 2 and 3, little-endian) as ggml
+documents it in `docs/gguf.md`, never further than the file, and takes the table of types from the package.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from stemma.errors import ModelError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Metadata types of fixed size, in the words of `struct`."""
+_DEFAULT_ALIGNMENT = 32
+_MAX_FIELDS = 1 << 16
+_MAX_TENSORS = 1 << 20
+_MAX_DIMENSIONS = 4
+_MAX_ELEMENTS = 1 << 22
+"""Elements of an array: the largest vocabularies have a quarter of a million tokens, and twice the merges."""
+_MAX_NAME_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor as a GGUF file holds it."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """In torch's order: the last dimension is contiguous."""
+    start: int
+    """Offset in the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """What a GGUF file says of itself."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the family, e.g. ``qwen3moe``."""
+        return str(self.metadata["general.architecture"])
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Return metadata and tensors of a GGUF file.
+
+    Raises ModelError if it can't be read, is cut short, contradicts itself or is one part of several.
+    """
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            header = _parse(path, data)
+    except (OSError, ValueError, struct.error, OverflowError) as error:
+        raise ModelError(f"can't read {path} as GGUF: {error}; download it again") from error
+    if type(header.metadata.get("general.architecture")) is not str:
+        raise ModelError(f"{path} names no general.architecture; download it again")
+    num_parts = header.metadata.get("split.count", 1)
+    if num_parts != 1:
+        raise ModelError(
+            f"{path} is one of {num_parts} parts of a model; join them with llama.cpp's "
+            "`llama-gguf-split --merge` and serve the whole file"
+        )
+    return header
+
+
+def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
+    cursor = _Cursor(data)
+    if cursor.take(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it doesn't begin with GGUF")
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        raise ValueError(f"its version is {version}, readable are {' and '.join(map(str, _VERSIONS))}")
+    num_tensors = _checked("tensors", cursor.number("Q"), _MAX_TENSORS)
+    num_fields = _checked("metadata fields", cursor.number("Q"), _MAX_FIELDS)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_fields):
+        key = cursor.text()
+        if key in metadata:
+            raise ValueError(f"{key} is there twice")
+        metadata[key] = _value(cursor, cursor.number("I"))
+    entries = {}
+    for name, *entry in _entries(cursor, num_tensors):
+        if name in entries:
+            raise ValueError(f"tensor {name} is there twice")
+        entries[name] = entry
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {alignment!r}, must be a power of two")
+    origin = -(-cursor.position // alignment) * alignment
+    tensors = {
+        name: _tensor(name, *entry, origin=origin, file_bytes=len(data)) for name, entry in entries.items()
+    }
+    return GGUFHeader(path, metadata, tensors)
+
+
+class _Cursor:
+    """Reads from a position on; raises ValueError at the end of the file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        stop = self.position + num_bytes
+        if stop > len(self._data):
+            raise ValueError("it is cut short")
+        taken = self._data[self.position : stop]
+        self.position = stop
+        return taken
+
+    def number(self, code: str) -> Any:
+        return self.numbers(code, 1)[0]
+
+    def numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{code}", self.take(struct.calcsize(f"<{code}") * count))
+
+    def texts(self, count: int) -> list[str]:
+        """Vocabularies: hundreds of thousands of short strings."""
+        data, position, end = self._data, self.position, len(self._data)
+        length_at, found = struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            (length,) = length_at(data, position)
+            position += 8
+            if length > min(end - position, _MAX_NAME_BYTES):
+                raise ValueError("it is cut short, or has a string that is too long")
+            found.append(data[position : position + length].decode("utf-8"))
+            position += length
+        self.position = position
+        return found
+
+    def text(self, limit: int = _MAX_NAME_BYTES) -> str:
+        return self.take(_checked("bytes of a name", self.number("Q"), limit)).decode("utf-8")
+
+
+def _checked(what: str, number: int, limit: int) -> int:
+    if number > limit:
+        raise ValueError(f"it counts {number} {what}, more than {limit}")
+    return number
+
+
+def _value(cursor: _Cursor, kind: int) -> Any:
+    if kind in _FORMATS:
+        return cursor.number(_FORMATS[kind])
+    if kind == _STRING:
+        return cursor.text(limit=1 << 24)
+    if kind != _ARRAY:
+        raise ValueError(f"metadata of type {kind} are unknown")
+    element, count = cursor.number("I"), _checked("elements of an array", cursor.number("Q"), _MAX_ELEMENTS)
+    if element in _FORMATS:
+        return list(cursor.numbers(_FORMATS[element], count))
+    if element != _STRING:
+        raise ValueError(f"metadata hold an array of type {element}, which isn't read")
+    return cursor.texts(count)
+
+
+def _entries(cursor: _Cursor, count: int) -> Iterator[tuple[Any, ...]]:
+    for _ in range(count):
+        name = cursor.text()
+        num_dimensions = _checked("dimensions of a tensor", cursor.number("I"), _MAX_DIMENSIONS)
+        shape = tuple(reversed(cursor.numbers("Q", num_dimensions)))
+        yield name, shape, cursor.number("I"), cursor.number("Q")
+
+
+def _tensor(
+    name: str, shape: tuple[int, ...], kind: int, offset: int, *, origin: int, file_bytes: int
+) -> GGUFTensor:
+    try:
+        type_ = GGMLQuantizationType(kind)
+    except ValueError:
+        raise ValueError(f"tensor {name} has the unknown type {kind}") from None
+    block, block_bytes = GGML_QUANT_SIZES[type_]
+    if not shape or 0 in shape or shape[-1] % block:
+        raise ValueError(f"tensor {name} of shape {list(shape)} can't be {type_.name}")
+    num_bytes = prod(shape) // block * block_bytes
+    if origin + offset + num_bytes > file_bytes:
+        raise ValueError(f"it ends before its tensor {name}")
+    return GGUFTensor(name, type_, shape, origin + offset, num_bytes)

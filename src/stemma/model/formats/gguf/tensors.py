@@ -1,0 +1,240 @@
+"""Tensors of a GGUF file: their bytes, and ggml's block formats as codes and scales.
+
+Each format below is exactly a code of 4 or 8 bits times the scale of its group, most with a minimum on top,
+so nothing is lost; ggml's sums in float32 may round the last bit otherwise where unsigned codes are moved by
+8. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3, TQ) are dequantized by
+the `gguf` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf.quants import IQ4_NL
+
+from stemma.errors import ModelError
+from stemma.model.formats.gguf.header import GGUFTensor
+from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
+
+_Kind = GGMLQuantizationType
+_PLAIN = {
+    _Kind.F32: torch.float32,
+    _Kind.F16: torch.float16,
+    _Kind.BF16: torch.bfloat16,
+    _Kind.F64: torch.float64,
+}
+
+
+def raw_data(path: Path, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a tensor, uint8 [..., bytes of a row]. Raises ModelError if the file ends
+    before."""
+    try:
+        data = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start)
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error}") from error
+    if data.size != tensor.num_bytes:
+        raise ModelError(f"{path} ends before its tensor {tensor.name}; download it again")
+    block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+    return data.reshape(*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
+
+
+def is_read(kind: GGMLQuantizationType) -> bool:
+    """Whether tensors of this type can become numbers."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return kind in _PLAIN
+    return True
+
+
+def is_kept(kind: GGMLQuantizationType) -> bool:
+    """Whether tensors of this type become a `QuantizedWeight`."""
+    return kind in _SPLITTERS
+
+
+def widen(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of rows of bytes [..., bytes] as [..., values], rounded once to `dtype`."""
+    if kind in _PLAIN:
+        return torch.from_numpy(data).view(_PLAIN[kind]).to(dtype)
+    if kind not in _SPLITTERS:
+        return torch.from_numpy(dequantize(data, kind)).to(dtype)
+    rows = _as_stored(data.reshape(-1, data.shape[-1]), kind).weight().dequantize(dtype)
+    return rows.view(*data.shape[:-1], rows.shape[-1])
+
+
+def split(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantizedWeight:
+    """Return rows of bytes [rows, bytes] of a type that `is_kept` as codes and scales [rows, ...].
+
+    Raises ModelError if a scale isn't finite.
+    """
+    parts = _as_stored(data, kind)
+    if kind in _UNSIGNED:
+        assert parts.minimums is not None
+        parts = _Parts(parts.codes.sub_(8), parts.scales, 4, parts.minimums + 8.0 * parts.scales)
+    return parts.weight()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a `QuantizedWeight` is made of."""
+
+    codes: torch.Tensor
+    """int8 [rows, values]."""
+    scales: torch.Tensor
+    """float32 [rows, groups]."""
+    bits: int
+    minimums: torch.Tensor | None
+
+    def weight(self) -> QuantizedWeight:
+        return QuantizedWeight(
+            codes=self.codes,
+            scales=self.scales,
+            zero_points=None,
+            bits=self.bits,
+            group_size=self.codes.shape[1] // self.scales.shape[1],
+            activations=ActivationScheme.NONE,
+            minimums=self.minimums,
+        )
+
+
+def _as_stored(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> _Parts:
+    """As `split`, but codes 0..15 stay, in 8 bits: its values are those of ggml bit for bit."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    return _SPLITTERS[kind](torch.from_numpy(data).view(data.shape[0], -1, block_bytes))
+
+
+def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return the float16 at an offset of each block as float32 [rows, blocks, 1]."""
+    return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
+
+
+def _shifted(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+    """Return fields of `bits` bits of packed uint8 [rows, blocks, n], as [rows, blocks, n * 8 / bits].
+
+    Of each run of `width` bytes come the lowest fields first, then the next.
+    """
+    runs = packed.reshape(*packed.shape[:2], -1, width)
+    fields = runs.new_empty(*runs.shape[:3], 8 // bits, width)
+    for number in range(8 // bits):
+        torch.bitwise_and(runs >> bits * number, (1 << bits) - 1, out=fields[..., number, :])
+    return fields.flatten(2)
+
+
+def _bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return the bits of uint8 [rows, blocks, n] from the lowest on, as [rows, blocks, 8 n]."""
+    return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(2)
+
+
+def _weight(
+    codes: torch.Tensor, scales: torch.Tensor, bits: int, minimums: torch.Tensor | None = None
+) -> _Parts:
+    """Make parts of codes [rows, blocks, n], int8 or below 128, and scales [rows, blocks, groups]."""
+    return _Parts(
+        codes.flatten(1).view(torch.int8),
+        scales.flatten(1).contiguous(),
+        bits,
+        None if minimums is None else minimums.flatten(1).contiguous(),
+    )
+
+
+def _q4_0(blocks: torch.Tensor) -> _Parts:
+    return _weight(_shifted(blocks[..., 2:], 4, 16).view(torch.int8) - 8, _half(blocks, 0), 4)
+
+
+def _q4_1(blocks: torch.Tensor) -> _Parts:
+    return _weight(_shifted(blocks[..., 4:], 4, 16), _half(blocks, 0), 8, _half(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> _Parts:
+    codes = _shifted(blocks[..., 6:], 4, 16) | (_bits(blocks[..., 2:6]) << 4)
+    return _weight(codes.view(torch.int8) - 16, _half(blocks, 0), 8)
+
+
+def _q5_1(blocks: torch.Tensor) -> _Parts:
+    codes = _shifted(blocks[..., 8:], 4, 16) | (_bits(blocks[..., 4:8]) << 4)
+    return _weight(codes, _half(blocks, 0), 8, _half(blocks, 2))
+
+
+def _q8_0(blocks: torch.Tensor) -> _Parts:
+    return _weight(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), 8)
+
+
+def _q2_k(blocks: torch.Tensor) -> _Parts:
+    scales = blocks[..., :16]
+    minimums = -_half(blocks, 82) * (scales >> 4).float()
+    return _weight(
+        _shifted(blocks[..., 16:80], 2, 32), _half(blocks, 80) * (scales & 15).float(), 4, minimums
+    )
+
+
+def _q3_k(blocks: torch.Tensor) -> _Parts:
+    scales = _shifted(blocks[..., 96:104], 4, 8) | (_shifted(blocks[..., 104:108], 2, 4) << 4)
+    high = _shifted(blocks[..., :32], 1, 32).to(torch.int8)
+    codes = _shifted(blocks[..., 32:96], 2, 32).to(torch.int8) + 4 * high - 4
+    return _weight(codes, _half(blocks, 108) * (scales.float() - 32.0), 4)
+
+
+def _scales_and_minimums(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the float scales and minimums of Q4_K and Q5_K, [rows, blocks, 8] each: 6 bits each in 12
+    bytes."""
+    low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=-1)
+    minimums = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=-1)
+    return _half(blocks, 0) * scales.float(), -_half(blocks, 2) * minimums.float()
+
+
+def _q4_k(blocks: torch.Tensor) -> _Parts:
+    scales, minimums = _scales_and_minimums(blocks)
+    return _weight(_shifted(blocks[..., 16:], 4, 32), scales, 8, minimums)
+
+
+def _q5_k(blocks: torch.Tensor) -> _Parts:
+    scales, minimums = _scales_and_minimums(blocks)
+    codes = _shifted(blocks[..., 48:], 4, 32) | (_shifted(blocks[..., 16:48], 1, 32) << 4)
+    return _weight(codes, scales, 8, minimums)
+
+
+def _q6_k(blocks: torch.Tensor) -> _Parts:
+    codes = _shifted(blocks[..., :128], 4, 64) | (_shifted(blocks[..., 128:192], 2, 32) << 4)
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return _weight(codes.view(torch.int8) - 32, _half(blocks, 208) * scales, 8)
+
+
+def _levels(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return the codes for which the 16 nibbles of IQ4 stand."""
+    levels: torch.Tensor = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
+    return levels[nibbles.int()]
+
+
+def _iq4_nl(blocks: torch.Tensor) -> _Parts:
+    return _weight(_levels(_shifted(blocks[..., 2:], 4, 16)), _half(blocks, 0), 8)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Parts:
+    scales = _shifted(blocks[..., 4:8], 4, 1) | (_shifted(blocks[..., 2:4], 2, 1) << 4)
+    codes = _levels(_shifted(blocks[..., 8:], 4, 16))
+    return _weight(codes, _half(blocks, 0) * (scales.float() - 32.0), 8)
+
+
+_UNSIGNED = (_Kind.Q4_1, _Kind.Q4_K)
+"""Types whose codes are 0..15."""
+_SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Parts]] = {
+    _Kind.Q4_0: _q4_0,
+    _Kind.Q4_1: _q4_1,
+    _Kind.Q5_0: _q5_0,
+    _Kind.Q5_1: _q5_1,
+    _Kind.Q8_0: _q8_0,
+    _Kind.Q2_K: _q2_k,
+    _Kind.Q3_K: _q3_k,
+    _Kind.Q4_K: _q4_k,
+    _Kind.Q5_K: _q5_k,
+    _Kind.Q6_K: _q6_k,
+    _Kind.IQ4_NL: _iq4_nl,
+    _Kind.IQ4_XS: _iq4_xs,
+}

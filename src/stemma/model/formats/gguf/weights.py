@@ -1,0 +1,130 @@
+"""Weights of a GGUF file under transformers' names, row by row as transformers orders them.
+
+llama.cpp's converter renames tensors, stacks experts, stores Gemma's norms plus one, and puts the rows of
+Llama's queries and keys that rotate together next to each other. All of that is undone here. Every tensor of
+the file must be one that the family has, in the shape that the config makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.errors import ModelError
+from stemma.model.formats.gguf.config import ROTARY_FACTORS
+from stemma.model.formats.gguf.header import GGUFHeader, GGUFTensor
+from stemma.model.formats.gguf.tensors import is_kept, is_read, raw_data, split, widen
+from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.weights import QuantizedWeight
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Gemma 2 and 3 normalize before and after attention and the network."""
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+def read_weights(
+    header: GGUFHeader, config: Any, dtype: torch.dtype, *, keep: bool = True
+) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+    """Return all weights under transformers' names, and how many stayed quantized.
+
+    With `keep`, matrices whose type allows it stay quantized, but not embeddings that no head shares, whose
+    rows are only looked up; all else becomes `dtype`. Raises ModelError naming a tensor that no model of the
+    family has, or whose type isn't read.
+    """
+    weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+    kept: Counter[str] = Counter()
+    widened: Counter[str] = Counter()
+    head = "output" if "output.weight" in header.tensors else "token_embd"
+    for tensor in header.tensors.values():
+        if tensor.name == ROTARY_FACTORS:
+            continue
+        if not is_read(tensor.type):
+            raise ModelError(f"{header.path}: {tensor.name} is of type {tensor.type.name}, which isn't read")
+        is_product = len(tensor.shape) > 1 and (tensor.name != "token_embd.weight" or head == "token_embd")
+        quantized = keep and is_kept(tensor.type) and is_product
+        if len(tensor.shape) > 1:
+            (kept if quantized else widened)[tensor.type.name] += 1
+        for name, data in _parts(header, tensor, config):
+            weights[name] = (
+                split(data, tensor.type) if quantized else _plain(header, tensor, name, data, dtype)
+            )
+    return weights, FormatCounts(dict(kept), dict(widened))
+
+
+def _plain(
+    header: GGUFHeader, tensor: GGUFTensor, name: str, data: npt.NDArray[np.uint8], dtype: torch.dtype
+) -> torch.Tensor:
+    if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return (widen(data, tensor.type, torch.float32) - 1.0).to(dtype)
+    return widen(data, tensor.type, dtype)
+
+
+def _parts(
+    header: GGUFHeader, tensor: GGUFTensor, config: Any
+) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
+    """Yield name and rows of each weight that a tensor holds: one, or one per expert."""
+    match = _NAME.fullmatch(tensor.name)
+    layer, part, kind = match.groups() if match else (None, "", "")
+    data = raw_data(header.path, tensor)
+    if layer is not None and part in _EXPERTS and len(tensor.shape) == 3:
+        for expert in range(tensor.shape[0]):
+            yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", data[expert]
+        return
+    renamed = (_TOP if layer is None else _layer_names(header)).get(part)
+    if renamed is None or len(tensor.shape) > 2:
+        raise ModelError(
+            f"{header.path} has a tensor that no {header.architecture} model has: {tensor.name} "
+            f"{list(tensor.shape)}"
+        )
+    if header.architecture == "llama" and part in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
+        data = _half_rotated(header, tensor, data, heads)
+    yield f"{renamed}.{kind}" if layer is None else f"model.layers.{layer}.{renamed}.{kind}", data
+
+
+def _layer_names(header: GGUFHeader) -> dict[str, str]:
+    return _LAYER | _FOUR_NORMS if header.architecture in ("gemma2", "gemma3") else _LAYER
+
+
+def _half_rotated(
+    header: GGUFHeader, tensor: GGUFTensor, data: npt.NDArray[np.uint8], num_heads: int
+) -> npt.NDArray[np.uint8]:
+    """Reorder the rows of a query or key weight or bias, num_heads * dim of them.
+
+    llama.cpp stores rows that rotate together next to each other; transformers half a head apart.
+    """
+    rows = data if data.ndim == 2 else data.reshape(tensor.shape[0], -1)
+    if rows.shape[0] % (2 * num_heads):
+        raise ModelError(f"{header.path}: {tensor.name} has {rows.shape[0]} rows for {num_heads} heads")
+    order = np.arange(rows.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return rows[order].reshape(data.shape)

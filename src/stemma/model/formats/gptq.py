@@ -1,0 +1,77 @@
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): codes of 2, 3, 4 or 8 bits, packed along the inputs.
+
+Value = scale * (code - zero point). Version 1 of the format stores zero points less one. With `desc_act`,
+groups are made of inputs that lie apart (`g_idx`); such weights are dequantized at load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+from stemma.errors import ModelError, UnsupportedModel
+from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights, make_weight
+from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
+from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.weights import QuantizedWeight
+
+_BITS = (2, 3, 4, 8)
+_VERSIONS = {"gptq": 1, "gptq_v2": 0}
+"""Format -> what is added to stored zero points."""
+
+
+def read_weights(
+    tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+    """Return all weights. Raises ModelError for what contradicts itself, UnsupportedModel for other
+    formats."""
+    version = quantization.get("checkpoint_format", "gptq")
+    if version not in _VERSIONS:
+        raise UnsupportedModel(
+            f"{tensors.path} is GPTQ in the format {version!r}; read are {' and '.join(_VERSIONS)}. Save it "
+            "again in one of them, or take the unquantized checkpoint"
+        )
+    bits = quantization.get("bits")
+    if type(bits) is not int or bits not in _BITS:
+        raise UnsupportedModel(f"{tensors.path} is GPTQ with bits {bits!r}; read are 2, 3, 4 and 8")
+    if quantization.get("dynamic"):
+        raise UnsupportedModel(f"{tensors.path} has other GPTQ settings for some layers (dynamic); not read")
+    read = ReadWeights(tensors, dtype)
+    for stem in tensors.stems(".qweight"):
+        _add(read, stem, bits, _VERSIONS[version])
+    return read.finish()
+
+
+def _add(read: ReadWeights, stem: str, bits: int, added: int) -> None:
+    tensors = read.tensors
+    packed = tensors.read(f"{stem}.qweight", (torch.int32,))
+    scales = tensors.read_floats(f"{stem}.scales")
+    packed_zeros = tensors.read(f"{stem}.qzeros", (torch.int32,))
+    where = f"{tensors.path}: {stem}.qweight"
+    if packed.dim() != 2 or scales.dim() != 2 or packed_zeros.dim() != 2 or packed.shape[0] * 32 % bits:
+        raise ModelError(f"{where} {list(packed.shape)} isn't packed in {bits} bits")
+    inputs, outputs = packed.shape[0] * 32 // bits, packed.shape[1]
+    num_groups = scales.shape[0]
+    if scales.shape[1] != outputs or tuple(packed_zeros.shape) != (num_groups, outputs * bits // 32):
+        raise ModelError(
+            f"{where} {list(packed.shape)} of {bits} bits doesn't fit scales {list(scales.shape)} and qzeros "
+            f"{list(packed_zeros.shape)}; correct bits in config.json"
+        )
+    codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size((inputs, outputs)), packed_dim=0)
+    zeros: torch.Tensor = unpack_from_int32(packed_zeros, bits, torch.Size((num_groups, outputs)))
+    half = 1 << (bits - 1)
+    zeros = ((zeros.int() + half + added) & (2 * half - 1)) - half  # 0 is stored as the largest code
+    weight = make_weight(where, codes.T, scales.T, zeros.T, bits)
+    groups = None
+    if f"{stem}.g_idx" in tensors:
+        named = tensors.read_shape(f"{stem}.g_idx", (inputs,), (torch.int32, torch.int64)).long()
+        groups = permuted_groups(f"{tensors.path}: {stem}.g_idx", named, weight)
+    if groups is None:
+        read.add(f"{stem}.weight", weight, f"GPTQ {bits} bits")
+    else:
+        read.add_plain(
+            f"{stem}.weight", dequantize_permuted(weight, groups), f"GPTQ {bits} bits with permuted groups"
+        )
+    read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")))

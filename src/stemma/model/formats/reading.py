@@ -1,0 +1,65 @@
+"""Which reader a checkpoint needs, by its format: all but plain tensors of floats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stemma.model.directory import description_file, is_gguf, read_json
+from stemma.model.formats.checkpoint import CheckpointTensors
+from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.weights import QuantizedWeight
+
+GGUF, MODELSLIM = "gguf", "modelslim"
+_BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8")
+"""Values of `quantization_config.quant_method` in config.json."""
+
+
+def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
+    """Return the name of the format that a reader here reads; None: transformers reads the checkpoint.
+
+    `quantization` is what config.json says about it, maybe nothing. Raises ModelError as `description_file`.
+    """
+    if is_gguf(path):
+        return GGUF
+    if description_file(path) is not None:
+        return MODELSLIM
+    method = quantization.get("quant_method")
+    return str(method) if method in _BY_NAME else None
+
+
+def read_quantized(
+    path: Path, name: str, quantization: dict[str, Any], config: Any, dtype: torch.dtype, *, prefix: str = ""
+) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+    """Return all weights of a checkpoint in the format `name`, and how many stayed quantized.
+
+    With `prefix`, those whose names begin with it (not of GGUF).
+
+    Names are those of a plain checkpoint; plain weights that were dequantized are of `dtype`. `config` is
+    that of transformers. Raises ModelError if the file is damaged or contradicts itself, UnsupportedModel for
+    what the format knows and the reader doesn't.
+    """
+    if name == GGUF:
+        from stemma.model.formats.gguf.header import read_header
+        from stemma.model.formats.gguf.weights import read_weights
+
+        return read_weights(read_header(path), config, dtype)
+    tensors = CheckpointTensors(path, prefix)
+    if name == MODELSLIM:
+        from stemma.model.formats import modelslim
+
+        described = description_file(path)
+        assert described is not None
+        return modelslim.read_weights(tensors, read_json(described), dtype)
+    from stemma.model.formats import awq, compressed_tensors, fp8, gptq
+
+    readers = {
+        "compressed-tensors": compressed_tensors.read_weights,
+        "gptq": gptq.read_weights,
+        "awq": awq.read_weights,
+        "fp8": fp8.read_weights,
+        "mxfp8": fp8.read_weights,
+    }
+    return readers[name](tensors, quantization, dtype)

@@ -1,0 +1,108 @@
+"""KV as codes of one byte with scales: what `kv_cache_dtype` int8 and fp8 store.
+
+A row is the key or the value of one token and KV head. It has one scale; a latent (MLA) has two, one for the
+compressed part and one for the rotary key, whose numbers may be much larger. ``number = code * scale``, with
+
+- scale = the row's largest magnitude / the largest code, rounded up to bfloat16, so that no code is clipped;
+- int8: code = number / scale, rounded to the nearest integer (ties to even), -127 to 127;
+- fp8: the same, rounded to the nearest e4m3 (OCP 8-bit floating point, no infinities), -448 to 448.
+
+A row with a number that isn't finite gets the scale NaN: what reads it shows that something is wrong. The
+functions here run on torch. The kernels (`native/kv_format.h`) compute the same bytes and the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stemma.memory.device.kv import TORCH_DTYPES, DeviceKV
+from stemma.memory.device.layout import KVLayout, StoredAs
+
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
+MIN_SCALE = 1e-30
+"""Of a row of zeros, or nearly so: a scale and its inverse stay normal numbers."""
+
+
+def encode(rows: torch.Tensor, stored: StoredAs, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn rows [..., D] into codes [..., D] uint8 and scales [..., len(dims)] bfloat16.
+
+    `dims` sum up to D: how many numbers each scale is for.
+    """
+    codes, scales = [], []
+    for part in torch.split(rows.float(), list(dims), dim=-1):
+        scale = _scale(part.abs().amax(dim=-1), LARGEST_CODE[stored])
+        shares = (part * (1.0 / scale.float())[..., None]).nan_to_num(0.0, 0.0, 0.0)
+        if stored == "int8":
+            codes.append(shares.round().to(torch.int8).view(torch.uint8))
+        else:
+            codes.append(shares.to(torch.float8_e4m3fn).view(torch.uint8))
+        scales.append(scale)
+    return torch.cat(codes, dim=-1), torch.stack(scales, dim=-1)
+
+
+def _scale(largest: torch.Tensor, largest_code: float) -> torch.Tensor:
+    """Return the bfloat16 scales of rows whose largest magnitudes are given, NaN if that isn't finite."""
+    exact = (largest / largest_code).clamp_min(MIN_SCALE).nan_to_num(MIN_SCALE, MIN_SCALE)
+    rounded_up = (exact.view(torch.int32) + 0xFFFF) >> 16
+    scale = rounded_up.to(torch.int16).view(torch.bfloat16)
+    return scale.masked_fill(~largest.isfinite(), float("nan"))
+
+
+def decode(
+    codes: torch.Tensor, scales: torch.Tensor, stored: StoredAs, dims: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Turn codes and scales as `encode` returns them into rows [..., D] of `dtype`."""
+    numbers = codes.view(torch.int8 if stored == "int8" else torch.float8_e4m3fn).float()
+    parts = [
+        part * scales[..., index : index + 1].float()
+        for index, part in enumerate(torch.split(numbers, list(dims), dim=-1))
+    ]
+    return torch.cat(parts, dim=-1).to(dtype)
+
+
+class KVRows:
+    """Keys or values of one layer in all blocks, written and read as rows of the model's dtype."""
+
+    def __init__(self, kv: DeviceKV, layer: int, part: int, dim: int) -> None:
+        """`dim` is the length of a row; the layout may have room for more."""
+        self._layout: KVLayout = kv.layout
+        self._part = kv.layer(layer)[:, part]
+        self._dim = dim
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The rows themselves [blocks, block_size, heads, dim], where they are stored as they are."""
+        assert self._layout.stored == "plain"
+        return self._part[..., : self._dim]
+
+    def write(self, blocks: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows [T, heads, dim] at tokens `offsets` [T] of `blocks` [T]."""
+        layout = self._layout
+        if layout.stored == "plain":
+            self.plain.index_put_((blocks, offsets), rows)
+            return
+        codes, scales = encode(rows, layout.stored, self._dims())
+        written = rows.new_zeros(len(rows), layout.row_bytes, dtype=torch.uint8)
+        self._codes(written)[..., : self._dim] = codes
+        written[:, layout.scale_offset :] = scales.flatten(1).view(torch.uint8)
+        self._part.index_put_((blocks, offsets), written)
+
+    def gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the rows of blocks [...] as [..., block_size, heads, dim]."""
+        layout = self._layout
+        if layout.stored == "plain":
+            return self.plain[blocks]
+        rows = self._part[blocks]
+        scales = rows[..., layout.scale_offset :].contiguous().view(torch.bfloat16)
+        scales = scales.view(*rows.shape[:-1], layout.num_kv_heads, layout.num_scales)
+        dtype = TORCH_DTYPES[layout.dtype]
+        return decode(self._codes(rows)[..., : self._dim], scales, layout.stored, self._dims(), dtype)
+
+    def _codes(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the codes in contiguous rows [..., row_bytes] as [..., heads, head_dim], a view."""
+        heads, dim = self._layout.num_kv_heads, self._layout.head_dim
+        return rows[..., : heads * dim].view(*rows.shape[:-1], heads, dim)
+
+    def _dims(self) -> tuple[int, ...]:
+        rank = self._layout.latent_rank
+        return (rank, self._dim - rank) if rank else (self._dim,)

@@ -1,0 +1,150 @@
+"""One quantized weight in memory, whatever file it came from.
+
+Readers of checkpoints make it, `quantize.py` makes it from a plain weight, and `cpu/weights.py` packs it for
+the kernels. A code c of output i and input j stands for
+
+    scales[i, g] * (c - zero_points[i, g])   or   scales[i, g] * c + minimums[i, g],   g = j // group_size.
+
+Formats whose zero is a code (GPTQ, AWQ, compressed-tensors) have zero points; those that add a float (GGUF's
+Q4_1 and K-quants) have minimums; symmetric ones have neither. Unsigned codes (0..15, 0..255) are stored less
+8 or 128, zero points too, and minimums take up the difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from stemma.errors import ModelError
+
+SMALLEST_GROUP = 16
+"""Inputs; smaller groups would cost more for their scales than they save."""
+
+
+class ActivationScheme(Enum):
+    """What a product with a quantized weight does to its inputs."""
+
+    NONE = "none"
+    """They stay as they are: the weight is dequantized to the model's dtype, which alone is rounded."""
+    DYNAMIC_TOKEN = "dynamic_token"
+    """int8, symmetric: each token's inputs are divided by their largest absolute value / 127."""
+    DYNAMIC_GROUP = "dynamic_group"
+    """As DYNAMIC_TOKEN, for each of the weight's groups of inputs: a few large ones coarsen only theirs."""
+    STATIC_TENSOR = "static_tensor"
+    """int8: round(input / scale) + zero point, clamped to [-128, 127]; both come with the weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [num_outputs, num_inputs] as integers and scales. Raises ModelError if parts don't fit."""
+
+    codes: torch.Tensor
+    """int8 [num_outputs, num_inputs]; with 4 bits too, one value a byte, in [-8, 7]."""
+    scales: torch.Tensor
+    """float32 [num_outputs, num_inputs // group_size]."""
+    zero_points: torch.Tensor | None
+    """int8, in the shape of scales; in the range of codes. None: zero."""
+    bits: int
+    """8 or 4."""
+    group_size: int
+    """Inputs of an output that share a scale; num_inputs where each output has one. Divides num_inputs."""
+    activations: ActivationScheme
+    activation_scale: float | None = None
+    """Of STATIC_TENSOR."""
+    activation_zero_point: int = 0
+    """Of STATIC_TENSOR, in [-128, 127]."""
+    minimums: torch.Tensor | None = None
+    """float32, in the shape of scales; not together with zero points."""
+
+    def __post_init__(self) -> None:
+        """Hold the parts against each other: they come from files."""
+        self._check_shapes()
+        if self.zero_points is not None and self.minimums is not None:
+            raise ModelError("a quantized weight has zero points and minimums; it may have one of them")
+        floats = [self.scales] if self.minimums is None else [self.scales, self.minimums]
+        if not all(bool(torch.isfinite(values).all()) for values in floats):
+            raise ModelError("a quantized weight has scales that are NaN or infinite")
+        if self.bits == 4:
+            for values in (self.codes, self.zero_points):
+                if (
+                    values is not None
+                    and values.numel()
+                    and not -8 <= int(values.min()) <= int(values.max()) <= 7
+                ):
+                    raise ModelError("a quantized weight of 4 bits has codes outside -8..7")
+        if (self.activations is ActivationScheme.STATIC_TENSOR) != (self.activation_scale is not None):
+            raise ModelError(
+                "an activation scale goes with static quantization of activations, and only with it"
+            )
+        if self.activation_scale is not None and not 0 < self.activation_scale < float("inf"):
+            raise ModelError(f"the scale of activations is {self.activation_scale}, must be positive")
+        if not -128 <= self.activation_zero_point <= 127:
+            raise ModelError(f"the zero point of activations is {self.activation_zero_point}, must fit int8")
+
+    def _check_shapes(self) -> None:
+        if self.bits not in (8, 4):
+            raise ModelError(f"a weight is quantized to {self.bits} bits; 8 and 4 are served")
+        if self.codes.dim() != 2 or 0 in self.codes.shape or self.codes.dtype != torch.int8:
+            raise ModelError(
+                f"quantized codes are {self.codes.dtype} {list(self.codes.shape)}, must be int8 [n, k]"
+            )
+        outputs, inputs = self.codes.shape
+        size = self.group_size
+        if size < 1 or inputs % size or (size < SMALLEST_GROUP and size != inputs):
+            raise ModelError(
+                f"a quantized weight {[outputs, inputs]} has groups of {size}; they must divide its inputs "
+                f"and have {SMALLEST_GROUP} or more"
+            )
+        expected = (outputs, inputs // size)
+        for values, dtype in (
+            (self.scales, torch.float32),
+            (self.zero_points, torch.int8),
+            (self.minimums, torch.float32),
+        ):
+            if values is not None and (values.shape != expected or values.dtype != dtype):
+                raise ModelError(
+                    f"a quantized weight {[outputs, inputs]} in groups of {size} has {values.dtype} "
+                    f"{list(values.shape)} where {dtype} {list(expected)} is needed"
+                )
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_outputs, num_inputs]."""
+        return self.codes.shape
+
+    def offsets(self) -> torch.Tensor | None:
+        """Return what is added to scales * codes, float32 in the shape of scales; None: nothing."""
+        if self.zero_points is None:
+            return self.minimums
+        return -self.scales * self.zero_points
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the plain weight [num_outputs, num_inputs], computed in float32 and rounded to `dtype`."""
+        grouped = self.codes.view(*self.scales.shape, self.group_size).float()
+        if self.zero_points is not None:
+            grouped -= self.zero_points[..., None]
+        grouped *= self.scales[..., None]
+        if self.minimums is not None:
+            grouped += self.minimums[..., None]
+        return grouped.view(self.shape).to(dtype)
+
+    def weight_only(self) -> QuantizedWeight:
+        """Return the same weight, multiplied with activations as they are."""
+        return replace(
+            self, activations=ActivationScheme.NONE, activation_scale=None, activation_zero_point=0
+        )
+
+    def rows(self, first: int, end: int) -> QuantizedWeight:
+        """Return outputs [first, end): a view."""
+        parts = {
+            name: None if values is None else values[first:end]
+            for name, values in (
+                ("codes", self.codes),
+                ("scales", self.scales),
+                ("zero_points", self.zero_points),
+                ("minimums", self.minimums),
+            )
+        }
+        return replace(self, **parts)  # type: ignore[arg-type]

@@ -1,0 +1,61 @@
+// Partial results of attention put together in order of keys, and rows written as results.
+#pragma once
+
+#include <vector>
+
+#include "softmax.h"
+
+// Merge one row's next partial result into what was merged before; one without weights doesn't count.
+static inline void merge(float& max, float& sum, float* acc, float next_max, float next_sum, const float* next_acc,
+                         int dim) {
+    if (next_sum == 0) return;
+    if (sum == 0) {
+        max = next_max, sum = next_sum;
+        std::memcpy(acc, next_acc, sizeof(float) * dim);
+        return;
+    }
+    float top = std::max(max, next_max), factors[2 * LANES];
+    store(factors, vexp2(splat(max - top)));
+    store(factors + LANES, vexp2(splat(next_max - top)));
+    const float before = factors[0], now = factors[LANES];
+    max = top;
+    sum = fma_one(next_sum, now, sum * before);
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        store(acc + d, fma(load(next_acc + d), splat(now), load(acc + d) * splat(before)));
+    for (; d < dim; d++) acc[d] = fma_one(next_acc[d], now, acc[d] * before);
+}
+
+// Divide one row's merged sum and write it as token `token` of query head `head`.
+template <class T>
+static void put_row(const AttendArgs& args, int num_heads, int64_t token, int head, float max, float sum,
+                    const float* acc) {
+    float factor = 1.0f;
+    if (args.sinks) {
+        float sink = args.sinks[head] * LOG2_E, top = std::max(max, sink), both[2 * LANES];
+        store(both, vexp2(splat(max - top)));
+        store(both + LANES, vexp2(splat(sink - top)));
+        factor = both[0];
+        sum = fma_one(sum, factor, both[LANES]);
+    }
+    factor /= sum;
+    T* out = (T*)args.output + (token * num_heads + head) * args.value_dim;
+    int d = 0;
+    for (; d + LANES <= args.value_dim; d += LANES) store(out + d, load(acc + d) * splat(factor));
+    for (; d < args.value_dim; d++) out[d] = from_float<T>(acc[d] * factor);
+}
+
+// Merge the partial results of one token's heads.
+template <class T>
+static void merge_token(const AttendArgs& args, const Plan& plan, int index) {
+    const int heads = plan.num_heads(), dim = args.value_dim;
+    std::vector<float> acc(dim);
+    for (int h = 0; h < heads; h++) {
+        float max = MASKED, sum = 0;
+        for (int i = plan.merged_begin[index]; i < plan.merged_begin[index + 1]; i++) {
+            const float* slot = plan.partials.data() + (plan.slots[i] + h) * (dim + 2);
+            merge(max, sum, acc.data(), slot[0], slot[1], slot + 2, dim);
+        }
+        put_row<T>(args, heads, plan.merged[index], h, max, sum, acc.data());
+    }
+}

@@ -1,0 +1,199 @@
+// Sums of products of int8 inputs with a strip of codes. Within a group they are integers, so their order doesn't
+// matter and every way gives the same bits; groups are added up in float, in their order, whatever the number of rows:
+//
+//     acc = acc + (float(sum of codes * inputs) * the inputs' scale) * scale, then acc + offset * (sum of inputs).
+#pragma once
+
+#include "dots.h"
+#include "int8_inputs.h"
+
+constexpr int CODES_AHEAD = 4096;  // bytes: how far ahead codes are asked for
+constexpr int CHUNK_STEPS = 64;    // 16 kB that stay in L1 while several groups of rows pass
+
+static inline native_i multiply_pairs(native_i a, native_i b) {  // of 16-bit integers, and add them
+#if STEMMA_AVX512
+    return (native_i)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (native_i)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (native_i)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// Sum += 16 outputs * 4 inputs of one row. Weights are unsigned, inputs signed.
+struct ByteDot {  // one instruction; in assembly, since the level doesn't promise it
+    static constexpr int BYTES = 4;
+    struct Input {
+        native_i x;
+    };
+    static Input input(const char* p) {
+        int32_t x;
+        std::memcpy(&x, p, 4);
+        return {native_i{} + x};
+    }
+    static native_i add(native_i sum, native_u w, Input x) {
+#if STEMMA_AVX512
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x.x));
+#elif defined(__AVX2__)
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x.x));
+#endif
+        return sum;
+    }
+};
+struct PairwiseDot {  // bytes widened to 16 bits, even and odd ones apart
+    static constexpr int BYTES = 8;
+    struct Input {
+        native_i even, odd;
+    };
+    static Input input(const char* p) {
+        int32_t x[2];
+        std::memcpy(x, p, 8);
+        return {native_i{} + x[0], native_i{} + x[1]};
+    }
+    static native_i add(native_i sum, native_u w, Input x) {
+        native_i even = (native_i)(w & 0x00FF00FFu), odd = (native_i)((w >> 8) & 0x00FF00FFu);
+        return sum + multiply_pairs(even, x.even) + multiply_pairs(odd, x.odd);
+    }
+};
+template <class D>
+static inline native_i add_dot(native_i sum, native_u w, typename D::Input x) {
+    return D::add(sum, w, x);
+}
+template <class D, class V, class W>
+static inline Twice<V> add_dot(Twice<V> sum, Twice<W> w, typename D::Input x) {
+    return {add_dot<D>(sum.lo, w.lo, x), add_dot<D>(sum.hi, w.hi, x)};
+}
+
+// A run of groups of a strip, or a piece of one group, for some rows.
+struct GroupRun {
+    const char* codes;
+    int64_t next_codes;   // bytes to the next group's
+    const char* scales;   // of the first group
+    int64_t next_group;   // bytes to the next group's scales
+    int64_t offsets;      // bytes from scales to offsets; 0: none
+    int64_t count, steps;
+    int scale_bytes;
+    const char* x;        // row 0's codes
+    int64_t x_stride, next_x;
+    const char *starts, *sums, *input_scales;  // row 0's, of the first group
+    float* acc;           // [rows][STRIP]
+    bool first;           // acc holds nothing yet
+    int32_t* partial;     // [rows][STRIP]: sums of a group of which this isn't the first or the last piece
+    bool resumes, stops;
+
+    GroupRun at_row(int64_t row) const {
+        GroupRun run = *this;
+        run.x += row * x_stride, run.starts += row * x_stride, run.sums += row * x_stride;
+        run.input_scales += row * x_stride;
+        run.acc += row * STRIP, run.partial += row * STRIP;
+        return run;
+    }
+};
+
+template <class D, int BITS, int R, int J>
+static inline void add_steps(v16i (&sum)[R][J], const char* w, const char* x, int64_t x_stride, int64_t steps,
+                             bool asks) {
+    constexpr int STEPS = BITS == 4 ? 2 : 1;
+    for (int64_t i = 0; i < steps; i += STEPS, w += STEP_BYTES) {
+        if (asks) {
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) __builtin_prefetch(w + CODES_AHEAD + 64 * j);
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < STEPS; half++) {
+            v16u weights[J];
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) {
+                weights[j] = load((const uint32_t*)(w + 64 * j));
+                if (BITS == 4) weights[j] = (half ? weights[j] >> 4 : weights[j]) & 0x0F0F0F0Fu;
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                typename D::Input inputs = D::input(x + r * x_stride + D::BYTES * (i + half));
+#pragma GCC unroll 4
+                for (int j = 0; j < J; j++) sum[r][j] = add_dot<D>(sum[r][j], weights[j], inputs);
+            }
+        }
+    }
+}
+
+// Add the sums of group g, scaled, to acc.
+template <bool OFFSETS, int R, int J>
+static inline void add_scaled(const v16i (&sum)[R][J], const GroupRun& run, const char* scales, int64_t g) {
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) {
+        v16f scale = load_scales(scales, 16 * j, run.scale_bytes), offset = splat(0.0f);
+        if (OFFSETS) offset = load_scales(scales + run.offsets, 16 * j, run.scale_bytes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            float* acc = run.acc + r * STRIP + 16 * j;
+            v16f products = to_floats(sum[r][j]) * splat(((const float*)(run.input_scales + r * run.x_stride))[g]);
+            v16f total = fma(products, scale, load(acc));
+            if (OFFSETS) total = fma(splat(((const float*)(run.sums + r * run.x_stride))[g]), offset, total);
+            store(acc, total);
+        }
+    }
+}
+
+template <class D, int BITS, int R, int J>
+static void run_groups(const GroupRun& run, bool asks) {
+    const char *codes = run.codes, *scales = run.scales, *x = run.x;
+    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, scales += run.next_group, x += run.next_x) {
+        v16i sum[R][J];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            int32_t start = ((const int32_t*)(run.starts + r * run.x_stride))[g];
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++)
+                sum[r][j] = run.resumes ? load(run.partial + r * STRIP + 16 * j) : splat(start);
+        }
+        add_steps<D, BITS, R, J>(sum, codes, x, run.x_stride, run.steps, asks);
+        if (run.stops) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+                for (int j = 0; j < J; j++) Memory<v16i>::store(run.partial + r * STRIP + 16 * j, sum[r][j]);
+            }
+            continue;
+        }
+        const bool first = run.first && g == 0;
+        if (first) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+                for (int j = 0; j < J; j++) store(run.acc + r * STRIP + 16 * j, splat(0.0f));
+            }
+        }
+        run.offsets ? add_scaled<true>(sum, run, scales, g) : add_scaled<false>(sum, run, scales, g);
+    }
+}
+
+template <class D, int BITS, int J>
+static void run_rows(int rows, const GroupRun& run, bool asks) {
+    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 3 : 6) : GROUP;
+#define CASE(R) \
+    case R:     \
+        if constexpr (R <= MOST) return run_groups<D, BITS, R, J>(run, asks);
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+
+// All rows and lines of a run; `asks`: memory is the limit.
+template <class D, int BITS>
+static void run_lines(int lines, int rows, const GroupRun& run, bool asks) {
+    const int width = lines_at_once(rows, lines), groups = (rows + GROUP - 1) / GROUP;
+    for (int line = 0; line < lines; line += width) {
+        for (int i = 0; i < groups; i++) {
+            int begin = rows * i / groups, end = rows * (i + 1) / groups;
+            GroupRun part = run.at_row(begin);
+            part.codes += 64 * line, part.scales += 16 * line * run.scale_bytes;
+            part.acc += 16 * line, part.partial += 16 * line;
+            auto kernel = run_rows<D, BITS, 1>;
+            if constexpr (NATIVE >= 8) kernel = width == 4 ? run_rows<D, BITS, 4> : kernel;
+            if constexpr (NATIVE == 8) kernel = width == 2 ? run_rows<D, BITS, 2> : kernel;
+            kernel(end - begin, part, asks && i == 0);
+        }
+    }
+}

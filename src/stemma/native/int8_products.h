@@ -1,0 +1,79 @@
+// Products of int8 inputs with one strip of codes: which way is taken for how many rows.
+#pragma once
+
+#include "int8_dots.h"
+#include "int8_tiles.h"
+
+constexpr int FEW_ROWS = 2 * GROUP;  // up to here halves of bytes are unpacked in registers for each group of rows
+
+// Sums of `rows` rows for `lines` (1 or 4) lines of a strip from line `line` on, into acc[rows][STRIP], scaled.
+// Room for whole tiles of 16 rows must be behind both acc and x on processors with tiles.
+struct Int8Piece {
+    const Strips& w;
+    const char* strip;
+    int line, lines;
+    const char* x;
+    int64_t x_stride;
+    int rows;
+    float* acc;
+
+    void run() {
+        const GroupLayout g(w);
+        const Int8Layout in(w);
+        GroupRun run{};
+        run.codes = strip + 64 * line, run.next_codes = g.bytes;
+        run.scales = strip + g.scale_at + 16 * line * w.codes.scale_bytes, run.next_group = g.bytes;
+        run.offsets = w.codes.has_offsets ? g.offset_at - g.scale_at : 0, run.scale_bytes = w.codes.scale_bytes;
+        run.count = g.count, run.steps = g.steps;
+        run.x = x, run.x_stride = x_stride, run.next_x = in.group_bytes;
+        run.starts = x + in.starts_at, run.sums = x + in.sums_at, run.input_scales = x + in.scales_at;
+        run.acc = acc, run.first = true;
+        const bool bytes = has_byte_dots();
+        if (STEMMA_AMX && (rows >= 16 || !bytes)) {
+            by_chunks(run, w.codes.bits == 4, [&](const GroupRun& part) { on_tiles(part, lines, rows); });
+        } else if (rows <= GROUP) {  // memory is the limit: weights pass once, as they lie
+            if (w.codes.bits == 4)
+                bytes ? run_lines<ByteDot, 4>(lines, rows, run, true) : run_lines<PairwiseDot, 4>(lines, rows, run, true);
+            else
+                bytes ? run_lines<ByteDot, 8>(lines, rows, run, true) : run_lines<PairwiseDot, 8>(lines, rows, run, true);
+        } else if (w.codes.bits == 4 && rows <= FEW_ROWS) {
+            by_chunks(run, false, [&](const GroupRun& part) {
+                bytes ? run_lines<ByteDot, 4>(lines, rows, part, true) : run_lines<PairwiseDot, 4>(lines, rows, part, true);
+            });
+        } else {
+            by_chunks(run, w.codes.bits == 4, [&](const GroupRun& part) {
+                bytes ? run_lines<ByteDot, 8>(lines, rows, part, true)
+                      : run_lines<PairwiseDot, 8>(lines, rows, part, true);
+            });
+        }
+    }
+
+    // Call body(part) for runs whose codes stay in L1 while all rows pass: some groups, or a piece of one. `unpacks`:
+    // halves of bytes become bytes, once for all rows.
+    template <class F>
+    void by_chunks(const GroupRun& whole, bool unpacks, F&& body) {
+        alignas(64) int32_t partial[BLOCK_ROWS * STRIP];
+        alignas(64) char unpacked[CHUNK_STEPS * STEP_BYTES + PAST_CODES];
+        const int64_t code_bytes = inputs_are_bytes() ? 4 : 8, groups = std::max<int64_t>(1, CHUNK_STEPS / whole.steps);
+        const int64_t packed = w.codes.bits == 4 ? 2 : 1;
+        for (int64_t g = 0; g < whole.count; g += groups) {
+            GroupRun run = whole;
+            run.count = std::min(groups, whole.count - g), run.partial = partial, run.first = g == 0;
+            run.scales += g * whole.next_group, run.x += g * whole.next_x, run.starts += 4 * g, run.sums += 4 * g, run.input_scales += 4 * g;
+            for (int64_t begin = 0; begin < whole.steps; begin += CHUNK_STEPS) {
+                GroupRun piece = run;
+                piece.steps = std::min<int64_t>(CHUNK_STEPS, whole.steps - begin);
+                piece.resumes = begin > 0, piece.stops = begin + piece.steps < whole.steps;
+                piece.x += begin * code_bytes;
+                piece.codes = whole.codes + g * whole.next_codes + begin * STEP_BYTES / packed;
+                if (unpacks) {
+                    for (int64_t i = 0; i < run.count; i++)
+                        unpack_halves(whole.codes + (g + i) * whole.next_codes, lines, begin, piece.steps,
+                                      unpacked + i * piece.steps * STEP_BYTES);
+                    piece.codes = unpacked, piece.next_codes = piece.steps * STEP_BYTES;
+                }
+                body(piece);
+            }
+        }
+    }
+};

@@ -1,0 +1,54 @@
+"""Log-probabilities in the two shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.server.context import ServerContext
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON can't write."""
+
+
+def chat_logprobs(context: ServerContext, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """Return ``choices[].logprobs`` of a chat completion."""
+    content = []
+    for entry in logprobs:
+        item = _chat_entry(context, entry.token_id, entry.logprob)
+        item["top_logprobs"] = [_chat_entry(context, token_id, value) for token_id, value in entry.top]
+        content.append(item)
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(context: ServerContext, token_id: int, logprob: float) -> dict[str, Any]:
+    text = context.token_text(token_id)
+    return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(text.encode())}
+
+
+class CompletionLogprobs:
+    """Builds ``choices[].logprobs`` of a plain completion, piece by piece: offsets go on counting."""
+
+    def __init__(self, context: ServerContext, offset: int = 0) -> None:
+        self._context = context
+        self._offset = offset
+
+    def render(self, logprobs: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """Return the next piece. `first`: a token before it, which has no log-probability."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        text_of = self._context.token_text
+        if first is not None:
+            tokens, values, tops, offsets = [text_of(first)], [None], [None], [self._offset]
+            self._offset += len(tokens[0])
+        for entry in logprobs:
+            text = text_of(entry.token_id)
+            tokens.append(text)
+            values.append(max(entry.logprob, FLOOR))
+            tops.append({text_of(token_id): max(value, FLOOR) for token_id, value in entry.top})
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

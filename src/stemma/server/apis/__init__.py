@@ -1,0 +1,1 @@
+"""One module or package per API that clients speak: OpenAI, Anthropic, TGI, vLLM, Triton, MindIE."""

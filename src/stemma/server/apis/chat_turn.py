@@ -1,0 +1,87 @@
+"""One turn of a conversation, for the APIs that are variants of chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stemma.engine.api import GenerationRequest
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.answers.chat import AnswerReader
+from stemma.server.apis.openai_chat import answer_reader
+from stemma.server.context import ServerContext
+from stemma.server.requests.prompts import chat_prompt, check_tokens
+from stemma.server.requests.retention import generation_request
+from stemma.server.requests.sampling import chat_sampling
+from stemma.server.schemas.openai import ChatRequest
+from stemma.types import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """What goes to the engine, and what reads the answer."""
+
+    body: ChatRequest
+    generation: GenerationRequest
+    reader: AnswerReader
+
+
+async def chat_turn(
+    context: ServerContext, request_id: str, body: ChatRequest, earlier: TokenArray | None = None
+) -> ChatTurn:
+    """Return the turn that `body` asks for.
+
+    `earlier` are the ids of the conversation after the last answer: the prompt begins with them if its text
+    begins with theirs.
+    """
+    params = chat_sampling(context, body)
+    tokens = await chat_prompt(context, body)
+    if earlier is not None:
+        tokenizer, known = context.engine.tokenizer, earlier
+        tokens = await context.in_thread(lambda: continued(tokenizer, known, tokens))
+        tokens = check_tokens(context, tokens, "messages")
+    reader = answer_reader(context, body, tokens)
+    params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
+    return ChatTurn(body, generation_request(context, request_id, tokens, params, body), reader)
+
+
+def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> TokenArray:
+    """Return ids of the text of `tokens` that begin with as much of `earlier` as that text does.
+
+    A model doesn't always write the ids that a tokenizer makes of its text. The blocks of an answer are
+    cached under the ids that it wrote, so the next turn finds them only by these.
+    """
+    if len(earlier) <= len(tokens) and np.array_equal(tokens[: len(earlier)], earlier):
+        return tokens
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    num_kept, head = _within(tokenizer, earlier, text)
+    rest = tokenizer.encode(text[len(head) :], add_special_tokens=False)
+    joined = np.concatenate((earlier[:num_kept], rest))
+    same = tokenizer.decode(joined.tolist(), skip_special_tokens=False) == text
+    return joined if same else tokens
+
+
+_MAX_PIECES = 4
+"""Tokens that one character may be cut into."""
+_INCOMPLETE = "\ufffd"
+"""What a character decodes to whose bytes aren't all there."""
+
+
+def _within(tokenizer: Tokenizer, ids: TokenArray, text: str) -> tuple[int, str]:
+    """Return (number, text) of the leading `ids` that `text` begins with; found by halving."""
+
+    def head(number: int) -> str:
+        return tokenizer.decode(ids[:number].tolist(), skip_special_tokens=False)
+
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(head(middle).rstrip(_INCOMPLETE)):
+            low = middle
+        else:
+            high = middle - 1
+    for number in range(low, max(0, low - _MAX_PIECES), -1):
+        if text.startswith(found := head(number)):
+            return number, found
+    return 0, ""

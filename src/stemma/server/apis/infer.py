@@ -1,0 +1,140 @@
+"""MindIE's own ``/infer`` and ``/infer_token``: text or token ids in, text and, with ``details``, ids out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.answers.finish import finish_reason
+from stemma.server.answers.usage import cache_detail
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.openapi import takes
+from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import chosen_adapter
+from stemma.server.requests.prompts import check_tokens, text_prompt
+from stemma.server.requests.sampling import tgi_sampling
+from stemma.server.schemas.mindie import InferParameters, InferRequest
+from stemma.server.timed import TimedRun, run_timed, start_timed
+from stemma.server.transport.sse import EventStream, event
+from stemma.types import TokenArray, as_tokens
+
+router = APIRouter(route_class=TGIRoute)
+
+
+@router.post("/infer", openapi_extra=takes(InferRequest))
+async def infer(request: Request) -> Response:
+    """Continue ``inputs`` or the token ids ``input_id``."""
+    return await _infer(request, validate(InferRequest, await read_object(request)))
+
+
+@router.post("/infer_token", openapi_extra=takes(InferRequest))
+async def infer_token(request: Request) -> Response:
+    """Continue the token ids ``input_id``."""
+    body = validate(InferRequest, await read_object(request))
+    if body.input_id is None and body.inputs is None:
+        raise InvalidRequest("input_id is missing", param="input_id")
+    return await _infer(request, body)
+
+
+async def _infer(request: Request, body: InferRequest) -> Response:
+    context = context_of(request)
+    if body.inputs is not None and body.input_id is not None:
+        raise InvalidRequest("Input conflict: give inputs or input_id, not both", param="input_id")
+    if body.inputs is None and body.input_id is None:
+        raise InvalidRequest("Contains not prompt or prompt null: give inputs or input_id", param="inputs")
+    if body.input_id is not None:
+        tokens = token_prompt(context, body.input_id, "input_id")
+    else:
+        assert body.inputs is not None
+        tokens = await text_prompt(context, body.inputs, param="inputs")
+    parameters = body.parameters
+    generation = one_sequence(context, "infer", tokens, parameters)
+    if body.stream:
+        run = await start_timed(context, request, generation, parameters.timeout)
+        return EventStream(_events(generation, run, parameters), run.outputs, cached_header(run.cache))
+    result = await run_timed(context, request, generation, parameters.timeout)
+    answer: dict[str, Any] = {"generated_text": result.sequence.text}
+    if parameters.details:
+        answer["details"] = {
+            "finish_reason": finish_reason(result.sequence.finish_reason, result.sequence.stop_reason),
+            "generated_tokens": len(result.sequence.token_ids),
+            "generated_token_ids": result.sequence.token_ids,
+            "seed": generation.params.seed,
+            "stemma": cache_detail(result.cache, result.queue_wait_s),
+        }
+    return json_response(answer, headers=cached_header(result.cache))
+
+
+def token_prompt(context: ServerContext, ids: list[int], param: str) -> TokenArray:
+    """Return token ids of a prompt, checked."""
+    return as_tokens(check_tokens(context, ids, param))
+
+
+def one_sequence(
+    context: ServerContext, api: str, tokens: TokenArray, parameters: InferParameters
+) -> GenerationRequest:
+    """Return the request for the engine; these shapes have a place for one sequence."""
+    if parameters.best_of not in (None, 1):
+        raise InvalidRequest("best_of is not supported in this shape", param="parameters.best_of")
+    for name in ("decoder_input_details", "return_full_text"):
+        if getattr(parameters, name):
+            raise InvalidRequest(f"{name} is not supported in this shape", param=f"parameters.{name}")
+    if parameters.truncate is not None:
+        tokens = tokens[-parameters.truncate :]
+    return GenerationRequest(
+        new_request_id(api),
+        tokens,
+        tgi_sampling(context, parameters),
+        adapter=chosen_adapter(context, None, parameters.adapter_id),
+    )
+
+
+def cached_header(cache: CacheReport) -> dict[str, str]:
+    """Return the header that says what was reused, for shapes that have no place for it."""
+    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
+
+
+async def _events(
+    generation: GenerationRequest, run: TimedRun, parameters: InferParameters
+) -> AsyncGenerator[bytes, None]:
+    """Yield an event per output; the last one carries the whole text and, if asked for, the details."""
+    texts: list[str] = []
+    ids: list[int] = []
+    try:
+        async for output in run.each():
+            for delta in output.deltas:
+                texts.append(delta.text)
+                ids.extend(delta.token_ids)
+                times = run.times
+                item: dict[str, Any] = {
+                    "prefill_time": None if times.decode_ms else times.prefill_ms,
+                    "decode_time": times.decode_ms[-1] if times.decode_ms else None,
+                    "token": {"id": list(delta.token_ids), "text": delta.text},
+                }
+                if delta.finish_reason is not None:
+                    item["generated_text"] = "".join(texts)
+                    if parameters.details:
+                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                        item["details"] = _last_details(generation, output, reason, ids)
+                yield event(item)
+    except StemmaError as error:
+        yield event(tgi_error_body(error)[1])
+
+
+def _last_details(
+    generation: GenerationRequest, output: RequestOutput, reason: str, ids: list[int]
+) -> dict[str, Any]:
+    return {
+        "finish_reason": reason,
+        "generated_tokens": output.num_generated_tokens,
+        "generated_token_ids": ids,
+        "seed": generation.params.seed,
+        "stemma": cache_detail(output.cache, output.queue_wait_s),
+    }

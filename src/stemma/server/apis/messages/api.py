@@ -1,0 +1,196 @@
+"""``/v1/messages``: Anthropic's Messages API over the chat engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import CacheReport
+from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
+from stemma.server.apis.chat_turn import ChatTurn, chat_turn
+from stemma.server.apis.messages.blocks import chat_fields
+from stemma.server.apis.messages.marks import MARKED_PRIORITY, Marks, marks_of, num_shared
+from stemma.server.apis.messages.output import ContentBlocks
+from stemma.server.apis.responses.output import new_id
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import AnthropicRoute, anthropic_error_body, json_response
+from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.openapi import takes
+from stemma.server.operator.explain import explanation_of
+from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import answered_by, check_model
+from stemma.server.requests.prompts import chat_prompt
+from stemma.server.requests.retention import Retention, retained
+from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
+from stemma.server.schemas.openai import ChatRequest
+from stemma.server.transport.sse import EventStream, event
+from stemma.types import FinishReason
+
+router = APIRouter(route_class=AnthropicRoute)
+
+
+@router.post("/v1/messages", openapi_extra=takes(MessagesRequest))
+async def create_message(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body = validate(MessagesRequest, await read_object(request))
+    check_model(context, body.model)
+    marks = marks_of(body)
+    chat = validate(ChatRequest, chat_fields(body))
+    turn = await chat_turn(context, new_id("msg"), chat)
+    written = None
+    if marks is not None:
+        turn = _retained(body, marks, turn)
+        written = await _num_marked(context, body, marks, turn)
+    reply = _Reply(context, turn, written)
+    if body.stream:
+        outputs = await start(context, request, [turn.generation], "messages")
+        return EventStream(reply.events(outputs), outputs)
+    [result] = await run_to_end(context, request, [turn.generation], "messages")
+    return json_response(reply.whole(result))
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that a conversation becomes."""
+    context = context_of(request)
+    body = validate(CountTokensRequest, await read_object(request))
+    check_model(context, body.model)
+    marks_of(body)
+    tokens = await chat_prompt(context, validate(ChatRequest, chat_fields(body)))
+    return json_response({"input_tokens": len(tokens)})
+
+
+def _retained(body: MessagesRequest, marks: Marks, turn: ChatTurn) -> ChatTurn:
+    """Return the turn with the marks' hint, unless the request brings its own."""
+    hint = Retention(MARKED_PRIORITY, marks.ttl_s)
+    return replace(turn, generation=retained(turn.generation, body, hint))
+
+
+async def _num_marked(context: ServerContext, body: MessagesRequest, marks: Marks, turn: ChatTurn) -> int:
+    """Return how many tokens lie before the last mark: those that a prompt which ends there has in common.
+
+    A mark on the tools or the system text counts up to the first turn.
+    """
+    tokens = turn.generation.prompt_token_ids
+    if marks.num_turns == len(body.messages):
+        return len(tokens)
+    head = body.messages[: marks.num_turns] or [Turn(role="user", content="")]
+    try:
+        fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
+        fields |= {"add_generation_prompt": False, "continue_final_message": False}
+        fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
+        prefix = await chat_prompt(context, validate(ChatRequest, fields))
+    except InvalidRequest:  # a template may refuse a conversation that ends here
+        return 0
+    return num_shared(tokens, prefix)
+
+
+@dataclass(slots=True)
+class _End:
+    """How an answer ended."""
+
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    """The stop string, or the id of the token that stopped it."""
+
+    def of(self, blocks: ContentBlocks) -> dict[str, str | None]:
+        """Return Anthropic's words for it."""
+        if self.finish_reason is FinishReason.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if blocks.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(self.stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+class _Reply:
+    """One message, whole or as events."""
+
+    def __init__(self, context: ServerContext, turn: ChatTurn, num_marked: int | None) -> None:
+        self._context = context
+        self._turn = turn
+        self._num_marked = num_marked
+
+    def whole(self, result: Collected) -> dict[str, Any]:
+        """Return the message of a request that is complete."""
+        [sequence] = result.sequences
+        blocks, parser = self._blocks(), self._turn.reader.parser()
+        blocks.feed([*parser.feed(sequence.text), *parser.end()])
+        blocks.end()
+        end = _End(sequence.finish_reason, sequence.stop_reason)
+        if end.finish_reason is FinishReason.ABORT:
+            raise GenerationFailed("the server ended this request before its answer was complete")
+        usage = self._usage(result.cache, result.num_generated_tokens)
+        return self._message(blocks, usage) | end.of(blocks)
+
+    async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
+        """Yield the events."""
+        blocks, parser, end = self._blocks(), self._turn.reader.parser(), _End()
+        cache, num_generated = outputs.first[1].cache, 0
+        message = self._message(blocks, self._usage(cache, 0))
+        yield _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+        try:
+            async for _, output in outputs:
+                num_generated, told = output.num_generated_tokens, []
+                for delta in output.deltas:
+                    told += blocks.feed(parser.feed(delta.text))
+                    if delta.finish_reason is not None:
+                        end = _End(delta.finish_reason, delta.stop_reason)
+                        told += blocks.feed(parser.end())
+                if told:
+                    yield b"".join(map(_event, told))
+            if end.finish_reason is FinishReason.ABORT:
+                raise GenerationFailed("the server ended this request before its answer was complete")
+        except StemmaError as error:
+            yield _event(anthropic_error_body(error)[1])
+            return
+        last = {"type": "message_delta", "delta": end.of(blocks), "usage": self._usage(cache, num_generated)}
+        yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
+
+    def _blocks(self) -> ContentBlocks:
+        return ContentBlocks(with_thinking=self._turn.reader.with_reasoning)
+
+    def _message(self, blocks: ContentBlocks, usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self._turn.generation.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": answered_by(self._context, self._turn.body.model),
+            "content": blocks.blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _usage(self, cache: CacheReport, num_generated: int) -> dict[str, Any]:
+        """Return Anthropic's counts: read from cache, written for later, and the rest, which add up."""
+        read = cache.num_cached_tokens
+        written = max(0, (self._num_marked or 0) - read)
+        ttl_s = self._turn.generation.ttl_s or 0.0
+        for_an_hour = written if ttl_s > _SHORT_TTL_S else 0
+        return {
+            "input_tokens": cache.num_prompt_tokens - read - written,
+            "cache_read_input_tokens": read,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
+            },
+            "output_tokens": num_generated,
+            "service_tier": "standard",
+            **({"stemma": why} if (why := explanation_of(cache)) else {}),
+        }
+
+
+_SHORT_TTL_S = 300.0
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return event(body, body["type"])

@@ -1,0 +1,196 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import GenerationRequest, SequenceDelta
+from stemma.errors import StemmaError
+from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.chat import AnswerReader, delta_of, message_of, tool_use
+from stemma.server.answers.events import CallStart, Event, Reasoning
+from stemma.server.answers.logprobs import chat_logprobs
+from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
+from stemma.server.answers.reasoning import prompt_opens_reasoning
+from stemma.server.answers.usage import UsageMeter
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
+from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.openapi import takes
+from stemma.server.requests.beam import beam_params
+from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import answered_by, check_model
+from stemma.server.requests.prompts import chat_prompt
+from stemma.server.requests.retention import generation_request
+from stemma.server.requests.sampling import chat_sampling, widen_to_best_of
+from stemma.server.schemas.openai import ChatRequest
+from stemma.server.transport.sse import DONE, EventStream, event
+from stemma.types import FinishReason, TokenArray
+
+router = APIRouter(route_class=OpenAIRoute)
+
+_REASONING_MARK_TOKENS = 16
+"""Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
+
+
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+async def create_chat_completion(request: Request) -> Response:
+    """Continue a conversation."""
+    context = context_of(request)
+    body = validate(ChatRequest, await read_object(request))
+    check_model(context, body.model)
+    params = chat_sampling(context, body)
+    beam = beam_params(body, params.n, body.best_of)
+    wide = params
+    if beam is None:
+        wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
+    tokens = await chat_prompt(context, body)
+    reader = answer_reader(context, body, tokens)
+    wide = reader.constrain(wide, context.engine.tokenizer.special_token_texts)
+    generation = generation_request(context, new_request_id("chatcmpl"), tokens, wide, body, beam)
+    if body.stream:
+        outputs = await start(context, request, [generation], "chat")
+        return EventStream(_events(context, body, generation, outputs, reader), outputs)
+    [result] = await run_to_end(context, request, [generation], "chat")
+    if params.prompt_logprobs is None:
+        return json_response(_completion(context, body, generation, result, reader))
+    return await context.in_thread(
+        lambda: json_response(_completion(context, body, generation, result, reader))
+    )
+
+
+def answer_reader(context: ServerContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
+    """Return what reads the answers to `body`, whose prompt is `tokens`."""
+    known = context.answer_format
+    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
+    opened = False
+    if known.reasoning:
+        end = tokens[-_REASONING_MARK_TOKENS:].tolist()
+        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
+    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
+
+
+def _completion(
+    context: ServerContext,
+    body: ChatRequest,
+    generation: GenerationRequest,
+    result: Collected,
+    reader: AnswerReader,
+) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if result.prompt_logprobs is not None and body.prompt_logprobs is not None:
+        extra["prompt_logprobs"] = vllm_prompt_logprobs(context, result.prompt_logprobs, body.prompt_logprobs)
+    if body.return_token_ids:
+        extra["prompt_token_ids"] = generation.prompt_token_ids.tolist()
+    choices = []
+    for index, sequence in enumerate(keep_best(result.sequences, body.n or 1)):
+        answer = reader.read(sequence.text)
+        choices.append(
+            {
+                "index": index,
+                "message": message_of(answer, reader.format.tools),
+                "logprobs": chat_logprobs(context, sequence.logprobs) if body.logprobs else None,
+                "finish_reason": _finish_reason(sequence.finish_reason, bool(answer.calls)),
+                "stop_reason": sequence.stop_reason,
+                **({"token_ids": sequence.token_ids} if body.return_token_ids else {}),
+            }
+        )
+    return {
+        "id": generation.request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": answered_by(context, body.model),
+        "choices": choices,
+        "usage": UsageMeter.of([result]).usage(),
+        **extra,
+    }
+
+
+async def _events(
+    context: ServerContext,
+    body: ChatRequest,
+    generation: GenerationRequest,
+    outputs: OutputStream,
+    reader: AnswerReader,
+) -> AsyncGenerator[bytes, None]:
+    """Yield the chunks: one with the role for each choice, then the parts, then usage if asked for."""
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    meter = UsageMeter()
+    head: dict[str, Any] = {
+        "id": generation.request_id,
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": answered_by(context, body.model),
+    }
+    tail: dict[str, Any] = {"usage": None} if with_usage else {}
+    role = {"role": "assistant", "content": ""}
+    with_ids = bool(body.return_token_ids)
+    streams = [_ChoiceStream(context, index, reader, with_ids) for index in range(generation.params.n)]
+    ids = {"prompt_token_ids": generation.prompt_token_ids.tolist()} if with_ids else {}
+    chunks = [event({**head, "choices": [stream.choice(role)], **ids, **tail}) for stream in streams]
+    try:
+        async for index, output in outputs:
+            meter.seen(index, output)
+            chunks.extend(
+                event({**head, "choices": [choice], **tail})
+                for delta in output.deltas
+                for choice in streams[delta.index].choices(delta)
+            )
+            if chunks:
+                yield b"".join(chunks)
+                chunks.clear()
+    except StemmaError as error:
+        yield event(openai_error_body(error)[1]) + DONE
+        return
+    last = event({**head, "choices": [], "usage": meter.usage()}) if with_usage else b""
+    yield last + DONE
+
+
+class _ChoiceStream:
+    """One choice of a streamed answer."""
+
+    def __init__(self, context: ServerContext, index: int, reader: AnswerReader, with_ids: bool) -> None:
+        self._context = context
+        self._with_ids = with_ids
+        self._index = index
+        self._reader = reader
+        self._parser = reader.parser()
+        self._has_calls = False
+
+    def choice(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice that holds nothing but `delta`."""
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def choices(self, delta: SequenceDelta) -> list[dict[str, Any]]:
+        """Return the choices of what a step gave: log-probabilities with the first, the end with the last."""
+        ended = delta.finish_reason is not None
+        events = self._parser.feed(delta.text) + (self._parser.end() if ended else [])
+        found = [self.choice(part) for part in map(self._delta, events) if part]
+        if delta.logprobs or ended or (self._with_ids and delta.token_ids):
+            found = found or [self.choice({})]
+        if self._with_ids and found:
+            found[0]["token_ids"] = list(delta.token_ids)
+        if delta.logprobs is not None and found:
+            found[0]["logprobs"] = chat_logprobs(self._context, delta.logprobs)
+        if ended:
+            found[-1]["finish_reason"] = _finish_reason(delta.finish_reason, self._has_calls)
+            found[-1]["stop_reason"] = delta.stop_reason
+        return found
+
+    def _delta(self, part: Event) -> dict[str, Any]:
+        self._has_calls = self._has_calls or isinstance(part, CallStart)
+        if isinstance(part, Reasoning) and not self._reader.with_reasoning:
+            return {}
+        return delta_of(part, self._reader.format.tools)
+
+
+def _finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and reason is FinishReason.STOP else reason

@@ -1,0 +1,284 @@
+"""``/v1/responses``: OpenAI's Responses API over the chat engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import RequestOutput
+from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaError
+from stemma.server.answers.events import AnswerParser
+from stemma.server.answers.usage import UsageMeter
+from stemma.server.apis.chat_turn import ChatTurn, chat_turn
+from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages
+from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
+from stemma.server.apis.responses.store import StoredResponse
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
+from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.openapi import takes
+from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import answered_by, check_model
+from stemma.server.requests.retention import Retention, retained
+from stemma.server.schemas.openai import ChatRequest
+from stemma.server.schemas.responses import ResponsesRequest
+from stemma.server.transport.sse import EventStream, event
+from stemma.types import DEFAULT_PRIORITY, FinishReason, as_tokens
+
+router = APIRouter(route_class=OpenAIRoute)
+
+STORED_PRIORITY = DEFAULT_PRIORITY + 10
+"""Priority of the blocks of stored conversations, which are likely to be continued."""
+
+
+@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+async def create_response(request: Request) -> Response:
+    """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
+    context = context_of(request)
+    body = validate(ResponsesRequest, await read_object(request))
+    check_model(context, body.model)
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise InvalidRequest("include: logprobs are not supported here", param="include")
+    owner = context.access.owner(request)
+    earlier = _earlier(context, owner, body)
+    history = [*(earlier.history() if earlier is not None else ()), *chat_messages(body.input)]
+    chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
+    response_id = new_id("resp")
+    turn = await chat_turn(context, response_id, chat, None if earlier is None else earlier.token_ids)
+    turn = _retained(context, body, turn)
+    reply = _Reply(context, body, turn, owner, history)
+    if body.stream:
+        outputs = await start(context, request, [turn.generation], "responses")
+        return EventStream(reply.events(outputs), outputs)
+    [result] = await run_to_end(context, request, [turn.generation], "responses")
+    return json_response(await reply.whole(result))
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str) -> Response:
+    """Return a stored response."""
+    context = context_of(request)
+    found = context.responses.get(context.access.owner(request), response_id)
+    if found is None:
+        raise _not_found(response_id)
+    return Response(found.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Drop a stored response. Later responses that continue it are kept."""
+    context = context_of(request)
+    if not context.responses.delete(context.access.owner(request), response_id):
+        raise _not_found(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"there is no response {response_id[:64]!r}: it was not stored, or its time is over")
+
+
+def _earlier(context: ServerContext, owner: str, body: ResponsesRequest) -> StoredResponse | None:
+    """Return the response to continue from."""
+    if body.previous_response_id is None:
+        return None
+    found = context.responses.get(owner, body.previous_response_id)
+    if found is None:
+        message = str(_not_found(body.previous_response_id))
+        raise InvalidRequest(message, param="previous_response_id")
+    return found
+
+
+def _with_instructions(body: ResponsesRequest, history: list[ChatMessage]) -> list[ChatMessage]:
+    if body.instructions is None:
+        return history
+    return [{"role": "system", "content": body.instructions}, *history]
+
+
+def _is_stored(context: ServerContext, body: ResponsesRequest) -> bool:
+    return body.store is not False and context.responses.capacity > 0
+
+
+def _retained(context: ServerContext, body: ResponsesRequest, turn: ChatTurn) -> ChatTurn:
+    """Return the turn with the hint that a stored conversation's blocks get, unless it brings its own."""
+    if not _is_stored(context, body):
+        return turn
+    hint = Retention(STORED_PRIORITY, context.responses.ttl_s)
+    return replace(turn, generation=retained(turn.generation, body, hint))
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far an answer is."""
+
+    parser: AnswerParser
+    items: OutputItems
+    meter: UsageMeter = field(default_factory=UsageMeter)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the answer ended at its limit."""
+        return self.finish_reason is FinishReason.LENGTH
+
+
+class _Reply:
+    """One response, whole or as events."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ResponsesRequest,
+        turn: ChatTurn,
+        owner: str,
+        history: list[ChatMessage],
+    ) -> None:
+        self._context = context
+        self._body = body
+        self._turn = turn
+        self._owner = owner
+        self._history = history
+        self._created_at = int(time.time())
+
+    async def whole(self, result: Collected) -> dict[str, Any]:
+        """Return the response of a request that is complete."""
+        [sequence] = result.sequences
+        progress = self._progress()
+        progress.meter = UsageMeter.of([result])
+        progress.token_ids = sequence.token_ids
+        progress.finish_reason = sequence.finish_reason
+        progress.items.feed([*progress.parser.feed(sequence.text), *progress.parser.end()])
+        progress.items.end("incomplete" if progress.was_cut else "completed")
+        return await self._finished(progress)
+
+    async def events(self, outputs: OutputStream) -> AsyncGenerator[bytes, None]:
+        """Yield the events; the last one carries the whole response."""
+        progress = self._progress()
+        numbered = _Numbered()
+        begun = self._response("in_progress", progress)
+        yield numbered.write([{"type": f"response.{name}", "response": begun} for name in _BEGIN])
+        try:
+            async for _, output in outputs:
+                if told := self._take(progress, output):
+                    yield numbered.write(told)
+            told = progress.items.end("incomplete" if progress.was_cut else "completed")
+            response = await self._finished(progress)
+        except StemmaError as error:
+            detail = openai_error_body(error)[1]["error"]
+            failed = self._response("failed", progress)
+            failed["error"] = {"code": "server_error", "message": detail["message"]}
+            yield numbered.write([{"type": "response.failed", "response": failed}])
+            return
+        yield numbered.write([*told, {"type": f"response.{response['status']}", "response": response}])
+
+    def _progress(self) -> _Progress:
+        reader = self._turn.reader
+        return _Progress(reader.parser(), OutputItems(reader.format.tools))
+
+    def _take(self, progress: _Progress, output: RequestOutput) -> list[StreamEvent]:
+        """Note an output; return what to tell of it."""
+        progress.meter.seen(0, output)
+        told: list[StreamEvent] = []
+        for delta in output.deltas:
+            progress.token_ids.extend(delta.token_ids)
+            told += progress.items.feed(progress.parser.feed(delta.text))
+            if delta.finish_reason is not None:
+                progress.finish_reason = delta.finish_reason
+                told += progress.items.feed(progress.parser.end())
+        return told
+
+    async def _finished(self, progress: _Progress) -> dict[str, Any]:
+        """Return the final response, and keep it if the client wants that."""
+        if progress.finish_reason is FinishReason.ABORT:
+            raise GenerationFailed("the server ended this request before its answer was complete")
+        response = self._response("incomplete" if progress.was_cut else "completed", progress)
+        if progress.was_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = await self._usage(progress)
+        if _is_stored(self._context, self._body):
+            prompt = self._turn.generation.prompt_token_ids
+            messages = [*self._history, *chat_messages(progress.items.items)]
+            entry = StoredResponse(
+                orjson.dumps(response),
+                orjson.dumps(messages),
+                np.concatenate((prompt, as_tokens(progress.token_ids))),
+            )
+            self._context.responses.put(self._owner, response["id"], entry)
+        return response
+
+    async def _usage(self, progress: _Progress) -> dict[str, Any]:
+        usage = progress.meter.usage()
+        reasoning, tokenizer = progress.items.reasoning, self._context.engine.tokenizer
+        num_reasoning = 0
+        if reasoning:
+            ids = await self._context.in_thread(lambda: tokenizer.encode(reasoning, add_special_tokens=False))
+            num_reasoning = len(ids)
+        num_cached = usage["prompt_cache_hit_tokens"]
+        written = usage["prompt_cache_miss_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": written},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": min(num_reasoning, usage["completion_tokens"])},
+            "total_tokens": usage["total_tokens"],
+            "stemma": usage["stemma"],
+        }
+
+    def _response(self, status: str, progress: _Progress) -> dict[str, Any]:
+        """Return the response as it stands."""
+        body, params = self._body, self._turn.generation.params
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        wanted = body.text.format if body.text is not None else None
+        return {
+            "id": self._turn.generation.request_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": answered_by(self._context, body.model),
+            "output": progress.items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": _is_stored(self._context, body),
+            "temperature": params.temperature,
+            "text": {"format": wanted or {"type": "text"}},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": body.tools or [],
+            "top_logprobs": 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+
+_BEGIN = ("created", "in_progress")
+
+
+class _Numbered:
+    """Writes events, with their names and numbers."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def write(self, told: list[StreamEvent]) -> bytes:
+        """Return the events as bytes."""
+        written = []
+        for each in told:
+            written.append(event({**each, "sequence_number": self._number}, each["type"]))
+            self._number += 1
+        return b"".join(written)

@@ -1,0 +1,202 @@
+"""TGI's ``/generate``, ``/generate_stream`` and ``/``, as MindIE serves them; cached counts in a header.
+
+The shape has no place for cached tokens: they are in the header ``x-stemma-cached-tokens``, and with
+``details`` also in ``details.stemma``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.finish import finish_reason
+from stemma.server.answers.logprobs import FLOOR
+from stemma.server.answers.usage import cache_detail
+from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
+from stemma.server.apis.vllm_generate import generate_vllm
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
+from stemma.server.openapi import takes
+from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import chosen_adapter
+from stemma.server.requests.prompts import check_length, check_tokens, text_prompt
+from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
+from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
+from stemma.server.transport.sse import EventStream, event
+
+router = APIRouter(route_class=TGIRoute)
+
+NEITHER_SHAPE = {
+    "error": {
+        "Error": "`inputs` or `prompt` must be necessary and data type must be string",
+        "error_type": "validation",
+    }
+}
+
+
+@router.post("/generate", openapi_extra=takes(TGIRequest, VLLMGenerateRequest))
+async def generate(request: Request) -> Response:
+    """Continue ``inputs`` (TGI's shape) or ``prompt`` (vLLM's)."""
+    body = await read_object(request)
+    if "prompt" in body:
+        return await generate_vllm(request, body)
+    if "inputs" not in body:
+        return json_response(NEITHER_SHAPE, 422)
+    return await _generate_whole(request, validate(TGIRequest, body), in_list=False)
+
+
+@router.post("/generate_stream", openapi_extra=takes(TGIRequest))
+async def generate_stream(request: Request) -> Response:
+    """Continue ``inputs``, token by token."""
+    return await _generate_stream(request, validate(TGIRequest, await read_object(request)))
+
+
+@router.post("/", openapi_extra=takes(TGIRequest))
+async def generate_at_root(request: Request) -> Response:
+    """Continue ``inputs``; ``stream`` in the body chooses how. A whole answer comes in a list of one."""
+    body = validate(TGIRequest, await read_object(request))
+    if body.stream:
+        return await _generate_stream(request, body)
+    return await _generate_whole(request, body, in_list=True)
+
+
+async def _prepare(
+    context: ServerContext, body: TGIRequest, *, stream: bool
+) -> tuple[GenerationRequest, str]:
+    """Return the request for the engine, and the text of its prompt."""
+    adapter = chosen_adapter(context, body.model, body.parameters.adapter_id)
+    text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
+    params = tgi_sampling(context, body.parameters)
+    params = widen_to_best_of(context, params, body.parameters.best_of, stream=stream)
+    check_length(context, len(text), "inputs")
+    if body.parameters.truncate is None:
+        tokens = await text_prompt(context, text, param="inputs")
+    else:
+        tokenizer, keep = context.engine.tokenizer, body.parameters.truncate
+        tokens = await context.in_thread(lambda: tokenizer.encode(text)[-keep:])
+        tokens = check_tokens(context, tokens, "inputs")
+    return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter), text
+
+
+def _join_parts(parts: list[dict[str, Any]]) -> str:
+    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+        raise InvalidRequest("inputs: only text is supported", param="inputs")
+    return "".join(part["text"] for part in parts)
+
+
+async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) -> Response:
+    context = context_of(request)
+    generation, text = await _prepare(context, body, stream=False)
+    [result] = await run_to_end(context, request, [generation], "tgi")
+    [sequence] = keep_best(result.sequences, 1)
+    answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
+    if body.parameters.details or body.parameters.decoder_input_details:
+        answer["details"] = _details(context, generation, result, sequence, body.parameters)
+    return json_response([answer] if in_list else answer, headers=_headers(result.cache))
+
+
+def _headers(cache: CacheReport) -> dict[str, str]:
+    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
+
+
+def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
+    return prompt + generated if parameters.return_full_text else generated
+
+
+def _details(
+    context: ServerContext,
+    generation: GenerationRequest,
+    result: Collected,
+    sequence: CollectedSequence,
+    parameters: TGIParameters,
+) -> dict[str, Any]:
+    prefill: list[dict[str, Any]] = []
+    if parameters.decoder_input_details:
+        prefill = [_token(context, token_id) for token_id in generation.prompt_token_ids.tolist()]
+        if result.prompt_logprobs is not None:
+            for entry, logprob in zip(prefill[1:], result.prompt_logprobs.logprobs.tolist(), strict=True):
+                entry["logprob"] = max(logprob, FLOOR)
+    return {
+        "prompt_tokens": len(generation.prompt_token_ids),
+        "finish_reason": finish_reason(sequence.finish_reason, sequence.stop_reason),
+        "generated_tokens": len(sequence.token_ids),
+        "prefill": prefill,
+        "seed": generation.params.seed,
+        "tokens": _tokens(context, sequence),
+        "stemma": cache_detail(result.cache, result.queue_wait_s),
+    }
+
+
+def _tokens(context: ServerContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
+    if not sequence.logprobs:
+        return [_token(context, token_id) for token_id in sequence.token_ids]
+    return [_token(context, entry.token_id, entry.logprob) for entry in sequence.logprobs]
+
+
+def _token(context: ServerContext, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+    return token_entry(context, token_id, logprob, context.token_text(token_id))
+
+
+async def _generate_stream(request: Request, body: TGIRequest) -> Response:
+    if body.parameters.decoder_input_details:
+        raise InvalidRequest(
+            "the decoder_input_details must not be true when stream is true",
+            param="parameters.decoder_input_details",
+        )
+    context = context_of(request)
+    generation, text = await _prepare(context, body, stream=True)
+    outputs = await start(context, request, [generation], "tgi")
+    source = _events(context, body.parameters, generation, text, outputs)
+    return EventStream(source, outputs, _headers(outputs.first[1].cache))
+
+
+async def _events(
+    context: ServerContext,
+    parameters: TGIParameters,
+    generation: GenerationRequest,
+    prompt: str,
+    outputs: OutputStream,
+) -> AsyncGenerator[bytes, None]:
+    """Yield an event per token; the last one carries the whole text and, if asked for, the details."""
+    texts: list[str] = []
+    index = 0
+    try:
+        async for _, output in outputs:
+            for delta in output.deltas:
+                texts.append(delta.text)
+                tokens = stream_tokens(context, delta)
+                for token in tokens:
+                    index += 1
+                    item: dict[str, Any] = {
+                        "index": index,
+                        "token": token,
+                        "generated_text": None,
+                        "details": None,
+                    }
+                    if delta.finish_reason is not None and token is tokens[-1]:
+                        item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
+                        if parameters.details:
+                            reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                            item["details"] = _stream_details(generation, output, reason)
+                    yield event(item)
+    except StemmaError as error:
+        yield event(tgi_error_body(error)[1])
+
+
+def _stream_details(generation: GenerationRequest, output: RequestOutput, reason: str) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(generation.prompt_token_ids),
+        "input_length": len(generation.prompt_token_ids),
+        "finish_reason": reason,
+        "generated_tokens": output.num_generated_tokens,
+        "seed": generation.params.seed,
+        "stemma": cache_detail(output.cache, output.queue_wait_s),
+    }

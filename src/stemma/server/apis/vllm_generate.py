@@ -1,0 +1,60 @@
+"""``/generate`` in vLLM's shape: ``{"prompt": ...}`` -> ``{"text": [prompt + output, ...]}``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import GenerationRequest
+from stemma.errors import StemmaError
+from stemma.server.answers.best_of import keep_best
+from stemma.server.context import context_of, new_request_id
+from stemma.server.errors import json_response, tgi_error_body
+from stemma.server.generation import OutputStream, run_to_end, start
+from stemma.server.requests.beam import beam_params
+from stemma.server.requests.body import validate
+from stemma.server.requests.models import check_model
+from stemma.server.requests.prompts import text_prompt
+from stemma.server.requests.sampling import vllm_sampling, widen_to_best_of
+from stemma.server.schemas.tgi import VLLMGenerateRequest
+from stemma.server.transport.sse import EventStream
+
+_END = b"\0"
+"""Ends each piece of a stream in this shape."""
+
+
+async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
+    """Answer a body that has a ``prompt``."""
+    context = context_of(request)
+    body = validate(VLLMGenerateRequest, raw)
+    adapter = check_model(context, body.model)
+    params = vllm_sampling(context, body)
+    beam = beam_params(body, params.n, body.best_of)
+    wide = params
+    if beam is None:
+        wide = widen_to_best_of(context, params, body.best_of, stream=body.stream)
+    tokens = await text_prompt(context, body.prompt)
+    generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
+    if body.stream:
+        outputs = await start(context, request, [generation], "vllm")
+        headers = {"x-stemma-cached-tokens": str(outputs.first[1].cache.num_cached_tokens)}
+        return EventStream(_pieces(outputs), outputs, headers)
+    [result] = await run_to_end(context, request, [generation], "vllm")
+    texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]
+    headers = {"x-stemma-cached-tokens": str(result.cache.num_cached_tokens)}
+    return json_response({"text": texts}, headers=headers)
+
+
+async def _pieces(outputs: OutputStream) -> AsyncGenerator[bytes, None]:
+    """Yield ``{"text": [new text]}`` and a NUL for each output."""
+    try:
+        async for _, output in outputs:
+            texts = [delta.text for delta in output.deltas if delta.text]
+            if texts:
+                yield orjson.dumps({"text": texts}) + _END
+    except StemmaError as error:
+        yield orjson.dumps(tgi_error_body(error)[1]) + _END

@@ -1,0 +1,1 @@
+"""What operators see and do: health, metrics, explanations, the cache, MindIE's management."""

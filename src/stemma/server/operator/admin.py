@@ -1,0 +1,291 @@
+"""The operator's plane of the cache: lookup, prewarm, pin, flush, export and import.
+
+A prompt is given as ``prompt`` (text or token ids) or as ``messages``; ``cache_salt``, as in the completion
+APIs, and ``tenant`` name its namespace. So what an operator pins is what a client will hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from typing import Any, BinaryIO
+
+from fastapi import APIRouter
+from pydantic import model_validator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.operator.cache_control import CacheLookup, Pin
+from stemma.engine.sampling.params import SamplingParams
+from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
+from stemma.memory.tiers.bundle import BundleTrust
+from stemma.prefix.keys import Namespace
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import AdminFileRoute, AdminRoute, json_response
+from stemma.server.openapi import parameter, takes, takes_file
+from stemma.server.operator.tier_metrics import tiers_as_json
+from stemma.server.requests.body import body_chunks, read_object, validate
+from stemma.server.requests.models import check_model
+from stemma.server.requests.prompts import chat_prompt, completion_prompts
+from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
+from stemma.server.schemas.openai import ChatRequest
+from stemma.server.tenants.namespace import tenant_namespace
+from stemma.types import DEFAULT_PRIORITY, Tier, TokenArray
+
+router = APIRouter(route_class=AdminRoute, prefix="/admin/cache")
+file_router = APIRouter(route_class=AdminFileRoute, prefix="/admin/cache")
+_CHUNK_BYTES = 1 << 20
+
+
+class PrefixRequest(RequestModel):
+    """A prompt, by its text, token ids or messages."""
+
+    prompt: str | list[Any] | None = None
+    """Text or token ids."""
+    messages: Messages | None = None
+    cache_salt: Salt | None = None
+    tenant: Name | None = None
+    """Whose; needed where a file of API keys names tenants."""
+    model: Name | None = None
+    """An adapter, whose blocks are its own; default: the model without one."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> PrefixRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class PinRequest(PrefixRequest):
+    """What to pin, and for how long."""
+
+    ttl_s: Ttl | None = None
+
+
+class PrewarmRequest(PinRequest):
+    """What to compute ahead, and how to keep it."""
+
+    priority: Priority = DEFAULT_PRIORITY
+    pin: bool = False
+
+
+class UnpinRequest(RequestModel):
+    """What to unpin."""
+
+    pin_id: Name
+
+
+@router.get("/tiers")
+async def tiers(request: Request) -> Response:
+    """Counters and gauges of the tiers below the device."""
+    stats = await context_of(request).engine.stats()
+    return json_response({"tiers": {}} if stats.transfer is None else tiers_as_json(stats.transfer))
+
+
+@router.post("/lookup", openapi_extra=takes(PrefixRequest))
+async def lookup(request: Request) -> Response:
+    """How many tokens of a prompt are in which tier; computes and moves nothing."""
+    context, body = context_of(request), validate(PrefixRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    found = await context.engine.cache_control.lookup(_where(context, body, tokens), tokens)
+    return json_response(_lookup_json(found))
+
+
+@router.post("/prewarm", openapi_extra=takes(PrewarmRequest))
+async def prewarm(request: Request) -> Response:
+    """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
+    context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    namespace = _where(context, body, tokens)
+    wanted = GenerationRequest(
+        request_id=new_request_id("prewarm"),
+        prompt_token_ids=tokens,
+        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        namespace=namespace,
+        adapter=check_model(context, body.model),
+        priority=body.priority,
+        ttl_s=body.ttl_s,
+    )
+    answer: dict[str, Any] = {}
+    async for output in context.engine.generate(wanted):
+        output.raise_error()
+        answer = {
+            "num_prompt_tokens": output.cache.num_prompt_tokens,
+            "num_cached_tokens": output.cache.num_cached_tokens,
+            "cached_by_tier": _by_tier(output.cache.cached_by_tier),
+        }
+    if body.pin:
+        pin = await context.engine.cache_control.pin(namespace, tokens, body.ttl_s)
+        answer["pin"] = _pin_json(pin)
+    return json_response(answer)
+
+
+@router.post("/pin", openapi_extra=takes(PinRequest))
+async def pin(request: Request) -> Response:
+    """Forbid eviction of a prompt's cached blocks."""
+    context, body = context_of(request), validate(PinRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    made = await context.engine.cache_control.pin(_where(context, body, tokens), tokens, body.ttl_s)
+    return json_response(_pin_json(made))
+
+
+@router.post("/unpin", openapi_extra=takes(UnpinRequest))
+async def unpin(request: Request) -> Response:
+    """Permit eviction again."""
+    body = validate(UnpinRequest, await read_object(request))
+    gone = await context_of(request).engine.cache_control.unpin(body.pin_id)
+    return json_response(_pin_json(gone))
+
+
+@router.get("/pins")
+async def pins(request: Request) -> Response:
+    """All pins."""
+    held = context_of(request).engine.cache_control.pins()
+    return json_response({"pins": [_pin_json(one) for one in held]})
+
+
+@router.post("/flush")
+async def flush(request: Request) -> Response:
+    """Drop every block that no request or pin holds, from device, host and disk; say what really went."""
+    report = await context_of(request).engine.cache_control.flush()
+    return json_response(
+        {
+            "num_dropped_blocks": sum(report.freed_blocks.values()),
+            "dropped_blocks": _by_tier(report.freed_blocks),
+            "kept_blocks": _by_tier(report.kept_blocks),
+            "freed_bytes": report.freed_bytes,
+        }
+    )
+
+
+@router.post("/export", openapi_extra=takes(PrefixRequest))
+async def export(request: Request) -> Response:
+    """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
+    context, body = context_of(request), validate(PrefixRequest, await read_object(request))
+    tokens = await _tokens(context, body)
+    namespace = _namespace(context, body.tenant, body.cache_salt, body.model)
+    if context.published.located(namespace, tokens).head is not None:
+        raise InvalidRequest("this prompt begins with a published prefix: unpublish that, then export")
+    file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response
+    try:
+        control = context.engine.cache_control
+        count = await control.export(namespace, tokens, file, key=context.bundle_key)
+        if not count:
+            raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
+    except BaseException:
+        file.close()
+        raise
+    size = file.tell()
+    headers = {"content-length": str(size), "x-num-blocks": str(count)}
+    return StreamingResponse(_content(file), headers=headers, media_type="application/octet-stream")
+
+
+@file_router.post(
+    "/import",
+    openapi_extra=takes_file() | parameter("cache_salt", {"type": "string", "maxLength": MAX_SALT_CHARS}),
+)
+async def import_(request: Request) -> Response:
+    """Take the blocks of an exported file; ``?cache_salt=&tenant=&model=`` name the namespace it is from."""
+    context = context_of(request)
+    salt = request.query_params.get("cache_salt", "")
+    if len(salt) > MAX_SALT_CHARS:
+        raise InvalidRequest(f"cache_salt has more than {MAX_SALT_CHARS} characters", param="cache_salt")
+    trust = BundleTrust(context.bundle_key, takes_unsigned=context.settings.server.trust_imports)
+    if trust.key is None and not trust.takes_unsigned:
+        raise Forbidden("this server takes no blocks from outside: see --bundle-key-file and --trust-imports")
+    query = request.query_params
+    namespace = _namespace(context, query.get("tenant"), salt, query.get("model"))
+    with tempfile.TemporaryFile() as file:
+        async for chunk in body_chunks(request):
+            await asyncio.to_thread(file.write, chunk)
+        file.seek(0, os.SEEK_SET)
+        try:
+            header, num_new = await context.engine.cache_control.import_(namespace, file, trust)
+        except UntrustedFile as error:
+            raise Forbidden(str(error)) from error
+        except StorageError as error:
+            raise InvalidRequest(str(error)) from error
+    return json_response(
+        {
+            "num_tokens": header.num_blocks * header.space.block_size,
+            "num_blocks": header.num_blocks,
+            "num_new_blocks": num_new,
+        }
+    )
+
+
+async def _content(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        file.seek(0)
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+            yield chunk
+
+
+def _namespace(context: ServerContext, tenant: str | None, salt: str | None, model: str | None) -> Namespace:
+    """Return where the requests of `tenant` with that salt find their blocks of a model or an adapter."""
+    adapter, keys = check_model(context, model), context.access.keys
+    asked = Namespace(salt=salt or "", adapter="" if adapter is None else adapter.key)
+    if keys is None:
+        if tenant is not None:
+            raise InvalidRequest("this server has no tenants: see --api-keys-file", param="tenant")
+        return asked
+    if tenant is None or tenant not in {known.name for known in keys.tenants}:
+        raise InvalidRequest("tenant: name a tenant of the file of API keys", param="tenant")
+    return tenant_namespace(keys.secret, tenant, asked)
+
+
+def _where(context: ServerContext, body: PrefixRequest, tokens: TokenArray) -> Namespace:
+    namespace = _namespace(context, body.tenant, body.cache_salt, body.model)
+    return context.published.located(namespace, tokens)
+
+
+async def _tokens(context: ServerContext, body: PrefixRequest) -> TokenArray:
+    return await prompt_tokens(context, body.prompt, body.messages)
+
+
+async def prompt_tokens(
+    context: ServerContext,
+    prompt: str | list[Any] | None,
+    messages: list[dict[str, Any]] | None,
+    *,
+    is_open: bool = False,
+) -> TokenArray:
+    """Return the tokens of one prompt, or of messages; `is_open`: without what begins the answer."""
+    if messages is not None:
+        chat = {
+            "model": context.engine.model_name,
+            "messages": messages,
+            "add_generation_prompt": not is_open,
+        }
+        return await chat_prompt(context, validate(ChatRequest, chat))
+    assert prompt is not None
+    prompts = await completion_prompts(context, prompt)
+    if len(prompts) > 1:
+        raise InvalidRequest("give one prompt", param="prompt")
+    return prompts[0]
+
+
+def _by_tier(counts: Any) -> dict[str, int]:
+    return {Tier(tier).value: count for tier, count in counts.items()}
+
+
+def _lookup_json(found: CacheLookup) -> dict[str, Any]:
+    return {
+        "num_prompt_tokens": found.num_prompt_tokens,
+        "num_cached_tokens": found.num_cached_tokens,
+        "served_by_tier": _by_tier(found.served_by_tier),
+        "tokens_by_tier": _by_tier(found.tokens_by_tier),
+    }
+
+
+def _pin_json(pin: Pin) -> dict[str, Any]:
+    return {
+        "pin_id": pin.pin_id,
+        "num_prompt_tokens": pin.num_prompt_tokens,
+        "tokens_by_tier": _by_tier(pin.tokens_by_tier),
+        "ttl_s": pin.ttl_s,
+    }

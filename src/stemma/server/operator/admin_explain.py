@@ -1,0 +1,27 @@
+"""`/admin/explain`: what one of the last requests got from the cache, and why not more."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.errors import NotFound
+from stemma.server.context import context_of
+from stemma.server.errors import AdminRoute, json_response
+from stemma.server.openapi import parameter
+from stemma.server.operator.explain import for_operator
+
+router = APIRouter(route_class=AdminRoute)
+
+
+@router.get("/admin/explain", openapi_extra=parameter("request", {"type": "string"}))
+async def explain(request: Request) -> Response:
+    """Explain the request with the id ``request``, or the last one; the last 1024 are known."""
+    context = context_of(request)
+    wanted = request.query_params.get("request")
+    note = context.explanations.last() if wanted is None else context.explanations.find(wanted)
+    if note is None:
+        which = "no request yet" if wanted is None else "no such request among the last ones"
+        raise NotFound(f"{which}: give the id of an answer, or none for the last request", param="request")
+    return json_response(await for_operator(context, note))

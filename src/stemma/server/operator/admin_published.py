@@ -1,0 +1,97 @@
+"""The operator's plane of published prefixes: what all tenants share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.sampling.params import SamplingParams
+from stemma.errors import InvalidRequest
+from stemma.prefix.keys import Namespace
+from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.errors import AdminRoute, json_response
+from stemma.server.openapi import takes
+from stemma.server.operator.admin import prompt_tokens
+from stemma.server.requests.body import read_object, validate
+from stemma.server.schemas.base import RequestModel
+from stemma.server.schemas.bounds import Messages, Name
+from stemma.server.tenants.published import Published
+
+router = APIRouter(route_class=AdminRoute, prefix="/admin/cache")
+
+
+class PublishRequest(RequestModel):
+    """What to publish: a prompt, by its text, token ids or messages."""
+
+    prompt: str | list[Any] | None = None
+    """Text or token ids."""
+    messages: Messages | None = None
+    name: Name = ""
+    """For people."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> PublishRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class UnpublishRequest(RequestModel):
+    """What to publish no longer."""
+
+    publish_id: Name
+
+
+@router.post("/publish", openapi_extra=takes(PublishRequest))
+async def publish(request: Request) -> Response:
+    """Let all tenants share the whole blocks of a prompt, and compute them."""
+    context, body = context_of(request), validate(PublishRequest, await read_object(request))
+    if not context.settings.engine.cache.enable_prefix_cache:
+        raise InvalidRequest("the prefix cache is off: there is nothing to share")
+    tokens = await prompt_tokens(context, body.prompt, body.messages, is_open=True)
+    made = await context.published.add(tokens, body.name)
+    answer = _as_json(made) | {"num_prompt_tokens": len(tokens), "is_kept": context.published.is_kept}
+    return json_response(answer | {"num_cached_tokens": await _prewarm(context, made)})
+
+
+@router.post("/unpublish", openapi_extra=takes(UnpublishRequest))
+async def unpublish(request: Request) -> Response:
+    """Share a prefix no longer. Its blocks are found by nobody from then on, and evicted with time."""
+    body = validate(UnpublishRequest, await read_object(request))
+    return json_response(_as_json(await context_of(request).published.remove(body.publish_id)))
+
+
+@router.get("/published")
+async def published(request: Request) -> Response:
+    """All published prefixes, without their tokens."""
+    known = context_of(request).published
+    return json_response({"published": [_as_json(one) for one in known.prefixes], "is_kept": known.is_kept})
+
+
+async def _prewarm(context: ServerContext, made: Published) -> int:
+    """Compute the prefix; return how many of its tokens were cached before."""
+    wanted = GenerationRequest(
+        request_id=new_request_id("publish"),
+        prompt_token_ids=made.tokens,
+        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        namespace=Namespace(adapter=made.adapter, is_public=True),
+    )
+    num_cached = 0
+    async for output in context.engine.generate(wanted):
+        output.raise_error()
+        num_cached = output.cache.num_cached_tokens
+    return num_cached
+
+
+def _as_json(one: Published) -> dict[str, Any]:
+    return {
+        "publish_id": one.publish_id,
+        "name": one.name,
+        "num_public_tokens": len(one.tokens),
+        "created_at": round(one.created_at, 3),
+    }

@@ -1,0 +1,1 @@
+"""`/dashboard`: the page, what it shows live, the tree."""

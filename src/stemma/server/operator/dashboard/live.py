@@ -1,0 +1,128 @@
+"""What the server does now, for `stemma top` and the dashboard: counters, tiers, tenants, requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.api import EngineStats
+from stemma.errors import InvalidRequest, Overloaded
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import AdminRoute, json_response
+from stemma.server.openapi import parameter
+from stemma.server.operator.tier_metrics import tiers_as_json
+from stemma.server.operator.watches import RequestRecord, RequestWatch
+from stemma.server.transport.sse import EventStream, event
+
+router = APIRouter(route_class=AdminRoute)
+MAX_STREAMS = 16
+MAX_UNDER_WAY, MAX_ENDED = 100, 500
+"""Requests in one snapshot."""
+EVERY_S = 1.0
+_SINCE = {"type": "integer", "minimum": 0, "maximum": 2**53}
+
+
+@router.get("/admin/live/now", openapi_extra=parameter("since", _SINCE))
+async def now(request: Request) -> Response:
+    """One snapshot; of requests that ended, those whose number is above ``since``."""
+    return json_response(await snapshot(context_of(request), _since(request)))
+
+
+@router.get("/admin/live", openapi_extra=parameter("since", _SINCE))
+async def live(request: Request) -> Response:
+    """A snapshot each second as server-sent events, until the client leaves or the server stops."""
+    context = context_of(request)
+    if context.num_live_streams >= MAX_STREAMS:
+        raise Overloaded(f"{MAX_STREAMS} pages watch this server already; close one")
+    return EventStream(_snapshots(context, _since(request)))
+
+
+async def _snapshots(context: ServerContext, since: int) -> AsyncGenerator[bytes, None]:
+    context.num_live_streams += 1
+    try:
+        while not context.draining:
+            shown = await snapshot(context, since)
+            since = shown["last_number"]
+            yield event(shown)
+            await asyncio.sleep(EVERY_S)
+    finally:
+        context.num_live_streams -= 1
+
+
+async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
+    """Return counters and gauges, the requests under way, and those that ended after number `since`."""
+    stats = await context.engine.stats()
+    watches = context.watches
+    newest = watches.records[-1].number if watches.records else 0
+    # A page that watched the server before a restart asks for numbers that don't exist yet.
+    since = since if since <= newest else 0
+    ended = [record for record in watches.records if record.number > since][-MAX_ENDED:]
+    under_way = sorted(watches.running.values(), key=lambda watch: watch.arrived_at)[:MAX_UNDER_WAY]
+    return {
+        "time": time.time(),
+        "model": context.engine.model_name,
+        "started_at": context.started_at,
+        "failure": context.engine.failure,
+        "engine": engine_as_json(stats),
+        "tenants": [{"name": name, **asdict(sums)} for name, sums in sorted(watches.tenants.items()) if name],
+        "under_way": [_watch_as_json(watch) for watch in under_way],
+        "ended": [_record_as_json(record) for record in ended],
+        "last_number": newest,
+    }
+
+
+def engine_as_json(stats: EngineStats) -> dict[str, Any]:
+    """Return the engine's counters and gauges as plain JSON."""
+    shown = asdict(replace(stats, transfer=None))
+    if stats.transfer is not None:
+        shown["transfer"] = tiers_as_json(stats.transfer)
+    shown["cached_tokens_by_tier"] = {t.value: n for t, n in stats.cached_tokens_by_tier.items()}
+    return shown
+
+
+def _watch_as_json(watch: RequestWatch) -> dict[str, Any]:
+    last = watch.last
+    return {
+        "request": watch.request.request_id,
+        "api": watch.api,
+        "tenant": watch.request.namespace.owner,
+        "age_s": round(watch.age_s, 3),
+        "prompt_tokens": len(watch.request.prompt_token_ids),
+        "cached_tokens": None if last is None else last.cache.num_cached_tokens,
+        "by_tier": {} if last is None else {t.value: n for t, n in last.cache.cached_by_tier.items()},
+        "generated_tokens": 0 if last is None else last.num_generated_tokens,
+    }
+
+
+def _record_as_json(record: RequestRecord) -> dict[str, Any]:
+    cache = record.cache
+    return {
+        "number": record.number,
+        "request": record.request_id,
+        "api": record.api,
+        "tenant": record.tenant,
+        "outcome": record.outcome,
+        "arrived_at": record.arrived_at,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": None if cache is None else cache.num_cached_tokens,
+        "by_tier": {} if cache is None else {t.value: n for t, n in cache.cached_by_tier.items()},
+        "miss": None if cache is None else cache.miss_reason,
+        "generated_tokens": record.num_generated_tokens,
+        "queue_s": record.queue_s,
+        "first_token_s": record.first_token_s,
+        "total_s": record.total_s,
+    }
+
+
+def _since(request: Request) -> int:
+    given = request.query_params.get("since", "0")
+    if not (given.isascii() and given.isdecimal() and len(given) <= 16):
+        raise InvalidRequest("since: the number of a request, 0 or more", param="since")
+    return int(given)

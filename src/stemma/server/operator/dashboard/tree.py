@@ -1,0 +1,56 @@
+"""`/admin/tree`: the prefix tree as numbers, for a picture of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.engine.core.tree_outline import MAX_NODES, TreeOutline
+from stemma.errors import InvalidRequest
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import AdminRoute, json_response
+from stemma.server.openapi import parameter
+
+router = APIRouter(route_class=AdminRoute)
+_MAX_TEXTS = 2000
+"""Nodes, nearest to the roots first, whose first words are shown."""
+
+
+@router.get(
+    "/admin/tree",
+    openapi_extra=parameter("max_nodes", {"type": "integer", "minimum": 1, "maximum": MAX_NODES}),
+)
+async def tree(request: Request) -> Response:
+    """Nodes of the device's prefix tree, parents first, as parallel lists; the first 10000 by depth."""
+    given = request.query_params.get("max_nodes", str(MAX_NODES))
+    if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= MAX_NODES):
+        raise InvalidRequest(f"max_nodes must be between 1 and {MAX_NODES}", param="max_nodes")
+    context = context_of(request)
+    outline = await context.engine.cache_control.outline(int(given))
+    return json_response(await asyncio.to_thread(_as_json, context, outline))
+
+
+def _as_json(context: ServerContext, outline: TreeOutline) -> dict[str, Any]:
+    tokenizer = context.engine.tokenizer
+    return {
+        "num_nodes": outline.num_nodes,
+        "block_size": outline.block_size,
+        "namespaces": [
+            {"owner": namespace.owner, "adapter": namespace.adapter, "has_salt": bool(namespace.salt)}
+            for namespace in outline.namespaces
+        ],
+        "parent": outline.parents,
+        "namespace": outline.roots,
+        "start": outline.starts,
+        "tokens": outline.num_tokens,
+        "age_s": [None if age is None else round(age, 1) for age in outline.ages_s],
+        "pinned": outline.pinned,
+        "below": outline.below,
+        "text": [
+            tokenizer.decode(ids, skip_special_tokens=False) for ids in outline.first_tokens[:_MAX_TEXTS]
+        ],
+    }

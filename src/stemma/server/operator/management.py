@@ -1,0 +1,104 @@
+"""Health, models, metrics, and a look into the cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from stemma.errors import InvalidRequest
+from stemma.server.context import ServerContext, context_of
+from stemma.server.errors import AdminRoute, OpenAIRoute, json_response
+from stemma.server.openapi import parameter
+from stemma.server.operator.metric_aliases import render_aliases
+from stemma.server.operator.tier_metrics import tiers_as_json
+from stemma.server.requests.models import check_model
+
+open_router = APIRouter()
+"""Needs no API key: load balancers ask it."""
+router = APIRouter(route_class=OpenAIRoute)
+admin_router = APIRouter(route_class=AdminRoute, prefix="/admin")
+
+
+@open_router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains."""
+    context = context_of(request)
+    if context.engine.failure is not None:
+        return json_response({"status": "failed", "reason": context.engine.failure}, 503)
+    if context.draining:
+        return json_response({"status": "draining"}, 503)
+    return json_response({"status": "ok"})
+
+
+def _model_cards(context: ServerContext) -> list[dict[str, Any]]:
+    """Return the model, then its adapters, which name it as their parent (as vLLM has it)."""
+    shared = {
+        "object": "model",
+        "created": context.started_at,
+        "owned_by": "stemma",
+        "max_model_len": context.engine.max_model_len,
+    }
+    served = context.engine.model_name
+    return [
+        {"id": served, **shared, "root": served, "parent": None},
+        *(
+            {"id": named.name, **shared, "root": named.path.name, "parent": served}
+            for named in context.engine.adapters.all()
+        ),
+    ]
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The model that is served, and its adapters."""
+    return json_response({"object": "list", "data": _model_cards(context_of(request))})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request) -> Response:
+    """The served model or one of its adapters, or 404."""
+    context, name = context_of(request), request.path_params["name"]
+    check_model(context, name)
+    model, *adapters = _model_cards(context)
+    return json_response(next((card for card in adapters if card["id"] == name), model))
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Counters and histograms in Prometheus' text format."""
+    context = context_of(request)
+    stats = await context.engine.stats()
+    text = context.metrics.render(stats)
+    for names in context.metric_aliases:
+        text += render_aliases(names, context.metrics, stats, context.engine.model_name)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@admin_router.get("/stats")
+async def engine_stats(request: Request) -> Response:
+    """The engine's counters and gauges as JSON."""
+    stats = await context_of(request).engine.stats()
+    snapshot = asdict(replace(stats, transfer=None))
+    if stats.transfer is not None:
+        snapshot["transfer"] = tiers_as_json(stats.transfer)
+    snapshot["cached_tokens_by_tier"] = {
+        tier.value: count for tier, count in snapshot["cached_tokens_by_tier"].items()
+    }
+    return json_response(snapshot)
+
+
+@admin_router.get(
+    "/cache/tree",
+    openapi_extra=parameter("max_tokens", {"type": "integer", "minimum": 1, "maximum": 1000}),
+)
+async def draw_tree(request: Request) -> Response:
+    """The prefix index as an indented drawing; ``?max_tokens=24`` limits the text of each edge."""
+    given = request.query_params.get("max_tokens", "24")
+    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= 1000):
+        raise InvalidRequest("max_tokens must be between 1 and 1000", param="max_tokens")
+    return PlainTextResponse(await context_of(request).engine.draw_tree(int(given)))

@@ -1,0 +1,166 @@
+"""`/metrics`: the engine's counters, and histograms of requests measured in the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
+from stemma.server.operator.tier_metrics import tier_metrics
+from stemma.types import Tier
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2)
+E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+NO_TENANT = "-"
+CACHED_SHARES = ("0-9", "10-49", "50-89", "90-100")
+"""Classes of prompts by the percentage that was cached."""
+TOKENS_BUCKETS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class _EngineCollector(Collector):
+    """Turns the latest `EngineStats` into metric families at scrape time."""
+
+    def __init__(self) -> None:
+        self.latest: EngineStats | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.latest
+        if stats is None:
+            return
+        for name, text, gauge in (
+            ("stemma_requests_running", "Requests in the running batch", stats.num_running),
+            ("stemma_requests_waiting", "Requests in the queue", stats.num_waiting),
+            ("stemma_device_blocks", "Blocks of the device tier", stats.num_blocks),
+            ("stemma_device_blocks_free", "Blocks that hold nothing", stats.num_free_blocks),
+            ("stemma_device_blocks_cached", "Blocks in the prefix index", stats.num_cached_blocks),
+        ):
+            yield GaugeMetricFamily(name, text, value=gauge)
+        for name, text, count in (
+            ("stemma_prompt_tokens", "Prompt tokens of requests that started", stats.num_prompt_tokens),
+            ("stemma_generated_tokens", "Tokens generated", stats.num_generated_tokens),
+            ("stemma_preemptions", "Running requests whose blocks were taken back", stats.num_preemptions),
+            ("stemma_evicted_blocks", "Blocks evicted to make room", stats.num_evicted_blocks),
+            (
+                "stemma_regretted_blocks",
+                "Evicted blocks that came back within a minute",
+                stats.num_regretted_blocks,
+            ),
+            (
+                "stemma_policy_failures",
+                "Times that the eviction policy raised and LRU ranked instead",
+                stats.num_policy_failures,
+            ),
+        ):
+            yield CounterMetricFamily(name, text, value=count)
+        cached = CounterMetricFamily(
+            "stemma_cached_tokens", "Prompt tokens served from cache, by tier", labels=["tier"]
+        )
+        for tier in Tier:
+            cached.add_metric([tier.value], stats.cached_tokens_by_tier.get(tier, 0))
+        yield cached
+        drafted = CounterMetricFamily(
+            "stemma_draft_tokens", "Draft tokens verified, by source", labels=["source"]
+        )
+        accepted = CounterMetricFamily(
+            "stemma_draft_tokens_accepted", "Draft tokens accepted, by source", labels=["source"]
+        )
+        for source in DRAFT_SOURCES:
+            drafts = stats.drafts_by_source.get(source, DraftCount())
+            drafted.add_metric([source], drafts.num_proposed)
+            accepted.add_metric([source], drafts.num_accepted)
+        yield drafted
+        yield accepted
+        misses = CounterMetricFamily(
+            "stemma_misses", "Requests not wholly served from cache, by reason", labels=["reason"]
+        )
+        for reason, number in sorted(stats.misses_by_reason.items()):
+            misses.add_metric([reason], number)
+        yield misses
+        if stats.transfer is not None:
+            yield from tier_metrics(stats.transfer)
+
+
+class ServerMetrics:
+    """Has its own registry, so that two servers in one process stay separate."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector()
+        self._registry.register(self._engine)
+        self.requests = Counter(
+            "stemma_requests", "Requests by how they ended", ["api", "outcome"], registry=self._registry
+        )
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS_S)
+        self.tpot = self._histogram(
+            "time_per_output_token_seconds", "Mean gap between tokens of a request", TPOT_BUCKETS_S
+        )
+        self.e2e = self._histogram("request_seconds", "Arrival to last token", E2E_BUCKETS_S)
+        self.prefill = self._histogram("prefill_seconds", "First step to first token", TTFT_BUCKETS_S)
+        self.decode = self._histogram("decode_seconds", "First to last token", E2E_BUCKETS_S)
+        self.ttft_by_share = Histogram(
+            "stemma_time_to_first_token_by_cached_share_seconds",
+            "Arrival to first token, by the percentage of the prompt that was cached",
+            ["cached"],
+            buckets=TTFT_BUCKETS_S,
+            registry=self._registry,
+        )
+        self.finished = Counter(
+            "stemma_sequences_finished", "Sequences by finish reason", ["reason"], registry=self._registry
+        )
+        self.tenant_requests = Counter(
+            "stemma_tenant_requests", "Requests that started, by tenant", ["tenant"], registry=self._registry
+        )
+        self.tenant_prompt_tokens = Counter(
+            "stemma_tenant_prompt_tokens", "Prompt tokens by tenant", ["tenant"], registry=self._registry
+        )
+        self.tenant_cached_tokens = Counter(
+            "stemma_tenant_cached_tokens",
+            "Prompt tokens served from cache, by tenant and tier",
+            ["tenant", "tier"],
+            registry=self._registry,
+        )
+        self.queue_wait = self._histogram("queue_wait_seconds", "Arrival to first step", TTFT_BUCKETS_S)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt length", TOKENS_BUCKETS)
+        self.generated_tokens = self._histogram("request_generated_tokens", "Output length", TOKENS_BUCKETS)
+
+    def mean_ms(self, name: str) -> float:
+        """Return the mean of a histogram of seconds since the start, in ms; 0 without any value."""
+        total = self._registry.get_sample_value(f"stemma_{name}_sum") or 0.0
+        count = self._registry.get_sample_value(f"stemma_{name}_count") or 0.0
+        return round(1000 * total / count, 3) if count else 0.0
+
+    def started(self, tenant: str, cache: CacheReport) -> None:
+        """Count a request whose first output is there."""
+        name = tenant or NO_TENANT
+        self.tenant_requests.labels(name).inc()
+        self.tenant_prompt_tokens.labels(name).inc(cache.num_prompt_tokens)
+        for tier, count in cache.cached_by_tier.items():
+            self.tenant_cached_tokens.labels(name, tier.value).inc(count)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"stemma_{name}", text, buckets=buckets, registry=self._registry)
+
+    def register(self, collector: Collector) -> None:
+        """Show what `collector` knows as well."""
+        self._registry.register(collector)
+
+    def families(self) -> Iterable[Metric]:
+        """Return what the registry holds."""
+        return self._registry.collect()
+
+    def render(self, stats: EngineStats) -> bytes:
+        """Return everything in Prometheus' text format."""
+        self._engine.latest = stats
+        return generate_latest(self._registry)
+
+
+def cached_share(cache: CacheReport) -> str:
+    """Return the class of `CACHED_SHARES` that a request belongs to."""
+    percent = 100 * cache.num_cached_tokens / max(1, cache.num_prompt_tokens)
+    return CACHED_SHARES[sum(percent >= edge for edge in (10, 50, 90))]

@@ -1,0 +1,138 @@
+"""Finished requests on their way into the usage ledger (`insight/ledger.py`), and what `/metrics` says of it.
+
+The last output of an answer waits until its row is committed: an answer that a client has seen whole is in
+the ledger, whatever happens to this process. A database that doesn't answer delays an answer by
+`COMMIT_TIMEOUT_S` at most; its row then stays in the queue, and the answer is counted as late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stemma.engine.api import GenerationRequest, RequestOutput
+from stemma.insight.ledger import Ledger, UsageRecord, ledger_url
+from stemma.server.operator.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+COMMIT_TIMEOUT_S = 5.0
+NO_TENANT = "(none)"
+"""Who asked, where there are no tenants; no tenant can have this name."""
+_RECORDED = ("aborted", "error")
+
+
+class UsageLedger(Collector):
+    """The ledger of one server, or none. For one event loop."""
+
+    def __init__(self, url: str | None, model: str) -> None:
+        """Open the database at `url`. Raises ConfigError or StorageError."""
+        self._model = model
+        self._failure: str | None = None
+        self.num_late = 0
+        self._ledger = None if url is None else Ledger(url, self)
+
+    @classmethod
+    def of(cls, given: str | None, model: str, metrics: ServerMetrics) -> UsageLedger:
+        """Return the ledger that a setting names, shown by `metrics`. Raises ConfigError or StorageError."""
+        ledger = cls(None if given is None else ledger_url(given), model)
+        metrics.register(ledger)
+        return ledger
+
+    def on_thread_failure(self, name: str, error: BaseException) -> None:
+        """See `supervision.Supervisor`: nothing is recorded from here on, and each request is logged."""
+        logger.critical("thread %s failed, no usage is recorded any more: %r", name, error, exc_info=error)
+        self._failure = repr(error)
+
+    def entry(self, request: GenerationRequest, api: str) -> LedgerEntry:
+        """Return what records `request`, which came in over `api`."""
+        return LedgerEntry(self, request, api)
+
+    def put(self, record: UsageRecord) -> Future[bool] | None:
+        """Record a request soon; returns the future of `Ledger.record`, or None if nothing is recorded."""
+        if self._ledger is None:
+            return None
+        if self._failure is not None:
+            logger.error("not in the usage ledger, whose thread failed: %r", record)
+            return None
+        return self._ledger.record(record)
+
+    async def commit(self, record: UsageRecord) -> None:
+        """Record a finished request, and return once it is committed or the time is over."""
+        future = self.put(record)
+        if future is None:
+            return
+        committed = asyncio.wrap_future(future)
+        await asyncio.wait({committed}, timeout=COMMIT_TIMEOUT_S)
+        if not committed.done():
+            self.num_late += 1
+            logger.warning("request %s is answered before the usage ledger has it", record.request_id)
+        elif not committed.result():
+            logger.error("not in the usage ledger, which refused it: %r", record)
+
+    def row(self, request: GenerationRequest, api: str, outcome: str, output: RequestOutput) -> UsageRecord:
+        """Return the row of a request whose last output is `output`."""
+        cache = output.cache
+        return UsageRecord(
+            request_id=request.request_id,
+            finished_at=time.time(),
+            tenant=request.namespace.owner or NO_TENANT,
+            model=self._model,
+            api=api,
+            outcome=outcome,
+            hit_tokens=dict(cache.cached_by_tier),
+            miss_tokens=cache.num_prompt_tokens - cache.num_cached_tokens,
+            output_tokens=output.num_generated_tokens,
+        )
+
+    def collect(self) -> Iterable[Metric]:
+        """See `prometheus_client`."""
+        ledger = self._ledger
+        if ledger is None:
+            return
+        for name, text, count in (
+            ("stemma_ledger_rows_written", "Requests in the usage ledger", ledger.num_written),
+            ("stemma_ledger_rows_refused", "Requests that the usage ledger lost", ledger.num_refused),
+            ("stemma_ledger_late_answers", "Answers sent before their row was committed", self.num_late),
+        ):
+            yield CounterMetricFamily(name, text, value=count)
+        waiting = ledger.num_waiting
+        yield GaugeMetricFamily("stemma_ledger_rows_waiting", "Rows to be committed", value=waiting)
+
+    def close(self) -> None:
+        """Write what is waiting."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+
+class LedgerEntry:
+    """One request: `seen` per output, then `committed` if it ended well, and `ended` in any case."""
+
+    def __init__(self, ledger: UsageLedger, request: GenerationRequest, api: str) -> None:
+        self._ledger = ledger
+        self._request = request
+        self._api = api
+        self._last: RequestOutput | None = None
+        self._is_recorded = False
+
+    def seen(self, output: RequestOutput) -> None:
+        """Note an output as the engine gave it."""
+        self._last = output
+
+    async def committed(self) -> None:
+        """Record a whole answer and wait until the ledger has it."""
+        assert self._last is not None
+        self._is_recorded = True
+        await self._ledger.commit(self._ledger.row(self._request, self._api, "ok", self._last))
+
+    def ended(self, outcome: str) -> None:
+        """Record how it ended, if it did any work and isn't recorded yet; waits for nothing."""
+        if self._last is not None and not self._is_recorded and outcome in _RECORDED:
+            self._is_recorded = True
+            self._ledger.put(self._ledger.row(self._request, self._api, outcome, self._last))

@@ -1,0 +1,179 @@
+"""Requests as the server sees them: times, what the cache gave, how they ended; and who wants to know.
+
+A watch follows one request from arrival to its last output. It feeds the metrics; when it is over, its record
+goes to the observers: the log, traces. The last records and the requests under way are kept for the
+operator's pages. No text is kept. Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.server.operator.metrics import ServerMetrics, cached_share
+from stemma.types import FinishReason
+
+MAX_RECORDS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request that is over. Times are seconds since its arrival."""
+
+    number: int
+    """Counts requests that ended; the first is 1."""
+    request_id: str
+    api: str
+    tenant: str
+    """Empty: there are no tenants."""
+    outcome: str
+    """``ok``, ``error``, ``refused`` or ``aborted``."""
+    arrived_at: float
+    """Seconds since 1970."""
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    total_s: float
+    cache: CacheReport | None = None
+    """None: it never started."""
+    finish_reason: FinishReason | None = None
+    """Of its first sequence."""
+    queue_s: float | None = None
+    """Until its first step; includes `load_s`."""
+    load_s: float = 0.0
+    """Of that: the wait for lower tiers."""
+    first_token_s: float | None = None
+    trace_context: object = None
+    """What `Watches.capture` returned when it arrived."""
+
+
+@dataclass(slots=True)
+class TenantSums:
+    """What the requests of a tenant that started were given so far."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+Observer = Callable[[RequestRecord], None]
+
+
+class Watches:
+    """The requests under way, the last that ended, and the observers of a server."""
+
+    def __init__(self, metrics: ServerMetrics, wall: Callable[[], float] = time.time) -> None:
+        """`wall` gives seconds since 1970."""
+        self.metrics = metrics
+        self.wall = wall
+        self.observers: list[Observer] = []
+        self.capture: Callable[[], object] = lambda: None
+        """Returns the trace context that a request arrives in."""
+        self.running: dict[str, RequestWatch] = {}
+        self.records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
+        """Oldest first."""
+        self.numbers = itertools.count(1)
+        self.tenants: dict[str, TenantSums] = {}
+        """By name, one for each tenant that has asked; empty name: no tenants."""
+
+    def watch(self, request: GenerationRequest, api: str) -> RequestWatch:
+        """Start the clock for a request that came in over `api` (``chat``, ``completions``, ``tgi``...)."""
+        watch = RequestWatch(self, request, api)
+        self.running[request.request_id] = watch
+        return watch
+
+    def ended(self, record: RequestRecord) -> None:
+        """Keep a record and tell the observers."""
+        self.running.pop(record.request_id, None)
+        self.records.append(record)
+        for observer in self.observers:
+            observer(record)
+
+
+class RequestWatch:
+    """Times one request. `seen` per output; `done` exactly once."""
+
+    def __init__(self, watches: Watches, request: GenerationRequest, api: str) -> None:
+        self._watches = watches
+        self._metrics = watches.metrics
+        self.request = request
+        self.api = api
+        self._trace_context = watches.capture()
+        self.arrived_at = watches.wall()
+        """Seconds since 1970."""
+        self._arrived = self._metrics.clock()
+        self._first: float | None = None
+        self._finish_reason: FinishReason | None = None
+        self.last: RequestOutput | None = None
+        """The newest output."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its arrival."""
+        return self._metrics.clock() - self._arrived
+
+    def seen(self, output: RequestOutput) -> None:
+        """Note an output."""
+        if self.last is None:
+            self._count(output.cache)
+        self.last = output
+        for delta in output.deltas:
+            if delta.finish_reason is not None:
+                self._metrics.finished.labels(delta.finish_reason.value).inc()
+                if delta.index == 0:
+                    self._finish_reason = delta.finish_reason
+        if self._first is None and output.num_generated_tokens:
+            self._first = self._metrics.clock()
+            first_token_s = self._first - self._arrived
+            self._metrics.ttft.observe(first_token_s)
+            self._metrics.ttft_by_share.labels(cached_share(output.cache)).observe(first_token_s)
+            self._metrics.queue_wait.observe(output.queue_wait_s)
+            self._metrics.prefill.observe(max(0.0, first_token_s - output.queue_wait_s))
+
+    def _count(self, cache: CacheReport) -> None:
+        owner = self.request.namespace.owner
+        self._metrics.started(owner, cache)
+        sums = self._watches.tenants.setdefault(owner, TenantSums())
+        sums.requests += 1
+        sums.prompt_tokens += cache.num_prompt_tokens
+        sums.cached_tokens += cache.num_cached_tokens
+
+    def done(self, outcome: str) -> None:
+        """Record how it ended: ``ok``, ``error``, ``refused`` or ``aborted``."""
+        metrics, last = self._metrics, self.last
+        metrics.requests.labels(self.api, outcome).inc()
+        now = metrics.clock()
+        if outcome == "ok" and last is not None:
+            self._observe_whole(last, now)
+        self._watches.ended(
+            RequestRecord(
+                number=next(self._watches.numbers),
+                request_id=self.request.request_id,
+                api=self.api,
+                tenant=self.request.namespace.owner,
+                outcome=outcome,
+                arrived_at=self.arrived_at,
+                num_prompt_tokens=len(self.request.prompt_token_ids),
+                num_generated_tokens=0 if last is None else last.num_generated_tokens,
+                total_s=now - self._arrived,
+                cache=None if last is None else last.cache,
+                finish_reason=self._finish_reason,
+                queue_s=None if last is None else last.queue_wait_s,
+                load_s=0.0 if last is None else last.load_s,
+                first_token_s=None if self._first is None else self._first - self._arrived,
+                trace_context=self._trace_context,
+            )
+        )
+
+    def _observe_whole(self, last: RequestOutput, now: float) -> None:
+        metrics = self._metrics
+        metrics.e2e.observe(now - self._arrived)
+        metrics.prompt_tokens.observe(last.cache.num_prompt_tokens)
+        metrics.generated_tokens.observe(last.num_generated_tokens)
+        if self._first is not None:
+            metrics.decode.observe(now - self._first)
+            if last.num_generated_tokens > 1:
+                metrics.tpot.observe((now - self._first) / (last.num_generated_tokens - 1))

@@ -1,0 +1,117 @@
+"""Chat templates: what a client may pass to the checkpoint's, and how a client's own template is handled.
+
+A template is a program. The checkpoint's is trusted like its weights, but its input comes from clients. So
+the size of the input is limited, and a client sets only variables that the template reads, never a parameter
+of the function that renders it. A client's own template is refused, or rendered in a process with a time
+and a memory limit (`template_process.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stemma.errors import InvalidRequest
+from stemma.server.context import ServerContext
+from stemma.server.requests.conversation import Conversation
+from stemma.server.schemas.bounds import (
+    MAX_TEMPLATE_KWARGS,
+    MAX_TEMPLATE_NUMBER,
+    MAX_TEMPLATE_VALUE_CHARS,
+)
+from stemma.server.schemas.openai import ChatRequest
+from stemma.types import TokenArray
+
+_MAX_SHOWN_CHARS = 64
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+def num_chars(value: Any) -> int:
+    """Return the length of all strings in a JSON value, keys included. Doesn't recurse."""
+    total, pending = 0, [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            pending.extend(one.keys())
+            pending.extend(one.values())
+        elif isinstance(one, list):
+            pending.extend(one)
+    return total
+
+
+def template_arguments(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
+    """Return what the template gets besides messages and tools. Raises InvalidRequest naming the argument.
+
+    Variables that this template doesn't read are ignored: clients send ``enable_thinking`` to every model.
+    """
+    known = context.engine.tokenizer.template_variables
+    arguments: dict[str, Any] = {}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        where = f"chat_template_kwargs.{name[:_MAX_SHOWN_CHARS]}"
+        if name in _RESERVED or name.startswith("_") or name.endswith("_token"):
+            raise InvalidRequest(f"{where} is not for requests to set", param="chat_template_kwargs")
+        if not _is_plain(value):
+            raise InvalidRequest(f"{where} must be short plain values", param="chat_template_kwargs")
+        if name in known:
+            arguments[name] = value
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in known:
+            message = "this model's chat template has no reasoning_effort"
+            raise InvalidRequest(message, param="reasoning_effort")
+        arguments["reasoning_effort"] = body.reasoning_effort
+    return arguments
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) <= MAX_TEMPLATE_KWARGS and all(_is_scalar(item) for item in value)
+    return _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MAX_TEMPLATE_VALUE_CHARS
+    if isinstance(value, int | float):
+        return abs(value) <= MAX_TEMPLATE_NUMBER
+    return value is None
+
+
+async def conversation_tokens(
+    context: ServerContext, body: ChatRequest, conversation: Conversation
+) -> TokenArray:
+    """Return the token ids of `conversation`. Raises InvalidRequest if the template fails on it."""
+    tokenizer = context.engine.tokenizer
+    if body.chat_template is not None:
+        text = await context.render_foreign(body.chat_template, conversation)
+        return await context.in_thread(lambda: tokenizer.encode(text, add_special_tokens=False))
+    arguments = dict(conversation.arguments)
+    if conversation.continue_final_message:
+        arguments["continue_final_message"] = True
+    return await context.in_thread(
+        lambda: tokenizer.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools,
+            add_generation_prompt=conversation.add_generation_prompt,
+            template_kwargs=arguments,
+        )
+    )

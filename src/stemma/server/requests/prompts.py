@@ -1,0 +1,160 @@
+"""From an API's prompt to checked token ids; text is tokenized off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from stemma.errors import InvalidRequest, PromptTooLong
+from stemma.server.context import MAX_CHARS_PER_TOKEN, ServerContext
+from stemma.server.requests.chat_template import conversation_tokens, num_chars, template_arguments
+from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.json_input import parse_json
+from stemma.server.requests.limits import fit_prompt
+from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
+from stemma.server.schemas.openai import ChatRequest, Message
+from stemma.types import TokenArray, as_tokens
+
+Tokens = TypeVar("Tokens", TokenArray, list[int])
+
+
+def check_tokens(
+    context: ServerContext, tokens: Tokens, param: str = "prompt", keep_last: int | None = None
+) -> Tokens:
+    """Return `tokens`, or the last `keep_last` of them.
+
+    Raises InvalidRequest if there are none, or more than the context can hold.
+    """
+    if len(tokens) == 0:
+        raise InvalidRequest("the prompt is empty", param=param)
+    if keep_last is not None:
+        tokens = tokens[-keep_last:]
+    tokens = fit_prompt(context.settings.requests, tokens, param)
+    limit = context.engine.max_model_len
+    if len(tokens) >= limit:
+        raise PromptTooLong(
+            f"the prompt has {len(tokens)} tokens; this model's context holds {limit}, output included",
+            param=param,
+        )
+    return tokens
+
+
+def check_length(context: ServerContext, num_chars: int, param: str) -> None:
+    """Raise PromptTooLong for texts so long that tokenizing them would only waste time."""
+    if num_chars > MAX_CHARS_PER_TOKEN * context.engine.max_model_len:
+        limit = context.engine.max_model_len
+        raise PromptTooLong(
+            f"the prompt has {num_chars} characters; this model's context holds {limit} tokens", param=param
+        )
+
+
+async def completion_prompts(
+    context: ServerContext,
+    prompt: str | list[Any],
+    *,
+    add_special_tokens: bool = True,
+    keep_last: int | None = None,
+) -> list[TokenArray]:
+    """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids."""
+    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "keep_last": keep_last}
+    if isinstance(prompt, str):
+        return [await text_prompt(context, prompt, **options)]
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if _all_of(prompt, int):
+        return [_token_prompt(context, prompt, keep_last)]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
+    if _all_of(prompt, str):
+        return [await text_prompt(context, text, **options) for text in prompt]
+    if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
+        return [_token_prompt(context, ids, keep_last) for ids in prompt]
+    raise InvalidRequest(
+        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
+        param="prompt",
+    )
+
+
+def _all_of(items: Sequence[Any], kind: type) -> bool:
+    return all(type(item) is kind for item in items)
+
+
+def _token_prompt(context: ServerContext, ids: list[int], keep_last: int | None) -> TokenArray:
+    """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
+    ids = check_tokens(context, ids, keep_last=keep_last)
+    if min(ids) < 0 or max(ids) > MAX_INT32:
+        raise InvalidRequest(
+            "prompt: token ids are numbers from 0 to the size of the vocabulary", param="prompt"
+        )
+    return as_tokens(ids)
+
+
+async def text_prompt(
+    context: ServerContext,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
+    keep_last: int | None = None,
+) -> TokenArray:
+    """Return the token ids of one text, or the last `keep_last` of them."""
+    if not text:
+        raise InvalidRequest("the prompt is empty", param=param)
+    check_length(context, len(text), param)
+    tokenizer = context.engine.tokenizer
+    work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
+        text, add_special_tokens=add_special_tokens
+    )
+    return check_tokens(context, await context.in_thread(work), param, keep_last)
+
+
+async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
+    """Return the token ids of a conversation, rendered by the checkpoint's template."""
+    messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
+    tools = body.tools if body.tool_choice != "none" else None
+    check_length(context, num_chars([messages, tools]), "messages")
+    conversation = Conversation(
+        messages,
+        tools,
+        template_arguments(context, body),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+    )
+    tokens = await conversation_tokens(context, body, conversation)
+    return check_tokens(context, tokens, "messages", body.truncate_prompt_tokens)
+
+
+def _template_message(message: Message, number: int) -> dict[str, Any]:
+    """Return what templates expect: content as one string, tool arguments as an object."""
+    rendered = message.model_dump(exclude_none=True)
+    where = f"messages[{number}]"
+    if message.content is None and message.refusal is not None:
+        rendered["content"] = message.refusal
+    elif message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
+    if isinstance(message.content, list):
+        rendered["content"] = _join_parts(message.content, f"{where}.content")
+    if message.tool_calls:
+        rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
+        rendered.setdefault("content", "")
+    return rendered
+
+
+def _join_parts(parts: list[dict[str, Any]], where: str) -> str:
+    texts = []
+    for part in parts:
+        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}: only text parts are supported", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{where}: each needs a function object", param=where)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    parsed = parse_json((arguments or "{}").encode(), f"{where}: arguments")
+    return {**call, "function": {**function, "arguments": parsed}}

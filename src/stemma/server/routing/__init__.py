@@ -1,0 +1,1 @@
+"""A proxy in front of several servers: which of them gets a request."""

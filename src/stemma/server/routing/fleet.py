@@ -1,0 +1,311 @@
+"""A proxy in front of equal servers: each request goes where computing it, and waiting, costs least.
+
+The servers may be Stemma, vLLM, or anything that speaks OpenAI's API. Where one publishes KV events, the
+proxy knows which blocks it holds; for the others, the blocks of requests under way and rendezvous hashing of
+the prompt's beginning keep conversations together. Token ids of a prompt come from a local tokenizer, or from
+the servers' own `/tokenize`; without either, the beginning of the text decides.
+
+A server that fails before the client has received a byte is replaced by the next one, once each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import xxhash
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.cluster.holdings import chain_of
+from stemma.cluster.routers import ROUTERS, Ask, Placement, Placements
+from stemma.errors import ConfigError, StemmaError
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.access import has_key
+from stemma.server.errors import json_response
+from stemma.server.routing.balance import head_of
+from stemma.server.routing.relay import (
+    CONNECT_TIMEOUT_S,
+    GENERATING,
+    READ_TIMEOUT_S,
+    Relay,
+    Relayed,
+    RouteOptions,
+    json_object,
+    kept_headers,
+    nobody_answers,
+    path_of,
+)
+from stemma.server.transport.headers import HeaderGuard
+from stemma.types import TokenArray
+
+_log = logging.getLogger(__name__)
+
+_CHARS_PER_TOKEN = 4
+"""What a prompt costs whose tokens aren't known."""
+_TOKENIZE_TIMEOUT_S = 5.0
+_DOWN_STATUSES = (502, 503, 504)
+"""Answers of a server that can't serve now: the next one is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetServer:
+    """One server."""
+
+    url: str
+    events: str | None = None
+    """ZMQ address of its KV events."""
+    replay: str | None = None
+    """ZMQ address where missed events can be asked for."""
+
+    @classmethod
+    def parse(cls, text: str) -> FleetServer:
+        """Read ``URL[,events=ADDRESS[,replay=ADDRESS]]``. Raises ConfigError."""
+        url, *rest = text.split(",")
+        fields = dict(part.partition("=")[::2] for part in rest)
+        if not url.startswith(("http://", "https://")) or not set(fields) <= {"events", "replay"}:
+            raise ConfigError(f"a server is URL[,events=ADDRESS[,replay=ADDRESS]], not {text!r}")
+        if "replay" in fields and "events" not in fields:
+            raise ConfigError(f"{text!r}: replay needs events")
+        return cls(url.rstrip("/"), fields.get("events"), fields.get("replay"))
+
+
+class Fleet:
+    """Servers, what they hold, and what they are doing. For one event loop."""
+
+    def __init__(
+        self,
+        servers: Sequence[FleetServer],
+        router: str,
+        relay: Relay,
+        *,
+        tokenizer: Tokenizer | None = None,
+        block_size: int = 64,
+    ) -> None:
+        """`block_size` names blocks until a server's events tell its own. Raises ConfigError."""
+        if not servers:
+            raise ConfigError("name at least one server")
+        if router not in ROUTERS:
+            raise ConfigError(f"unknown router {router!r}; known: {', '.join(ROUTERS)}")
+        self.servers = tuple(servers)
+        self.relay = relay
+        self.placements = Placements(ROUTERS[router](), len(servers))
+        self.num_requests = 0
+        self.num_retries = 0
+        """Attempts that failed before a byte was sent, after which another server was asked."""
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._followers: list[Any] = []
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks that holdings are kept in."""
+        sizes = (follower.block_size for follower in self._followers)
+        return next((size for size in sizes if size is not None), self._block_size)
+
+    async def follow(self) -> None:
+        """Follow the servers' KV events until cancelled; one that fails is logged, the others go on."""
+        if not any(server.events for server in self.servers):
+            return
+        from stemma.kv_events.subscriber import Follower, Subscription  # ZMQ is an extra
+
+        async def one(url: str, follower: Follower, subscription: Subscription) -> None:
+            try:
+                await subscription.run()
+            except Exception:  # noqa: BLE001 - logged with its traceback
+                follower.clear()
+                _log.exception("%s: its KV events aren't followed any more", url)
+
+        async with asyncio.TaskGroup() as group:
+            for number, server in enumerate(self.servers):
+                if server.events is not None:
+                    follower = Follower(number, self.placements.holdings, chain_of)
+                    self._followers.append(follower)
+                    subscription = Subscription(follower, server.events, server.replay)
+                    group.create_task(one(server.url, follower, subscription))
+
+    async def generate(self, request: Request, content: bytes) -> Response:
+        """Answer a request that generates."""
+        self.num_requests += 1
+        body = await asyncio.to_thread(json_object, content)
+        headers, path = kept_headers(request), path_of(request)
+        ask = await self._describe(body, headers)
+        order = self.placements.order(ask)
+        for replica in order:
+            placement = self.placements.begin(ask, replica)
+            try:
+                answer = await self.relay.ask(self.servers[replica].url + path, content, headers)
+            except httpx.HTTPError as error:
+                self.placements.end(placement)
+                self.num_retries += 1
+                _log.warning("%s: %s", self.servers[replica].url, str(error) or type(error).__name__)
+                continue
+            except BaseException:  # the client left
+                self.placements.end(placement)
+                raise
+            if isinstance(answer, Relayed) and answer.status_code < 400:
+                self.placements.note_first_token(placement)
+                answer.when_over = _Ended(self.placements, placement)
+                return answer
+            self.placements.end(placement)
+            if answer.status_code in _DOWN_STATUSES and replica != order[-1]:
+                self.num_retries += 1
+                continue
+            return answer
+        return nobody_answers()
+
+    async def _describe(self, body: dict[str, Any], headers: dict[str, str]) -> Ask:
+        head = xxhash.xxh3_64_intdigest(head_of(body)) or 1
+        tokens = await self._tokens(body, headers)
+        if tokens is None:
+            num_tokens = len(orjson.dumps(body.get("messages", body.get("prompt", "")))) // _CHARS_PER_TOKEN
+            return Ask((), max(1, num_tokens), self.block_size, head)
+        chain = chain_of(tokens, self.block_size)
+        if chain and "messages" not in body:
+            head = 0  # the first block, so that a longer prompt has the same home
+        return Ask(chain, len(tokens), self.block_size, head)
+
+    async def _tokens(self, body: dict[str, Any], headers: dict[str, str]) -> TokenArray | None:
+        """Return the prompt's token ids; None if they can't be had."""
+        prompt = body.get("prompt", body.get("inputs"))
+        if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
+            return _as_tokens(prompt)
+        messages = body.get("messages")
+        if not (isinstance(prompt, str) or isinstance(messages, list)):
+            return None
+        if self._tokenizer is not None:
+            try:
+                return await asyncio.to_thread(self._encode, self._tokenizer, prompt, messages, body)
+            except StemmaError:
+                return None
+        fields = {"prompt": prompt} if messages is None else {"messages": messages}
+        for name in ("model", "tools", "chat_template_kwargs"):
+            if name in body:
+                fields[name] = body[name]
+        return await self._tokenized_by_a_server(orjson.dumps(fields), headers)
+
+    async def _tokenized_by_a_server(self, content: bytes, headers: dict[str, str]) -> TokenArray | None:
+        loads = self.placements.loads
+        idle = min(range(len(loads)), key=lambda replica: loads[replica].num_requests)
+        try:
+            answer = await self.relay.client.post(
+                f"{self.servers[idle].url}/tokenize",
+                content=content,
+                headers=headers,
+                timeout=_TOKENIZE_TIMEOUT_S,
+            )
+            tokens = answer.json()["tokens"] if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+        if not isinstance(tokens, list) or not all(isinstance(one, int) for one in tokens):
+            return None
+        return _as_tokens(tokens)
+
+    @staticmethod
+    def _encode(
+        tokenizer: Tokenizer, prompt: str | None, messages: list[Any] | None, body: dict[str, Any]
+    ) -> TokenArray:
+        if messages is None:
+            return tokenizer.encode(prompt or "")
+        return tokenizer.apply_chat_template(messages, tools=body.get("tools"))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of each server."""
+        return {
+            "num_requests": self.num_requests,
+            "num_retries": self.num_retries,
+            "num_broken_streams": self.relay.num_broken_streams,
+            "num_known_blocks": self.placements.holdings.num_ids,
+            "block_size": self.block_size,
+            "loads": {
+                server.url: {
+                    "requests": load.num_requests,
+                    "tokens_to_compute": load.num_tokens,
+                    "answers": load.num_running,
+                }
+                for server, load in zip(self.servers, self.placements.loads, strict=True)
+            },
+        }
+
+
+class _Ended:
+    """Ends a placement, once."""
+
+    def __init__(self, placements: Placements, placement: Placement) -> None:
+        self._placements = placements
+        self._placement: Placement | None = placement
+
+    def __call__(self) -> None:
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            self._placements.end(placement)
+
+
+def create_fleet_app(
+    servers: Sequence[FleetServer],
+    router: str = "cache-aware",
+    *,
+    client: httpx.AsyncClient | None = None,
+    options: RouteOptions | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> FastAPI:
+    """Return the proxy. Raises ConfigError for an unknown router, no servers, or events without ZMQ."""
+    if any(server.events for server in servers) and find_spec("zmq") is None:
+        raise ConfigError("KV events need ZMQ: pip install 'stemma[events]'")
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    http = client or httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    options = options or RouteOptions()
+    fleet = Fleet(servers, router, Relay(http, options), tokenizer=tokenizer)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(fleet.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await http.aclose()
+
+    async def generate(request: Request) -> Response:
+        return await fleet.relay.answered(request, fleet.generate)
+
+    async def pass_on(request: Request) -> Response:
+        urls = tuple(server.url for server in fleet.servers)
+
+        async def first(request: Request, content: bytes) -> Response:
+            return await fleet.relay.first_of(request, content, urls)
+
+        return await fleet.relay.answered(request, first)
+
+    async def health(request: Request) -> Response:
+        """Whether any server answers; who has the key sees each of them, and what is known of it."""
+        up = await asyncio.gather(*(fleet.relay.is_healthy(server.url) for server in fleet.servers))
+        body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
+        if has_key(request, options.admin_key):
+            urls = [server.url for server in fleet.servers]
+            body |= {"servers": dict(zip(urls, up, strict=True)), **fleet.describe()}
+        return json_response(body, 200 if any(up) else 503)
+
+    app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.add_middleware(HeaderGuard)
+    app.state.fleet = fleet
+    app.add_route("/health", health, methods=["GET"])
+    for path in GENERATING:
+        app.add_route(path, generate, methods=["POST"])
+    app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])
+    return app
+
+
+def _as_tokens(ids: list[int]) -> TokenArray | None:
+    return np.asarray(ids, dtype=np.int32) if all(0 <= one < 2**31 for one in ids) else None

@@ -1,0 +1,185 @@
+"""What both proxies do: pass a request on to a server, and its answer back, as it comes.
+
+Until the first bytes of an answer are here nothing is sent to the client, so another server can still be
+tried. Afterwards a stream that breaks off ends with an error event: it can't be continued, and must not look
+finished.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from stemma.config.settings import ServerSettings
+from stemma.errors import ClientDisconnected, InvalidRequest, StemmaError
+from stemma.server.access import Access
+from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
+from stemma.server.requests.body import limited_chunks
+from stemma.server.requests.json_input import parse_json
+from stemma.server.transport.disconnect import unless_disconnected
+from stemma.server.transport.planes import Plane, plane_of
+
+_log = logging.getLogger(__name__)
+
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream", "/")
+CONNECT_TIMEOUT_S = 2.0
+READ_TIMEOUT_S = 600.0
+_KEPT_HEADERS = ("authorization", "content-type", "accept")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """What a proxy allows by itself; keys of requests are for the servers to check."""
+
+    host: str = "127.0.0.1"
+    """Address it listens on."""
+    max_body_bytes: int = 64 * 2**20
+    admin_key: str | None = None
+    """Shows the servers' URLs on `/health`."""
+
+
+class Relayed(StreamingResponse):
+    """A stream passed on; `when_over` is called once it ended, however it did."""
+
+    when_over: Callable[[], None] = staticmethod(lambda: None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.when_over()
+
+
+class Relay:
+    """Passes requests on with one HTTP client."""
+
+    def __init__(self, client: httpx.AsyncClient, options: RouteOptions) -> None:
+        self.client = client
+        self.num_broken_streams = 0
+        self._options = options
+        self._access = Access(ServerSettings(host=options.host))
+
+    async def answered(
+        self, request: Request, work: Callable[[Request, bytes], Coroutine[Any, Any, Response]]
+    ) -> Response:
+        """Read the body and do the work on it; its errors, and a client that leaves, become responses."""
+        try:
+            if "authorization" not in request.headers:
+                self._access.check(request)
+            chunks = limited_chunks(request, self._options.max_body_bytes)
+            content = b"".join([chunk async for chunk in chunks])
+            return await unless_disconnected(request, work(request, content))
+        except ClientDisconnected:
+            return Response(status_code=STATUS_CLIENT_CLOSED)
+        except StemmaError as error:
+            return openai_error(error)
+
+    async def ask(self, url: str, content: bytes, headers: dict[str, str]) -> Response:
+        """Return the answer; raise HTTPError if none comes, or a whole one breaks off."""
+        upstream = await self.client.send(
+            self.client.build_request("POST", url, content=content, headers=headers), stream=True
+        )
+        if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
+            try:
+                await upstream.aread()
+            finally:
+                await upstream.aclose()
+            return Response(upstream.content, upstream.status_code, content_type(upstream))
+        chunks = upstream.aiter_raw()
+        try:
+            first = await anext(chunks, b"")
+        except httpx.HTTPError:
+            await upstream.aclose()
+            raise
+        return Relayed(self._stream(upstream, first, chunks), upstream.status_code, content_type(upstream))
+
+    async def is_healthy(self, url: str) -> bool:
+        """Return whether a server says that it serves."""
+        try:
+            return (await self.client.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def first_of(self, request: Request, content: bytes, urls: tuple[str, ...]) -> Response:
+        """Send any request to the first server that answers."""
+        headers, path = kept_headers(request), path_of(request)
+        for url in urls:
+            try:
+                upstream = await self.client.request(
+                    request.method, url + path, content=content, headers=headers
+                )
+            except httpx.HTTPError as error:
+                _log.warning("%s: %s", url, str(error) or type(error).__name__)
+                continue
+            return Response(upstream.content, upstream.status_code, content_type(upstream))
+        return nobody_answers()
+
+    async def _stream(
+        self, upstream: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        try:
+            yield first
+            async for chunk in rest:
+                yield chunk
+        except httpx.HTTPError as error:
+            self.num_broken_streams += 1
+            _log.warning("a server broke off: %s", str(error) or type(error).__name__)
+            message = "the server that generated this answer went away; what came so far is incomplete"
+            event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
+            yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
+        finally:
+            await upstream.aclose()
+
+
+def nobody_answers() -> Response:
+    """Return the response where no server could be reached."""
+    return json_response({"error": {"message": "no server answers", "type": "server_error"}}, 503)
+
+
+def kept_headers(request: Request) -> dict[str, str]:
+    """Return the headers that are passed on."""
+    return {name: request.headers[name] for name in _KEPT_HEADERS if name in request.headers}
+
+
+def path_of(request: Request) -> str:
+    """Return path and query as they are sent on. Raises InvalidRequest for paths that aren't for clients.
+
+    A path that a server might read in another way than this proxy is refused: dot segments, empty segments,
+    backslashes, and what is still encoded after decoding once.
+    """
+    path: str = request.scope["path"]
+    segments = path.split("/")[1:]
+    is_odd = not path.isprintable() or "\\" in path or "%" in path or not path.startswith("/")
+    if is_odd or any(segment in (".", "..") for segment in segments) or "" in segments[:-1]:
+        raise InvalidRequest("this path isn't passed on")
+    if {plane_of(path), plane_of(path.lower())} != {Plane.BUSINESS}:
+        raise InvalidRequest("this path isn't passed on: ask the server itself")
+    query = request.scope["query_string"].decode("latin-1")
+    return f"{quote(path)}?{query}" if query else quote(path)
+
+
+def content_type(upstream: httpx.Response) -> dict[str, str]:
+    """Return the headers of an answer that are passed on."""
+    names = ("content-type", "retry-after")
+    return {name: upstream.headers[name] for name in names if name in upstream.headers}
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Return a request's body. Raises InvalidRequest."""
+    parsed = parse_json(content)
+    if not isinstance(parsed, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    parameters = parsed.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest("parameters: must be an object", param="parameters")
+    return parsed

@@ -1,0 +1,1 @@
+"""Sockets, TLS, connections and streams: what lies below the APIs."""

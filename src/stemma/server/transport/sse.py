@@ -1,0 +1,66 @@
+"""Server-sent events: one response class that stops, and closes its source, as soon as the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from stemma.server.generation import OutputStream
+from stemma.server.transport.disconnect import until_disconnected
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: Any, name: str | None = None) -> bytes:
+    """Return one event that carries `body` as JSON; `name` is its type, for APIs that give one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends the chunks of `source` as they come, until it ends or the client leaves.
+
+    `outputs`, which `source` may read, is closed in any case: a generator that was never started would not
+    run its own cleanup.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes, None],
+        outputs: OutputStream | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self._source = source
+        self._outputs = outputs
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 (ASGI's own signature)
+        pump = asyncio.ensure_future(self._pump(send))
+        gone = asyncio.ensure_future(until_disconnected(receive))
+        try:
+            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, gone):
+                task.cancel()
+            await asyncio.gather(pump, gone, return_exceptions=True)
+            if self._outputs is not None:
+                await self._outputs.aclose()
+        if not pump.cancelled():
+            pump.result()
+
+    async def _pump(self, send: Send) -> None:
+        async with aclosing(self._source) as source:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in source:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

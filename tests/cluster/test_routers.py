@@ -1,0 +1,67 @@
+"""Routers: each orders all replicas; ours weighs what is cached against what waits."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from stemma.cluster.routers import ROUTERS, Ask, CacheAware, Placements, Rendezvous, ReplicaLoad
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9000), st.integers(0, 20)), min_size=1, max_size=6)
+)
+def test_an_order_names_each_replica_once(name, replicas) -> None:
+    loads = [ReplicaLoad(requests, tokens) for requests, tokens, _ in replicas]
+    depths = [depth for _, _, depth in replicas]
+    ask = Ask(list(range(20)), 330, 16)
+    assert sorted(ROUTERS[name]().order(ask, loads, depths)) == list(range(len(replicas)))
+
+
+def test_a_prompt_goes_where_its_prefix_is() -> None:
+    ask = Ask(list(range(10)), 165, 16)
+    assert CacheAware().order(ask, [ReplicaLoad() for _ in range(3)], [0, 4, 9])[:2] == [2, 1]
+
+
+def test_a_long_queue_sends_a_hot_prefix_elsewhere() -> None:
+    ask = Ask(list(range(10)), 165, 16)
+    busy = [ReplicaLoad(), ReplicaLoad(9, 100_000)]
+    assert CacheAware().order(ask, busy, [0, 10])[0] == 0
+    busy[1].num_tokens = 200
+    assert CacheAware().order(ask, busy, [0, 10])[0] == 1
+
+
+def test_equal_replicas_get_the_same_prompt_by_its_beginning_and_different_ones_spread() -> None:
+    idle = [ReplicaLoad() for _ in range(4)]
+    firsts = [CacheAware().order(Ask([head], 20, 16), idle, [0] * 4)[0] for head in range(200)]
+    assert firsts == [CacheAware().order(Ask([head, 7], 40, 16), idle, [0] * 4)[0] for head in range(200)]
+    assert all(30 < firsts.count(replica) < 70 for replica in range(4))
+
+
+def test_rendezvous_moves_only_the_share_of_a_replica_that_is_gone() -> None:
+    four, three = [ReplicaLoad() for _ in range(4)], [ReplicaLoad() for _ in range(3)]
+    for head in range(100):
+        before = Rendezvous().order(Ask([head], 20, 16), four, [0] * 4)
+        after = Rendezvous().order(Ask([head], 20, 16), three, [0] * 3)
+        assert after == [replica for replica in before if replica != 3]
+
+
+def test_requests_under_way_count_as_load_and_as_cached() -> None:
+    placements = Placements(CacheAware(), 2)
+    ask = Ask([1, 2, 3], 50, 16)
+    first = placements.order(ask)[0]
+    placement = placements.begin(ask, first)
+    assert (placement.num_missing, placements.loads[first].num_tokens) == (50, 50)
+    assert placements.depths([1, 2, 3, 4])[first] == 3
+    second = placements.begin(ask, first)
+    assert second.num_missing == 2
+    placements.note_first_token(placement)
+    placements.note_first_token(placement)
+    assert (placements.loads[first].num_tokens, placements.loads[first].num_running) == (2, 1)
+    placements.end(placement)
+    assert placements.depths([1, 2, 3, 4])[first] == 3
+    placements.end(second)
+    assert placements.loads[first] == ReplicaLoad()
+    assert placements.depths([1, 2, 3, 4]) == [0, 0]

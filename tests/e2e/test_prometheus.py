@@ -1,0 +1,158 @@
+"""A real Prometheus scrapes a real server: every panel of the dashboard has data, and the rules hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from stemma.server.tenants.keyfile import add_key
+from tests.e2e.conftest import start_server
+
+MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
+DASHBOARD = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="needs prometheus and promtool (Debian: apt-get install prometheus)",
+)
+START_S, PATIENCE_S = 30.0, 15.0
+KEY = "the-operator"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def expressions() -> list[tuple[str, str]]:
+    """The queries of all panels with the dashboard's variables filled in."""
+    return [
+        (panel["title"], target["expr"].replace("$__rate_interval", "10s").replace("$job", ".*"))
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def prometheus(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with every tier but the pool, traffic that overflows it, and a Prometheus that scrapes it."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    ada = add_key(folder / "keys.toml", "ada")
+    served, stop = start_server(
+        tiny_model,
+        kv_cache_memory="1MB",
+        host_cache="1MB",
+        disk_cache=folder / "disk",
+        disk_cache_size="64MB",
+        api_keys_file=folder / "keys.toml",
+        admin_key=KEY,
+    )
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    scrape = config["scrape_configs"][0]
+    scrape["static_configs"] = [{"targets": [served.url.removeprefix("http://")]}]
+    scrape["authorization"] = {"credentials": KEY}
+    shutil.copy(MONITORING / "alerts.yml", folder)
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "log").open("wb"),
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        # The first scrape comes some seconds after the start; rates need samples from before the traffic.
+        wait_until(lambda: 1.0 in values(url, "up"), (folder / "log").read_text)
+        send_traffic(served.url, ada)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+        stop()
+
+
+def wait_until(is_so, explain) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            if is_so():
+                return
+        except (httpx.HTTPError, ValueError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError(explain())
+
+
+def send_traffic(url: str, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
+        for turn in range(8):
+            for reader in range(12):
+                prompt = f"Reader {reader} of the quiet library. " * 12 + f"Question {turn}?"
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+                assert client.post("/v1/completions", json=body).status_code == 200
+            time.sleep(0.25)
+
+
+def values(url: str, expression: str) -> list[float]:
+    answer = httpx.get(f"{url}/api/v1/query", params={"query": expression}, timeout=10).json()
+    assert answer["status"] == "success", (expression, answer)
+    return [float(one["value"][1]) for one in answer["data"]["result"]]
+
+
+@needs_prometheus
+def test_every_panel_has_data(prometheus: str) -> None:
+    missing = dict.fromkeys(expressions())
+    deadline = time.monotonic() + PATIENCE_S
+    while missing and time.monotonic() < deadline:
+        for title, expression in list(missing):
+            if any(value == value for value in values(prometheus, expression)):  # NaN: nothing yet
+                del missing[title, expression]
+        time.sleep(0.2)
+    health = httpx.get(f"{prometheus}/api/v1/targets").json()["data"]["activeTargets"][0]
+    assert not missing, (health["lastError"], missing)
+    (up,) = values(prometheus, 'up{job="stemma"}')
+    assert up == 1.0
+    assert values(prometheus, 'sum(rate(stemma_cached_tokens_total{tier="disk"}[1m]))')[0] > 0.0
+    assert values(prometheus, 'sum(vllm:prefix_cache_hits_total{model_name="tiny"})')[0] > 0.0
+
+
+@needs_prometheus
+def test_the_rules_are_loaded_and_their_own_tests_pass(prometheus: str) -> None:
+    groups = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"]
+    rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert all(rule["health"] in ("ok", "unknown") for rule in rules.values())
+    assert rules["StemmaDown"]["state"] == "inactive"
+    for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(
+            ["promtool", *arguments], cwd=MONITORING, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dashboard_and_rules_name_only_metrics_that_exist() -> None:
+    """Without Prometheus too: all are in docs/metrics.md, which a test compares with the server."""
+    documented = (MONITORING.parents[1] / "docs" / "metrics.md").read_text()
+    texts = [expression for _, expression in expressions()]
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    texts += [rule["expr"] for rule in rules]
+    for text in texts:
+        for name in re.findall(r"stemma_\w+", text):
+            plain = re.sub(r"_(bucket|sum|count|total)$", "", name)
+            assert f"`{plain}" in documented, name

@@ -1,0 +1,121 @@
+"""KV as codes through the engine: twice the tokens in every tier, and never taken for KV of another dtype."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stemma.config.settings import KVDtype, ModelSettings
+from stemma.engine.llm import LLM, Generation
+from stemma.engine.sampling.params import SamplingParams
+from stemma.errors import ConfigError
+from stemma.memory.tiers.pool.envelope import HEADER_BYTES
+from stemma.model.causal_lm import CausalLM
+from stemma.model.loading import load_model
+from stemma.types import Tier
+from tests.checkpoints import build
+from tests.engine.harness import prompt
+
+BLOCK_SIZE = 16
+TIMEOUT_S = 30.0
+PROMPTS = [prompt(seed, 100).tolist() for seed in range(4)]
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64."""
+    return build("qwen2", tmp_path_factory.mktemp("codes") / "qwen2", hidden_size=256)
+
+
+@contextmanager
+def engine(path: Path, kv_dtype: KVDtype, **settings: Any) -> Iterator[LLM]:
+    defaults = {"dtype": "bfloat16", "block_size": BLOCK_SIZE, "load_when": "always", "num_threads": 1}
+    defaults["kv_cache_memory"] = "8MB"
+    llm = LLM(path, device="cpu", kv_cache_dtype=kv_dtype, **(defaults | settings))
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def serve(llm: LLM) -> list[Generation]:
+    generations = [llm.generate(tokens, PARAMS)[0] for tokens in PROMPTS]
+    assert llm.engine.cache.drain(TIMEOUT_S)
+    return generations
+
+
+def cached(generations: list[Generation], tier: Tier) -> list[int]:
+    return [one.cache.cached_by_tier.get(tier, 0) for one in generations]
+
+
+def answers(generations: list[Generation]) -> list[Any]:
+    return [(one.completions[0].token_ids, one.completions[0].logprobs) for one in generations]
+
+
+def pool_settings(folder: Path) -> dict[str, Any]:
+    config = folder / "pool.json"
+    config.write_text(json.dumps({"path": str(folder / "pool")}))
+    return {"pool": "directory", "pool_config": str(config)}
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_tiers_hold_almost_twice_the_tokens(checkpoint: Path, kv_dtype: KVDtype, tmp_path: Path) -> None:
+    blocks: dict[str, list[int]] = {}
+    values: dict[str, int] = {}
+    for dtype in ("auto", kv_dtype):
+        folder = tmp_path / dtype
+        folder.mkdir()
+        tiers = {"host_cache": "4MB", "disk_cache": str(folder / "disk"), "disk_cache_size": "40MB"}
+        with engine(checkpoint, dtype, **tiers, **pool_settings(folder)) as llm:
+            stores = llm.engine.cache.stores[:2]
+            blocks[dtype] = [llm.engine.cache.num_blocks, *(store.capacity_blocks for store in stores)]
+            serve(llm)
+        sizes = {file.stat().st_size for file in (folder / "pool").rglob("*") if file.is_file()}
+        values[dtype] = max(sizes) - HEADER_BYTES
+    for plain, coded in zip(blocks["auto"], blocks[kv_dtype], strict=True):
+        assert coded / plain > 1.85
+    assert values["auto"] / values[kv_dtype] == 128 / 66
+
+
+def test_a_restart_finds_the_codes_on_disk(checkpoint: Path, tmp_path: Path) -> None:
+    disk = {"disk_cache": str(tmp_path), "disk_cache_size": "40MB"}
+    with engine(checkpoint, "int8", **disk) as llm:
+        first = serve(llm)
+    with engine(checkpoint, "int8", **disk) as llm:
+        again = serve(llm)
+    assert cached(again, Tier.DISK) == [96] * 4
+    assert answers(again) == answers(first)
+
+
+def test_another_dtype_misses_in_disk_and_pool(checkpoint: Path, tmp_path: Path) -> None:
+    """All read and write one directory and one pool; each finds its own blocks alone."""
+    shared = {"disk_cache": str(tmp_path / "disk"), "disk_cache_size": "40MB", **pool_settings(tmp_path)}
+    dtypes: tuple[KVDtype, ...] = ("auto", "int8", "fp8")
+    expected = {}
+    for dtype in dtypes:
+        with engine(checkpoint, dtype, **shared) as llm:
+            cold = serve(llm)
+            assert [one.cache.num_cached_tokens for one in cold] == [0] * 4
+            assert llm.engine.stats().misses_by_reason == {cold[0].cache.miss_reason: 4}
+            expected[dtype] = answers(cold)
+    assert len({repr(found) for found in expected.values()}) == 3
+    for dtype in dtypes:
+        with engine(checkpoint, dtype, **pool_settings(tmp_path)) as llm:
+            warm = serve(llm)
+            assert cached(warm, Tier.POOL) == [96] * 4
+            assert answers(warm) == expected[dtype]
+
+
+def test_other_devices_than_cpu_refuse_codes(checkpoint: Path) -> None:
+    model = load_model(ModelSettings(path=checkpoint, device="cpu"))
+    elsewhere = CausalLM(model.decoder, model.info, model._kv_shape, torch.device("cuda"), model.dtype)
+    assert elsewhere.layout(BLOCK_SIZE) == model.layout(BLOCK_SIZE)
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8 runs on CPU only"):
+        elsewhere.layout(BLOCK_SIZE, "int8")

@@ -1,0 +1,50 @@
+"""The events of a cache tell all that is in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zmq", reason="the extra `events` isn't installed")
+
+from stemma.cluster.holdings import Holdings, chain_of
+from stemma.kv_events.publisher import KVEventPublisher
+from stemma.kv_events.subscriber import Follower
+from stemma.prefix.keys import DEFAULT_NAMESPACE
+from tests.engine.harness import greedy, prompt
+
+
+class Direct:
+    """Translates and follows at once, without sockets."""
+
+    def __init__(self, follower: Follower, block_size: int) -> None:
+        self._follower = follower
+        self._publisher = object.__new__(KVEventPublisher)
+        self._publisher._block_size = block_size
+
+    def put(self, event) -> None:
+        self._follower.take([self._publisher._translate(event)])
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None:
+    """Prompts that share, overflow and are flushed: after each, the depth is that of the cache."""
+    engine = harness(num_blocks=24, block_size=8, index=index)
+    holdings = Holdings()
+    engine.cache.watch(Direct(Follower(0, holdings, chain_of), 8))
+    generator = np.random.default_rng(0)
+    prompts = []
+    for number in range(30):
+        head = (
+            prompts[int(generator.integers(len(prompts)))][: int(generator.integers(80))] if prompts else []
+        )
+        prompts.append(
+            np.concatenate([head, prompt(number, int(generator.integers(1, 60)))]).astype(np.int32)
+        )
+        engine.serve(prompts[-1], greedy(int(generator.integers(1, 9))))
+        for one in prompts:
+            longer = np.append(one, 0)  # the last token of a prompt never counts as cached
+            cached = min(len(one), engine.cache.match(DEFAULT_NAMESPACE, longer)) // 8
+            assert holdings.depths(chain_of(one, 8), 1) == [cached]
+    engine.engine.flush_cache()
+    assert holdings.num_ids == 0

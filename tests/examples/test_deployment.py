@@ -1,0 +1,168 @@
+"""Files to run Stemma with: Kubernetes manifests, the Dockerfile, the systemd unit. Nothing is started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stemma.cli import load_command
+from stemma.config.loading import load_settings
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples" / "cluster"
+UNIT = ROOT / "examples" / "systemd" / "stemma.service"
+
+
+def manifests() -> list[dict[str, Any]]:
+    return [
+        one for path in sorted(CLUSTER.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text("utf-8"))
+    ]
+
+
+def manifest(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for one in manifests() if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod(kind: str, name: str) -> dict[str, Any]:
+    return manifest(kind, name)["spec"]["template"]["spec"]
+
+
+PODS = [("StatefulSet", "stemma"), ("Deployment", "stemma-router")]
+
+
+def parsed(args: list[str]) -> dict[str, Any]:
+    """Return the options of `stemma ARGS`; a flag that there isn't, or a bad value, raises."""
+    return load_command(args[0]).make_context(args[0], list(args[1:])).params
+
+
+def test_manifests_follow_kubernetes_schema() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    for one in manifests():
+        validator.validate(one, validator.latest_version(), strict=True)
+    broken = manifest("PodDisruptionBudget", "stemma-router")
+    broken["spec"]["minAvailabel"] = 1
+    with pytest.raises(validator.ValidationError):
+        validator.validate(broken, validator.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), PODS)
+def test_pods_run_without_rights(kind: str, name: str) -> None:
+    spec = pod(kind, name)
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert not spec["automountServiceAccountToken"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert f"USER {spec['securityContext']['runAsUser']}:" in (ROOT / "Dockerfile").read_text("utf-8")
+    # Variables that Kubernetes makes of services would be read as settings (STEMMA_...).
+    assert spec["enableServiceLinks"] is False
+    claims = manifest(kind, name)["spec"].get("volumeClaimTemplates", [])
+    volumes = {one["name"] for one in spec["volumes"]} | {one["metadata"]["name"] for one in claims}
+    assert {one["name"] for one in container["volumeMounts"]} == volumes
+
+
+def test_names_and_labels_meet() -> None:
+    for kind, name in PODS:
+        labels = manifest(kind, name)["spec"]["template"]["metadata"]["labels"]
+        assert manifest(kind, name)["spec"]["selector"]["matchLabels"] == labels
+    servers, router = ({"app": "stemma-server"}, {"app": "stemma-router"})
+    assert manifest("StatefulSet", "stemma")["spec"]["template"]["metadata"]["labels"] == servers
+    assert manifest("Service", "stemma-servers")["spec"]["selector"] == servers
+    assert manifest("Service", "stemma")["spec"]["selector"] == router
+    assert manifest("PodDisruptionBudget", "stemma-servers")["spec"]["selector"]["matchLabels"] == servers
+    assert manifest("PodDisruptionBudget", "stemma-router")["spec"]["selector"]["matchLabels"] == router
+    rule = manifest("NetworkPolicy", "stemma-servers")["spec"]
+    assert rule["podSelector"]["matchLabels"] == servers
+    assert rule["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == router
+
+
+def test_servers_flags_are_settings_and_agree_with_the_pod() -> None:
+    spec = pod("StatefulSet", "stemma")
+    (container,) = spec["containers"]
+    flags = {name: value for name, value in parsed(container["args"]).items() if value is not None}
+    settings = load_settings(file=None, environ={}, flags=flags)
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert settings.server.port == ports["http"]
+    assert settings.server.drain_timeout_s + 10 < spec["terminationGracePeriodSeconds"]
+    assert settings.engine.model.num_threads == int(container["resources"]["limits"]["cpu"])
+    mounts = {one["name"]: Path(one["mountPath"]) for one in container["volumeMounts"]}
+    # Not the volume's root: some file systems keep a directory of their own there.
+    assert settings.engine.tiers.disk_cache is not None
+    assert settings.engine.tiers.disk_cache.parent == mounts["blocks"]
+    assert settings.engine.model.path.is_relative_to(mounts["models"])
+
+
+def test_router_names_every_server_with_its_ports() -> None:
+    from stemma.server.routing.fleet import FleetServer
+
+    state = manifest("StatefulSet", "stemma")["spec"]
+    (container,) = pod("Deployment", "stemma-router")["containers"]
+    options = parsed(container["args"])
+    hosts = [f"stemma-{number}.{state['serviceName']}" for number in range(state["replicas"])]
+    assert [FleetServer.parse(one) for one in options["server"]] == [
+        FleetServer(f"http://{host}:8000", f"tcp://{host}:5557", f"tcp://{host}:5558") for host in hosts
+    ]
+    assert options["port"] == container["ports"][0]["containerPort"]
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    linter = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if linter is None:
+        pytest.skip("hadolint isn't installed")
+    command = [linter, "--no-color", "-"]
+    text = (ROOT / "Dockerfile").read_bytes()
+    done = subprocess.run(command, input=text, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"")
+    as_root = subprocess.run(
+        command, input=text.replace(b"USER 10001:10001", b"USER root"), capture_output=True, timeout=60
+    )
+    assert b"DL3002" in as_root.stdout
+
+
+def test_docker_context_holds_what_is_copied() -> None:
+    allowed = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")
+    }
+    lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+    copied = {
+        name
+        for line in lines
+        if line.startswith("COPY") and "--from" not in line
+        for name in line.split()[1:-1]
+    }
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_unit_is_valid(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze isn't installed")
+    text = UNIT.read_text("utf-8")
+    # The path of the program is checked too; it isn't installed there where tests run.
+    assert "/opt/stemma/bin/stemma" in text
+    unit = tmp_path / UNIT.name
+
+    def complaints(content: str) -> list[str]:
+        unit.write_text(content.replace("/opt/stemma/bin/stemma", sys.executable), "utf-8")
+        done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60)
+        return [line for line in done.stderr.splitlines() if UNIT.name in line]
+
+    assert complaints(text) == []
+    assert complaints(text.replace("KillMode=mixed", "KillMode=some")) != []
+
+
+def test_settings_of_the_unit_load() -> None:
+    settings = load_settings(file=UNIT.with_name("stemma.toml"), environ={}, flags={})
+    text = UNIT.read_text("utf-8")
+    assert f"TimeoutStopSec={round(settings.server.drain_timeout_s) + 30}" in text
+    assert settings.engine.tiers.disk_cache is not None
+    assert settings.engine.tiers.disk_cache.parent == Path("/var/cache/stemma")
+    assert "CacheDirectory=stemma" in text

@@ -1,0 +1,177 @@
+"""Events from a publisher to a follower: what the follower believes is what the cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zmq", reason="the extra `events` isn't installed")
+
+from stemma.cluster.holdings import Holdings, chain_of
+from stemma.errors import ConfigError
+from stemma.kv_events import publisher as publisher_module
+from stemma.kv_events.publisher import KVEventPublisher
+from stemma.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
+from stemma.kv_events.subscriber import Follower, Subscription
+from stemma.memory.kv_events import BlocksRemoved, BlocksStored
+from stemma.prefix.keys import DEFAULT_NAMESPACE
+from stemma.supervision import LoggingSupervisor
+from stemma.types import BlockKey, Tier
+
+SIZE = 4
+LOOPBACK = "tcp://127.0.0.1:*"
+
+
+def start(endpoint: str = LOOPBACK, replay: str | None = LOOPBACK) -> KVEventPublisher:
+    return KVEventPublisher(endpoint, replay, block_size=SIZE, supervisor=LoggingSupervisor())
+
+
+def stored(number: int) -> BlocksStored:
+    return BlocksStored((key(number),), None, tokens(number), DEFAULT_NAMESPACE)
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "big"))
+
+
+def tokens(number: int) -> np.ndarray:
+    return np.full(SIZE, number, dtype=np.int32)
+
+
+def held(holdings: Holdings, numbers: range) -> list[int]:
+    return [n for n in numbers if holdings.depths(chain_of(tokens(n), SIZE), 1) == [1]]
+
+
+class Following:
+    """A subscription that runs for the time of a test."""
+
+    def __init__(self, endpoint: str, replay: str | None) -> None:
+        self.holdings = Holdings()
+        self.follower = Follower(0, self.holdings, chain_of)
+        self.subscription = Subscription(self.follower, endpoint, replay)
+
+    async def __aenter__(self) -> Following:
+        self._task = asyncio.create_task(self.subscription.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def sees(self, expected: list[int], numbers: range) -> None:
+        async with asyncio.timeout(10):
+            while held(self.holdings, numbers) != expected:
+                await asyncio.sleep(0.01)
+
+
+async def test_events_before_and_after_the_subscription_arrive() -> None:
+    publisher = start()
+    for number in range(5):
+        publisher.put(stored(number))
+    async with Following(publisher.endpoint, publisher.replay_endpoint) as following:
+        await following.sees([0, 1, 2, 3, 4], range(9))
+        publisher.put(stored(7))
+        publisher.put(BlocksRemoved((key(2), key(8)), Tier.DEVICE))
+        await following.sees([0, 1, 3, 4, 7], range(9))
+        assert following.follower.block_size == SIZE
+    publisher.close()
+
+
+async def test_a_server_that_starts_anew_holds_nothing_of_before() -> None:
+    first = start()
+    endpoint, replay = first.endpoint, first.replay_endpoint
+    async with Following(endpoint, replay) as following:
+        first.put(stored(1))
+        await following.sees([1], range(9))
+        first.put(stored(2))
+        await following.sees([1, 2], range(9))
+        first.close()
+        second = start(endpoint, replay)
+        async with asyncio.timeout(20):
+            while held(following.holdings, range(9)) != [5]:  # until the socket is connected again
+                second.put(stored(5))
+                await asyncio.sleep(0.05)
+    second.close()
+
+
+async def test_missed_messages_are_replayed() -> None:
+    publisher = start()
+    async with Following(publisher.endpoint, publisher.replay_endpoint) as following:
+        publisher.put(stored(0))
+        await following.sees([0], range(9))
+        socket = following.subscription
+        for number in range(1, 5):
+            publisher.put(stored(number))
+            await following.sees(list(range(number + 1)), range(9))
+        socket._expected -= 3  # as if three messages had been lost
+        following.holdings.remove(0, [chain_of(tokens(n), SIZE)[0] for n in (2, 3, 4)])
+        socket._is_live = True
+        publisher.put(stored(5))
+        await following.sees([0, 1, 2, 3, 4, 5], range(9))
+    publisher.close()
+
+
+async def test_a_gap_that_cannot_be_filled_drops_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = start(replay=None)
+    async with Following(publisher.endpoint, None) as following:
+        async with asyncio.timeout(20):
+            while held(following.holdings, range(2)) != [1]:
+                publisher.put(stored(1))
+                await asyncio.sleep(0.05)
+        following.subscription._expected -= 0
+        publisher._sequence += 3  # these are never sent
+        publisher.put(stored(6))
+        await following.sees([6], range(9))
+        assert following.subscription.num_gaps >= 1
+    publisher.close()
+
+
+async def test_events_that_come_too_fast_clear_instead_of_lying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "MAX_QUEUED", 4)
+    publisher = start()
+    async with Following(publisher.endpoint, publisher.replay_endpoint) as following:
+        publisher.put(stored(0))
+        await following.sees([0], range(3))
+        with publisher._lock:
+            pass
+        for number in range(1, 400):
+            publisher.put(stored(number % 100))
+        publisher.put(BlocksRemoved((key(0),), Tier.DEVICE))
+        async with asyncio.timeout(10):
+            while 0 in held(following.holdings, range(100)):
+                await asyncio.sleep(0.01)
+    publisher.close()
+
+
+def test_an_address_in_use_is_a_config_error() -> None:
+    publisher = start()
+    with pytest.raises(ConfigError, match="KV events can't be published"):
+        start(publisher.endpoint)
+    publisher.close()
+
+
+def test_what_a_follower_cannot_place_is_counted() -> None:
+    holdings = Holdings()
+    follower = Follower(0, holdings, chain_of)
+    follower.take([BlockStored([1], 99, [1, 2, 3, 4], 4, None, "GPU", None)])  # unknown predecessor
+    follower.take([BlockStored([2, 3], None, [1, 2, 3, 4], 4, None, "GPU", None)])  # too few tokens
+    follower.take([BlockStored([4], None, [], 4, None, "CPU", None)])  # no tokens, never seen before
+    follower.take([BlockStored([5], None, [-1, 2, 3, 4], 4, None, "GPU", None)])
+    assert (follower.num_unplaced, holdings.num_ids) == (5, 0)
+    follower.take([BlockRemoved([1, 2, 77], "GPU"), AllBlocksCleared()])
+
+
+def test_a_block_is_held_until_it_left_every_tier() -> None:
+    holdings = Holdings()
+    follower = Follower(0, holdings, chain_of)
+    chain = chain_of(tokens(3), SIZE)
+    follower.take([BlockStored([b"k"], None, [3] * SIZE, SIZE, None, "GPU", None)])
+    follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None), BlockRemoved([b"k"], "GPU")])
+    follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None)])  # told twice
+    assert holdings.depths(chain, 1) == [1]
+    follower.take([BlockRemoved([b"k", b"k"], "CPU")])
+    follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None)])  # its tokens are unknown by now
+    assert follower.num_unplaced == 1
+    assert holdings.depths(chain, 1) == [0]

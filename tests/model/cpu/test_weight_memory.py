@@ -1,0 +1,39 @@
+"""Memory of packed weights: aligned, zeroed, apart from each other, in few arrays while a model loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from stemma.model.cpu.weight_memory import weight_memory, weights_together
+
+SIZES = (1, 64, 65, 4096, 3_000_001, 128)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_weights_are_aligned_zeroed_and_apart(together: bool) -> None:
+    if together:
+        with weights_together():
+            rooms = [weight_memory(size) for size in SIZES]
+    else:
+        rooms = [weight_memory(size) for size in SIZES]
+    assert [len(room) for room in rooms] == list(SIZES)
+    assert all(room.data_ptr() % 64 == 0 and not room.any() for room in rooms)
+    for number, room in enumerate(rooms):
+        room.fill_(number + 1)
+    assert all(bool((room == number + 1).all()) for number, room in enumerate(rooms))
+
+
+def test_weights_of_one_loading_lie_beside_each_other() -> None:
+    with weights_together():
+        first, second = weight_memory(100), weight_memory(1000)
+    assert second.data_ptr() == first.data_ptr() + 128
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    later = weight_memory(100)
+    assert later.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+
+
+def test_a_weight_larger_than_an_array_gets_its_own() -> None:
+    with weights_together():
+        small, large, next_small = weight_memory(64), weight_memory(80 << 20), weight_memory(64)
+    assert len(large) == 80 << 20
+    assert next_small.data_ptr() == small.data_ptr() + 64

@@ -1,0 +1,181 @@
+"""Products with quantized weights at every level: right, and each row the same to the bit in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stemma.model.cpu.weights import PackedProduct
+from stemma.model.quantization.quantize import RoundToNearest, quantize
+from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
+from stemma.native.library import Kernels, load_kernels
+from tests.native.isa import level_params
+
+ROWS = (1, 2, 5, 6, 7, 15, 16, 17, 40, 70, 300)
+SCHEMES = list(ActivationScheme)
+
+
+@pytest.fixture(params=level_params())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    loaded = load_kernels(request.param)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(params=["vnni", "without"])
+def dots(request: pytest.FixtureRequest, kernels: Kernels) -> Iterator[Kernels]:
+    """The kernels with and without the processor's instruction for products of bytes."""
+    if kernels.byte_dots() is False and request.param == "vnni":
+        pytest.skip("needs avx512_vnni or avx_vnni")
+    kernels.byte_dots(allowed=request.param == "vnni")
+    yield kernels
+    kernels.byte_dots()
+
+
+def random_weight(
+    n: int, k: int, *, bits: int = 8, group_size: int = 32, scheme: ActivationScheme = ActivationScheme.NONE
+) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(n * k + bits)
+    limit = 1 << (bits - 1)
+    static = scheme is ActivationScheme.STATIC_TENSOR
+    shape = n, k // group_size
+    return QuantizedWeight(
+        codes=torch.randint(-limit, limit, (n, k), dtype=torch.int8, generator=generator),
+        scales=torch.rand(shape, generator=generator) * 0.02,
+        zero_points=torch.randint(-limit, limit, shape, dtype=torch.int8, generator=generator),
+        bits=bits,
+        group_size=group_size,
+        activations=scheme,
+        activation_scale=0.03 if static else None,
+        activation_zero_point=-7 if static else 0,
+    )
+
+
+def expected(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Fake-quantize x [T, k] as the weight says; multiply in float64."""
+    dtype, x = x.dtype, x.float()
+    if weight.activations is ActivationScheme.DYNAMIC_TOKEN:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        x = (x / scale).nan_to_num().round() * scale
+    elif weight.activations is ActivationScheme.DYNAMIC_GROUP:
+        grouped = x.view(len(x), -1, weight.group_size)
+        scale = grouped.abs().amax(-1, keepdim=True) / 127
+        x = ((grouped / scale).nan_to_num().round() * scale).view(x.shape)
+    elif weight.activations is ActivationScheme.STATIC_TENSOR:
+        scale, zero = weight.activation_scale, weight.activation_zero_point
+        assert scale is not None
+        x = ((x / scale).round().add(zero).clamp(-128, 127) - zero) * scale
+    plain = weight.dequantize(dtype if weight.activations is ActivationScheme.NONE else torch.float32)
+    output = x.double() @ plain.double().T
+    return output if bias is None else output + bias.double()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"), [(150, 96, 32), (64, 640, 128), (70, 48, 16), (200, 1032, 1032), (33, 200, 40)]
+)
+def test_equal_to_the_dequantized_weight(
+    dots: Kernels, n: int, k: int, group_size: int, bits: int, scheme: ActivationScheme
+) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(n, k, bits=bits, group_size=group_size, scheme=scheme)
+    bias = torch.randn(n)
+    product = PackedProduct(dots, [weight], bias, torch.float32)
+    for rows in (1, 6, 7, 37):
+        x = torch.randn(rows, k)
+        wanted = expected(weight, x, bias)
+        assert (product(x).double() - wanted).abs().max() < 2e-6 * wanted.abs().max() * k**0.5
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_never_depends_on_the_others(
+    kernels: Kernels, dtype: torch.dtype, bits: int, scheme: ActivationScheme
+) -> None:
+    torch.manual_seed(0)
+    weight = random_weight(330, 1152, bits=bits, group_size=64, scheme=scheme)
+    product = PackedProduct(kernels, [weight], None, dtype)
+    x = torch.randn(max(ROWS), 1152).to(dtype)
+    alone = torch.cat([product(row[None]) for row in x])
+    threads = torch.get_num_threads()
+    try:
+        for rows in ROWS:
+            assert torch.equal(product(x[:rows]), alone[:rows])
+        torch.set_num_threads(1)
+        assert torch.equal(product(x), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_ways_to_multiply_bytes_give_the_same_bits(kernels: Kernels, bits: int) -> None:
+    weight = random_weight(130, 384, bits=bits, scheme=ActivationScheme.DYNAMIC_TOKEN)
+    product = PackedProduct(kernels, [weight], None, torch.bfloat16)
+    x = torch.randn(40, 384).bfloat16()
+    outputs = [product(x), product(x[:3])]
+    try:
+        kernels.byte_dots(allowed=False)
+        assert torch.equal(product(x), outputs[0])
+        assert torch.equal(product(x[:3]), outputs[1])
+    finally:
+        kernels.byte_dots()
+
+
+def test_unquantized_inputs_give_the_bits_of_the_dequantized_weight(kernels: Kernels) -> None:
+    weight = replace(random_weight(100, 1056, bits=4), zero_points=None)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(50, 1056).to(dtype)
+        plain = PackedProduct(kernels, [weight.dequantize(dtype)])
+        for rows in (1, 50):
+            assert torch.equal(PackedProduct(kernels, [weight], None, dtype)(x[:rows]), plain(x[:rows]))
+
+
+def test_weights_of_different_forms_are_joined_exactly(kernels: Kernels) -> None:
+    """Query in 4 bits with minimums, key in 8 bits, value in smaller groups: as GGUF's mixtures have them."""
+    dynamic = ActivationScheme.DYNAMIC_TOKEN
+    query = replace(
+        random_weight(70, 128, bits=4, scheme=dynamic), zero_points=None, minimums=torch.randn(70, 4)
+    )
+    key = replace(random_weight(20, 128, group_size=64, scheme=dynamic), zero_points=None)
+    value = random_weight(30, 128, group_size=16, scheme=dynamic)
+    x = torch.randn(9, 128)
+    joined = PackedProduct(kernels, [query, key, value], None, torch.float32)(x)
+    for part, weight in zip(joined.split([70, 20, 30], 1), (query, key, value), strict=True):
+        torch.testing.assert_close(part.double(), expected(weight, x), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_are_taken_dequantized(kernels: Kernels) -> None:
+    for bits in (8, 4):
+        weight = replace(random_weight(130, 96, bits=bits), zero_points=None)
+        for dtype in (torch.float32, torch.bfloat16):
+            product = PackedProduct(kernels, [weight], None, dtype)
+            ids = torch.tensor([0, 129, 64, 63, 64])
+            assert torch.equal(product.take_rows(ids), weight.dequantize(dtype)[ids])
+
+
+def test_inputs_of_zero_and_of_nan(dots: Kernels) -> None:
+    weight = random_weight(64, 64, scheme=ActivationScheme.DYNAMIC_TOKEN)
+    product = PackedProduct(dots, [weight], torch.arange(64.0), torch.float32)
+    x = torch.zeros(4, 64)
+    x[1, 7] = float("nan")
+    x[2, 3] = float("inf")
+    output = product(x)
+    assert torch.equal(output[[0, 3]], torch.arange(64.0).repeat(2, 1))
+    assert not torch.isfinite(output[1:3]).any()
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 0.004), (4, 0.07)])
+def test_rounding_keeps_most_of_a_weight(bits: int, limit: float) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(40, 192).bfloat16() * 0.02
+    rounded = quantize(weight, RoundToNearest(bits, 128))
+    assert rounded is not None
+    assert rounded.group_size == 64  # 192 is no multiple of 128
+    error = (rounded.dequantize(torch.float32) - weight.float()).abs().amax() / weight.float().abs().amax()
+    assert error < limit
+    assert quantize(torch.randn(4, 40), RoundToNearest(bits, 32)) is None

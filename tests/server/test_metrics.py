@@ -1,0 +1,71 @@
+"""`/metrics`: every name is documented, vLLM's names have our values, and a request is counted once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from stemma.config.settings import ServerSettings, Settings
+from stemma.errors import ConfigError
+from stemma.server.app import create_app
+from tests.server.scripted_engine import ScriptedEngine
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+
+def samples_of(text: str) -> dict[str, float]:
+    return {s.name: s.value for f in text_string_to_metric_families(text) for s in f.samples}
+
+
+async def test_vllm_names_have_our_values(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/generate", json={"inputs": "ab"})).status_code == 200
+    samples = samples_of((await client.get("/metrics")).text)
+    for theirs, ours in (
+        ("vllm:prompt_tokens_total", "stemma_prompt_tokens_total"),
+        ("vllm:prefix_cache_queries_total", "stemma_prompt_tokens_total"),
+        ("vllm:generation_tokens_total", "stemma_generated_tokens_total"),
+        ("vllm:num_preemptions_total", "stemma_preemptions_total"),
+        ("vllm:e2e_request_latency_seconds_sum", "stemma_request_seconds_sum"),
+        ("vllm:time_to_first_token_seconds_count", "stemma_time_to_first_token_seconds_count"),
+    ):
+        assert samples[theirs] == samples[ours]
+    assert samples["vllm:prefix_cache_hits_total"] >= 40
+    assert samples["vllm:kv_cache_usage_perc"] == pytest.approx(1 - 6 / 16)
+    assert samples["stemma_time_to_first_token_by_cached_share_seconds_count"] == 1
+    assert samples["stemma_tenant_requests_total"] == 1
+
+
+async def test_every_name_is_documented(engine: ScriptedEngine, settings: Settings) -> None:
+    documented = DOCS.read_text()
+    server = settings.server.model_copy(update={"metric_aliases": ("vllm", "mindie")})
+    app = create_app(engine, settings.model_copy(update={"server": server}))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as client:
+        assert (await client.post("/generate", json={"inputs": "ab"})).status_code == 200
+        text = (await client.get("/metrics")).text
+    names = {
+        line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")
+    }
+    names = {name for name in names if not name.endswith("_created")}
+    assert len(names) > 60
+    missing = {name for name in names if f"`{name}`" not in documented}
+    assert not missing
+
+
+async def test_other_names_can_be_left_out(engine: ScriptedEngine, settings: Settings) -> None:
+    server = settings.server.model_copy(update={"metric_aliases": ("none",)})
+    app = create_app(engine, settings.model_copy(update={"server": server}))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as client:
+        assert "vllm:" not in (await client.get("/metrics")).text
+
+
+def test_an_unknown_name_is_refused(engine: ScriptedEngine, settings: Settings) -> None:
+    server = ServerSettings(metric_aliases=("sglang",))
+    with pytest.raises(ConfigError, match="sglang"):
+        create_app(engine, settings.model_copy(update={"server": server}))
