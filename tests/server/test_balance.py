@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stemma.server.routing.balance import Balance, head_of
+from stemma.server.routing.balance import Balance
+from stemma.server.routing.prompts import head_of
 
 URLS = [f"http://host-{name}:8000" for name in "abcd"]
 

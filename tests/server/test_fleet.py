@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from stemma.errors import ConfigError
 from stemma.server.routing.fleet import FleetServer, create_fleet_app
 from stemma.server.routing.relay import RouteOptions
+from stemma.types import TokenArray
 from tests.server.test_route import Upstream
 
 TOKENS = list(range(200))
@@ -173,6 +175,65 @@ async def test_texts_are_tokenized_by_a_server_or_go_by_their_beginning(
     messages = [{"role": "user", "content": "Hello"}]
     answer = await proxy.post("/v1/completions", json={"messages": messages})
     assert answer.status_code == 200
+
+
+CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": CONVERSATION, "system": "Be kind.", "max_tokens": 5}),
+        ("/v1/responses", {"input": CONVERSATION, "instructions": "Be kind."}),
+        ("/infer_token", {"input_id": TOKENS}),
+        ("/v2/models/m/generate", {"text_input": "Hello"}),
+        ("/v2/models/m/versions/1/infer", {"inputs": [{"name": "input0", "data": TOKENS}]}),
+    ],
+)
+async def test_every_protocol_goes_by_its_prompt(
+    servers: list[Upstream], proxy: httpx.AsyncClient, path: str, body: dict[str, object]
+) -> None:
+    answers = [await proxy.post(path, json=body, headers={"x-api-key": "k"}) for _ in range(4)]
+    assert len({answer.json()["served_by"] for answer in answers}) == 1
+    assert answers[0].headers["x-stemma-cached-tokens"] == "7"
+    asked = [server for server in servers if server.bodies]
+    assert [server.headers[0]["x-api-key"] for server in asked] == ["k"]
+    assert await loads(proxy) == [0, 0, 0]
+
+
+async def test_what_one_server_has_not_another_may_have(
+    servers: list[Upstream], proxy: httpx.AsyncClient
+) -> None:
+    """An adapter that was loaded on one server, a conversation that one server stored."""
+    servers[0].status = servers[1].status = 404
+    assert await served_by(proxy, TOKENS) == "s2"
+    assert (await proxy.get("/v1/responses/resp_1")).json()["served_by"] == "s2"
+    for server in servers[:2]:
+        server.status, server.error = 400, {"error": {"param": "previous_response_id"}}
+    continued = {"input": "Go on.", "previous_response_id": "resp_1"}
+    assert (await proxy.post("/v1/responses", json=continued)).json()["served_by"] == "s2"
+    for server in servers:
+        server.status = 404
+    assert (await proxy.get("/v1/responses/resp_1")).status_code == 404
+    assert await loads(proxy) == [0, 0, 0]
+
+
+async def test_a_prompt_that_takes_too_long_to_tokenize_goes_by_its_beginning(
+    servers: list[Upstream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    class Slow:
+        def encode(self, text: str) -> TokenArray:
+            released.wait(30)
+            return np.zeros(1, np.int32)
+
+    monkeypatch.setattr("stemma.server.routing.fleet._TOKENIZE_TIMEOUT_S", 0.05)
+    try:
+        async for proxy in proxy_of([FleetServer(server.url) for server in servers], tokenizer=Slow()):
+            assert len({await served_by(proxy, "Hello") for _ in range(3)}) == 1
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from stemma.errors import ConfigError
-from stemma.server.routing.balance import Balance, head_of
+from stemma.server.routing.balance import Balance
+from stemma.server.routing.prompts import GENERATING, head_of, one_token_body
 from stemma.server.routing.relay import RouteOptions
-from stemma.server.routing.route import create_route_app, one_token_body
+from stemma.server.routing.route import create_route_app
 
+BINARY = "inference-header-content-length"
 REQUEST = {"prompt": "x", "max_tokens": 9, "temperature": 0, "n": 2}
 
 
@@ -35,12 +37,15 @@ class Upstream:
         self.num_left = 0
         """Requests that hung until their client left."""
         self.status = 200
+        self.error: dict[str, Any] = {}
+        """Stands beside the name in answers of other statuses than 200."""
         self.break_after: int | None = None
         """Events after which the connection is cut; 0: before the first."""
         app = FastAPI()
         app.add_route("/v1/completions", self._generate, methods=["POST"])
-        for path in ("/generate", "/generate_stream", "/"):
+        for path in GENERATING[1:]:
             app.add_route(path, self._generate, methods=["POST"])
+        app.add_route("/v1/responses/{id}", self._stored, methods=["GET", "DELETE"])
         app.add_route("/v1/models", self._models, methods=["GET"])
         app.add_route("/health", lambda _: PlainTextResponse("ok"), methods=["GET"])
         self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
@@ -58,7 +63,7 @@ class Upstream:
         return JSONResponse({"served_by": self.name, "query": request.url.query})
 
     async def _generate(self, request: Request) -> Response:
-        body = await request.json()
+        body = {} if BINARY in request.headers else await request.json()
         self.bodies.append(body)
         self.paths.append(request.url.path)
         if self.hangs:
@@ -66,10 +71,14 @@ class Upstream:
                 await asyncio.sleep(0.01)
             self.num_left += 1
         self.headers.append(dict(request.headers))
-        if body.get("stream") or request.url.path == "/generate_stream":
+        if body.get("stream") or request.url.path.endswith("_stream"):
             return StreamingResponse(self._events(), self.status, media_type="text/event-stream")
         if self.break_after is not None:
             return StreamingResponse(self._events(), self.status, media_type="application/json")
+        said = {"served_by": self.name, **(self.error if self.status != 200 else {})}
+        return JSONResponse(said, self.status, {"x-stemma-cached-tokens": "7"})
+
+    async def _stored(self, request: Request) -> Response:
         return JSONResponse({"served_by": self.name}, self.status)
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -245,6 +254,27 @@ def test_bodies_for_prefill() -> None:
         "parameters": {"max_new_tokens": 1, "seed": 1},
         "stream": False,
     }
+    conversation = {"input": "x", "max_output_tokens": 90, "stream": True}
+    stored = {"input": "x", "max_output_tokens": 1, "stream": False, "store": False}
+    assert one_token_body("/v1/responses", conversation) == stored
+    anthropic = {"messages": [], "system": "s", "max_tokens": 9}
+    assert one_token_body("/v1/messages", anthropic) == {**anthropic, "max_tokens": 1, "stream": False}
+    triton = {"text_input": "x", "parameters": {"max_new_tokens": 9}}
+    assert one_token_body("/v2/models/m/generate", triton) == {
+        **triton,
+        "parameters": {"max_new_tokens": 1},
+        "stream": False,
+    }
+
+
+async def test_binary_tensors_are_not_read_and_go_to_a_decode_server(
+    servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    """Their JSON ends where a header says; the prompt behind it is for the server to read."""
+    headers = {BINARY: "2", "content-type": "application/octet-stream"}
+    answer = await proxy.post("/v2/models/m/infer", content=b"{}\x00\x01", headers=headers)
+    assert answer.json()["served_by"] in ("d0", "d1")
+    assert (servers["p0"].bodies, servers["p1"].bodies) == ([], [])
 
 
 def test_both_kinds_of_servers_are_needed() -> None:

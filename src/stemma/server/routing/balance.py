@@ -9,14 +9,10 @@ busy one is skipped, so that many users of one system prompt don't all wait for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import orjson
 import xxhash
 
-_HEAD_LENGTH = 1024
-"""Characters, or token ids, of a plain prompt."""
 _LEAD = 4
 """Requests that a server may have under way beyond twice those of the least busy one."""
 
@@ -49,19 +45,6 @@ class Balance:
     def under_way(self) -> dict[str, int]:
         """Return the number of requests under way by server."""
         return {url: self._under_way[url] for url in self.urls}
-
-
-def head_of(body: Mapping[str, Any] | None) -> bytes:
-    """Return the beginning of a request's prompt: of a conversation everything up to the first question."""
-    if body is None:
-        return b""
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
-        end = roles.index("user") + 1 if "user" in roles else 1
-        return orjson.dumps(messages[:end])
-    prompt = body.get("prompt", body.get("inputs"))
-    return orjson.dumps(prompt[:_HEAD_LENGTH] if isinstance(prompt, str | list) else prompt)
 
 
 def _seed(url: str) -> int:

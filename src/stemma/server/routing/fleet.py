@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,22 +31,21 @@ from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import ROUTERS, Ask, Placement, Placements
 from stemma.errors import ConfigError, StemmaError
 from stemma.model.tokenizer import Tokenizer
-from stemma.server.access import has_key
-from stemma.server.errors import json_response
-from stemma.server.routing.balance import head_of
+from stemma.server.requests.workers import WorkerThreads
+from stemma.server.routing.app import create_proxy_app
+from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
 from stemma.server.routing.relay import (
-    CONNECT_TIMEOUT_S,
-    GENERATING,
-    READ_TIMEOUT_S,
+    NOT_FOUND,
     Relay,
     Relayed,
     RouteOptions,
-    json_object,
+    http_client,
     kept_headers,
     nobody_answers,
     path_of,
+    read_body,
 )
-from stemma.server.transport.headers import HeaderGuard
+from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 
 _log = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ _log = logging.getLogger(__name__)
 _CHARS_PER_TOKEN = 4
 """What a prompt costs whose tokens aren't known."""
 _TOKENIZE_TIMEOUT_S = 5.0
+_NUM_ENCODERS = 2
+_NO_RESPONSE = b"previous_response_id"
+"""Stands in the refusal of a server that hasn't stored that response."""
 _DOWN_STATUSES = (502, 503, 504)
 """Answers of a server that can't serve now: the next one is tried."""
 
@@ -105,12 +108,29 @@ class Fleet:
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._followers: list[Any] = []
+        self._encoders = WorkerThreads(_NUM_ENCODERS, "stemma-route-tokenizer", LoggingSupervisor())
 
     @property
     def block_size(self) -> int:
         """Tokens of the blocks that holdings are kept in."""
         sizes = (follower.block_size for follower in self._followers)
         return next((size for size in sizes if size is not None), self._block_size)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers."""
+        return tuple(server.url for server in self.servers)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Follow the servers' KV events meanwhile."""
+        following = asyncio.create_task(self.follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            self._encoders.close()
 
     async def follow(self) -> None:
         """Follow the servers' KV events until cancelled; one that fails is logged, the others go on."""
@@ -136,7 +156,7 @@ class Fleet:
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates."""
         self.num_requests += 1
-        body = await asyncio.to_thread(json_object, content)
+        body = await read_body(request, content)
         headers, path = kept_headers(request), path_of(request)
         ask = await self._describe(body, headers)
         order = self.placements.order(ask)
@@ -157,6 +177,8 @@ class Fleet:
                 answer.when_over = _Ended(self.placements, placement)
                 return answer
             self.placements.end(placement)
+            if replica != order[-1] and _may_be_elsewhere(body, answer):
+                continue
             if answer.status_code in _DOWN_STATUSES and replica != order[-1]:
                 self.num_retries += 1
                 continue
@@ -165,29 +187,33 @@ class Fleet:
 
     async def _describe(self, body: dict[str, Any], headers: dict[str, str]) -> Ask:
         head = xxhash.xxh3_64_intdigest(head_of(body)) or 1
-        tokens = await self._tokens(body, headers)
+        messages = messages_of(body)
+        tokens = await self._tokens(body, messages, headers)
         if tokens is None:
-            num_tokens = len(orjson.dumps(body.get("messages", body.get("prompt", "")))) // _CHARS_PER_TOKEN
-            return Ask((), max(1, num_tokens), self.block_size, head)
+            return Ask((), max(1, num_characters(body) // _CHARS_PER_TOKEN), self.block_size, head)
         chain = chain_of(tokens, self.block_size)
-        if chain and "messages" not in body:
+        if chain and messages is None:
             head = 0  # the first block, so that a longer prompt has the same home
         return Ask(chain, len(tokens), self.block_size, head)
 
-    async def _tokens(self, body: dict[str, Any], headers: dict[str, str]) -> TokenArray | None:
+    async def _tokens(
+        self, body: dict[str, Any], messages: list[Any] | None, headers: dict[str, str]
+    ) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
-        prompt = body.get("prompt", body.get("inputs"))
-        if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
-            return _as_tokens(prompt)
-        messages = body.get("messages")
-        if not (isinstance(prompt, str) or isinstance(messages, list)):
+        given = tokens_of(body)
+        if given is not None:
+            return _as_tokens(given)
+        text = text_of(body)
+        if text is None and messages is None:
             return None
         if self._tokenizer is not None:
+            encode = partial(_encode, self._tokenizer, text, messages, body.get("tools"))
             try:
-                return await asyncio.to_thread(self._encode, self._tokenizer, prompt, messages, body)
-            except StemmaError:
+                return await self._encoders.run(encode, limit_s=_TOKENIZE_TIMEOUT_S, what="tokenizing")
+            except StemmaError as error:
+                _log.warning("a prompt's place in the caches isn't known: %s", error)
                 return None
-        fields = {"prompt": prompt} if messages is None else {"messages": messages}
+        fields = {"prompt": text} if messages is None else {"messages": messages}
         for name in ("model", "tools", "chat_template_kwargs"):
             if name in body:
                 fields[name] = body[name]
@@ -210,14 +236,6 @@ class Fleet:
             return None
         return _as_tokens(tokens)
 
-    @staticmethod
-    def _encode(
-        tokenizer: Tokenizer, prompt: str | None, messages: list[Any] | None, body: dict[str, Any]
-    ) -> TokenArray:
-        if messages is None:
-            return tokenizer.encode(prompt or "")
-        return tokenizer.apply_chat_template(messages, tools=body.get("tools"))
-
     def describe(self) -> dict[str, Any]:
         """Return what is known of each server."""
         return {
@@ -235,6 +253,23 @@ class Fleet:
                 for server, load in zip(self.servers, self.placements.loads, strict=True)
             },
         }
+
+
+def _encode(
+    tokenizer: Tokenizer, text: str | None, messages: list[Any] | None, tools: list[Any] | None
+) -> TokenArray:
+    return (
+        tokenizer.encode(text or "")
+        if messages is None
+        else tokenizer.apply_chat_template(messages, tools=tools)
+    )
+
+
+def _may_be_elsewhere(body: dict[str, Any], answer: Response) -> bool:
+    """Whether another server may have what this one hasn't: an adapter, or a stored conversation."""
+    if answer.status_code == NOT_FOUND:
+        return True
+    return answer.status_code == 400 and "previous_response_id" in body and _NO_RESPONSE in bytes(answer.body)
 
 
 class _Ended:
@@ -261,50 +296,9 @@ def create_fleet_app(
     """Return the proxy. Raises ConfigError for an unknown router, no servers, or events without ZMQ."""
     if any(server.events for server in servers) and find_spec("zmq") is None:
         raise ConfigError("KV events need ZMQ: pip install 'stemma[events]'")
-    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    http = client or httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
     options = options or RouteOptions()
-    fleet = Fleet(servers, router, Relay(http, options), tokenizer=tokenizer)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(fleet.follow())
-        try:
-            yield
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            await http.aclose()
-
-    async def generate(request: Request) -> Response:
-        return await fleet.relay.answered(request, fleet.generate)
-
-    async def pass_on(request: Request) -> Response:
-        urls = tuple(server.url for server in fleet.servers)
-
-        async def first(request: Request, content: bytes) -> Response:
-            return await fleet.relay.first_of(request, content, urls)
-
-        return await fleet.relay.answered(request, first)
-
-    async def health(request: Request) -> Response:
-        """Whether any server answers; who has the key sees each of them, and what is known of it."""
-        up = await asyncio.gather(*(fleet.relay.is_healthy(server.url) for server in fleet.servers))
-        body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
-        if has_key(request, options.admin_key):
-            urls = [server.url for server in fleet.servers]
-            body |= {"servers": dict(zip(urls, up, strict=True)), **fleet.describe()}
-        return json_response(body, 200 if any(up) else 503)
-
-    app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False
-    app.add_middleware(HeaderGuard)
-    app.state.fleet = fleet
-    app.add_route("/health", health, methods=["GET"])
-    for path in GENERATING:
-        app.add_route(path, generate, methods=["POST"])
-    app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])
-    return app
+    fleet = Fleet(servers, router, Relay(client or http_client(), options), tokenizer=tokenizer)
+    return create_proxy_app(fleet, options)
 
 
 def _as_tokens(ids: list[int]) -> TokenArray | None:

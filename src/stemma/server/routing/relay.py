@@ -7,6 +7,7 @@ finished.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -30,10 +31,26 @@ from stemma.server.transport.planes import Plane, plane_of
 
 _log = logging.getLogger(__name__)
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream", "/")
 CONNECT_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 600.0
-_KEPT_HEADERS = ("authorization", "content-type", "accept")
+NOT_FOUND = 404
+_BINARY = "inference-header-content-length"
+"""Where JSON ends in a body of Triton's binary tensors."""
+_KEPT_HEADERS = frozenset(
+    {
+        "authorization",
+        "x-api-key",
+        "content-type",
+        "accept",
+        "anthropic-version",
+        "anthropic-beta",
+        _BINARY,
+        "traceparent",
+        "tracestate",
+        "x-stemma-explain",
+    }
+)
+_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", _BINARY, "x-stemma-cached-tokens"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,7 @@ class Relay:
     ) -> Response:
         """Read the body and do the work on it; its errors, and a client that leaves, become responses."""
         try:
-            if "authorization" not in request.headers:
+            if not {"authorization", "x-api-key"} & set(request.headers):
                 self._access.check(request)
             chunks = limited_chunks(request, self._options.max_body_bytes)
             content = b"".join([chunk async for chunk in chunks])
@@ -84,24 +101,26 @@ class Relay:
         except StemmaError as error:
             return openai_error(error)
 
-    async def ask(self, url: str, content: bytes, headers: dict[str, str]) -> Response:
+    async def ask(
+        self, url: str, content: bytes, headers: dict[str, str], *, method: str = "POST"
+    ) -> Response:
         """Return the answer; raise HTTPError if none comes, or a whole one breaks off."""
         upstream = await self.client.send(
-            self.client.build_request("POST", url, content=content, headers=headers), stream=True
+            self.client.build_request(method, url, content=content, headers=headers), stream=True
         )
         if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
             try:
                 await upstream.aread()
             finally:
                 await upstream.aclose()
-            return Response(upstream.content, upstream.status_code, content_type(upstream))
+            return Response(upstream.content, upstream.status_code, _answer_headers(upstream))
         chunks = upstream.aiter_raw()
         try:
             first = await anext(chunks, b"")
-        except httpx.HTTPError:
+        except BaseException:  # it broke off, or the client left
             await upstream.aclose()
             raise
-        return Relayed(self._stream(upstream, first, chunks), upstream.status_code, content_type(upstream))
+        return Relayed(self._stream(upstream, first, chunks), upstream.status_code, _answer_headers(upstream))
 
     async def is_healthy(self, url: str) -> bool:
         """Return whether a server says that it serves."""
@@ -111,18 +130,18 @@ class Relay:
             return False
 
     async def first_of(self, request: Request, content: bytes, urls: tuple[str, ...]) -> Response:
-        """Send any request to the first server that answers."""
+        """Send any request to the first server that answers; one that hasn't the thing isn't the last."""
         headers, path = kept_headers(request), path_of(request)
+        answer = nobody_answers()
         for url in urls:
             try:
-                upstream = await self.client.request(
-                    request.method, url + path, content=content, headers=headers
-                )
+                answer = await self.ask(url + path, content, headers, method=request.method)
             except httpx.HTTPError as error:
                 _log.warning("%s: %s", url, str(error) or type(error).__name__)
                 continue
-            return Response(upstream.content, upstream.status_code, content_type(upstream))
-        return nobody_answers()
+            if answer.status_code != NOT_FOUND:
+                break
+        return answer
 
     async def _stream(
         self, upstream: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
@@ -141,6 +160,12 @@ class Relay:
             await upstream.aclose()
 
 
+def http_client() -> httpx.AsyncClient:
+    """Return the client that a proxy asks its servers with."""
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    return httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+
+
 def nobody_answers() -> Response:
     """Return the response where no server could be reached."""
     return json_response({"error": {"message": "no server answers", "type": "server_error"}}, 503)
@@ -148,7 +173,7 @@ def nobody_answers() -> Response:
 
 def kept_headers(request: Request) -> dict[str, str]:
     """Return the headers that are passed on."""
-    return {name: request.headers[name] for name in _KEPT_HEADERS if name in request.headers}
+    return {name: value for name, value in request.headers.items() if name in _KEPT_HEADERS}
 
 
 def path_of(request: Request) -> str:
@@ -168,14 +193,18 @@ def path_of(request: Request) -> str:
     return f"{quote(path)}?{query}" if query else quote(path)
 
 
-def content_type(upstream: httpx.Response) -> dict[str, str]:
-    """Return the headers of an answer that are passed on."""
-    names = ("content-type", "retry-after")
-    return {name: upstream.headers[name] for name in names if name in upstream.headers}
+def _answer_headers(upstream: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in upstream.headers.items() if name in _KEPT_ANSWER_HEADERS}
 
 
-def json_object(content: bytes) -> dict[str, Any]:
-    """Return a request's body. Raises InvalidRequest."""
+async def read_body(request: Request, content: bytes) -> dict[str, Any]:
+    """Return a request's body; an empty one for Triton's binary tensors. Raises InvalidRequest."""
+    if _BINARY in request.headers:
+        return {}
+    return await asyncio.to_thread(_json_object, content)
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
     parsed = parse_json(content)
     if not isinstance(parsed, dict):
         raise InvalidRequest("the body must be a JSON object")

@@ -12,7 +12,6 @@ ends with an error event: it can't be continued, and must not look finished.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -26,27 +25,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import ConfigError
-from stemma.server.access import has_key
-from stemma.server.errors import json_response
-from stemma.server.routing.balance import Balance, head_of
+from stemma.server.routing.app import create_proxy_app
+from stemma.server.routing.balance import Balance
+from stemma.server.routing.prompts import head_of, one_token_body
 from stemma.server.routing.relay import (
-    CONNECT_TIMEOUT_S,
-    GENERATING,
-    READ_TIMEOUT_S,
     Relay,
     Relayed,
     RouteOptions,
-    json_object,
+    http_client,
     kept_headers,
     nobody_answers,
     path_of,
+    read_body,
 )
-from stemma.server.transport.headers import HeaderGuard
 
 _log = logging.getLogger(__name__)
-
-_PREFILL_PATHS = {"/generate_stream": "/generate"}
-"""Where a prompt is computed without streaming."""
 
 
 class RouteStats:
@@ -69,63 +62,55 @@ class Router:
         self,
         prefills: Sequence[str],
         decodes: Sequence[str],
-        client: httpx.AsyncClient,
-        options: RouteOptions,
+        relay: Relay,
     ) -> None:
         if not prefills or not decodes:
             raise ConfigError("name at least one prefill server and one decode server")
         self.prefills = tuple(url.rstrip("/") for url in prefills)
         self.decodes = tuple(url.rstrip("/") for url in decodes)
         self.stats = RouteStats()
-        self._relay = Relay(client, options)
+        self.relay = relay
         self._prefill_balance = Balance(self.prefills)
         self._decode_balance = Balance(self.decodes)
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, request: Request, content: bytes) -> Response:
         """Prefill on one server, decode on another. A client that leaves ends the work on both."""
-        return await self._relay.answered(request, self._generate)
-
-    async def pass_on(self, request: Request) -> Response:
-        """Send any other request to the first server that answers."""
-        return await self._relay.answered(request, self._pass_on)
-
-    async def _generate(self, request: Request, content: bytes) -> Response:
         self.stats.num_requests += 1
         headers = kept_headers(request)
-        body = await asyncio.to_thread(json_object, content)
+        body = await read_body(request, content)
         head = head_of(body)
-        await self._prefill(request.scope["path"], body, headers, head)
+        if body:
+            await self._prefill(request.scope["path"], body, headers, head)
         answer = await self._first_answer(request, content, headers, head)
         if answer is None:
             return nobody_answers()
         return answer
 
-    def counts(self) -> dict[str, int]:
-        """Return the counters since the start."""
-        broken = self._relay.num_broken_streams
-        counts = {**vars(self.stats), "num_broken_streams": broken}
-        counts["num_decode_failures"] += broken
-        return counts
+    def describe(self) -> dict[str, Any]:
+        """Return the counters since the start, and the requests that each server works on."""
+        broken = self.relay.num_broken_streams
+        told = {**vars(self.stats), "num_broken_streams": broken}
+        told["num_decode_failures"] += broken
+        return {"under_way": self._prefill_balance.under_way() | self._decode_balance.under_way(), **told}
 
-    async def is_healthy(self, url: str) -> bool:
-        """Return whether a server says that it serves."""
-        return await self._relay.is_healthy(url)
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers, those first that answer requests that generate nothing."""
+        return (*self.decodes, *self.prefills)
 
-    def under_way(self) -> dict[str, int]:
-        """Return the number of requests that each server works on."""
-        return self._prefill_balance.under_way() | self._decode_balance.under_way()
-
-    async def _pass_on(self, request: Request, content: bytes) -> Response:
-        return await self._relay.first_of(request, content, (*self.decodes, *self.prefills))
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Nothing runs beside the requests."""
+        yield
 
     async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], head: bytes) -> None:
         """Have the prompt computed and put into the pool; a failure only costs time."""
         content = orjson.dumps(one_token_body(path, body))
-        path = _PREFILL_PATHS.get(path, path)
+        path = path.removesuffix("_stream")  # where it is computed without streaming
         for url in self._prefill_balance.order(head):
             self._prefill_balance.begin(url)
             try:
-                answer = await self._relay.client.post(url + path, content=content, headers=headers)
+                answer = await self.relay.client.post(url + path, content=content, headers=headers)
             except httpx.HTTPError as error:
                 self.stats.num_prefill_failures += 1
                 _log.warning("prefill server %s: %s", url, str(error) or type(error).__name__)
@@ -145,7 +130,7 @@ class Router:
             is_fallback = balance is self._prefill_balance
             balance.begin(url)
             try:
-                answer = await self._relay.ask(url + path_of(request), content, headers)
+                answer = await self.relay.ask(url + path_of(request), content, headers)
             except httpx.HTTPError as error:
                 balance.end(url)
                 if not is_fallback:
@@ -164,22 +149,6 @@ class Router:
         return None
 
 
-def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a request that computes the same prompt and generates one token, without streaming."""
-    short = {**body, "stream": False}
-    for name in ("stream_options", "logprobs", "top_logprobs", "best_of", "prompt_logprobs", "details"):
-        short.pop(name, None)
-    if "inputs" in body:
-        parameters = body.get("parameters") or {}
-        dropped = ("details", "decoder_input_details")
-        kept = {name: value for name, value in parameters.items() if name not in dropped}
-        return {**short, "parameters": {**kept, "max_new_tokens": 1}}
-    short["n"] = 1
-    short["max_completion_tokens" if "max_completion_tokens" in short else "max_tokens"] = 1
-    short.pop("min_tokens", None)
-    return short
-
-
 def create_route_app(
     prefills: Sequence[str],
     decodes: Sequence[str],
@@ -187,31 +156,6 @@ def create_route_app(
     options: RouteOptions | None = None,
 ) -> FastAPI:
     """Return the proxy. Raises ConfigError if one of the lists is empty."""
-    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    http = client or httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
     options = options or RouteOptions()
-    router = Router(prefills, decodes, http, options)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await http.aclose()
-
-    async def health(request: Request) -> Response:
-        """Whether any server answers; who has the key sees each of them, and what happened so far."""
-        servers = {url: await router.is_healthy(url) for url in (*router.prefills, *router.decodes)}
-        status = "ok" if any(servers.values()) else "down"
-        body: dict[str, Any] = {"status": status}
-        if has_key(request, options.admin_key):
-            body |= {"servers": servers, "under_way": router.under_way(), **router.counts()}
-        return json_response(body, 200 if status == "ok" else 503)
-
-    app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False
-    app.add_middleware(HeaderGuard)
-    app.state.router = router
-    app.add_route("/health", health, methods=["GET"])
-    for path in GENERATING:
-        app.add_route(path, router.generate, methods=["POST"])
-    app.add_route("/{path:path}", router.pass_on, methods=["GET", "POST", "DELETE", "PUT"])
-    return app
+    router = Router(prefills, decodes, Relay(client or http_client(), options))
+    return create_proxy_app(router, options)

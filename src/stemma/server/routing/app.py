@@ -1,0 +1,77 @@
+"""The HTTP application around a proxy: its routes, its health, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.server.access import has_key
+from stemma.server.errors import json_response
+from stemma.server.routing.prompts import GENERATING
+from stemma.server.routing.relay import Relay, RouteOptions
+from stemma.server.transport.headers import HeaderGuard
+
+
+class Proxy(Protocol):
+    """Decides where requests go."""
+
+    @property
+    def relay(self) -> Relay:
+        """What passes requests on."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers, those first that answer requests that generate nothing."""
+
+    async def generate(self, request: Request, content: bytes) -> Response:
+        """Answer a request that generates."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of the servers, and the counters since the start."""
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Return what runs beside the requests."""
+
+
+def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
+    """Return the application; it closes the proxy's HTTP client at its end."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with proxy.serving():
+                yield
+        finally:
+            await proxy.relay.client.aclose()
+
+    async def generate(request: Request) -> Response:
+        return await proxy.relay.answered(request, proxy.generate)
+
+    async def first_of_all(request: Request, content: bytes) -> Response:
+        return await proxy.relay.first_of(request, content, proxy.urls)
+
+    async def pass_on(request: Request) -> Response:
+        return await proxy.relay.answered(request, first_of_all)
+
+    async def health(request: Request) -> Response:
+        """Whether any server answers; who has the key sees each of them, and what is known of it."""
+        up = await asyncio.gather(*(proxy.relay.is_healthy(url) for url in proxy.urls))
+        body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
+        if has_key(request, options.admin_key):
+            body |= {"servers": dict(zip(proxy.urls, up, strict=True)), **proxy.describe()}
+        return json_response(body, 200 if any(up) else 503)
+
+    app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.add_middleware(HeaderGuard)
+    app.add_route("/health", health, methods=["GET"])
+    for path in GENERATING:
+        app.add_route(path, generate, methods=["POST"])
+    app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])
+    return app

@@ -1,0 +1,98 @@
+"""Where the prompt lies in a request's body, in each protocol: all that a proxy has to know of them.
+
+What a proxy reads here decides only where a request goes, never what the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+_TRITON = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+GENERATING = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/generate",
+    "/generate_stream",
+    "/infer",
+    "/infer_token",
+    "/",
+    *(f"{model}/{verb}" for model in _TRITON for verb in ("infer", "generate", "generate_stream")),
+)
+"""Paths whose requests generate, as patterns of Starlette's routes."""
+
+_HEAD_LENGTH = 1024
+"""Characters, or token ids, of a plain prompt."""
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Any] | None:
+    """Return a conversation as chat messages: of OpenAI's, Anthropic's or the Responses API's body."""
+    messages, system = body.get("messages"), body.get("system")
+    if not isinstance(messages, list):
+        messages, system = body.get("input"), body.get("instructions")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if not isinstance(messages, list):
+            return None
+    return messages if not system else [{"role": "system", "content": system}, *messages]
+
+
+def tokens_of(body: Mapping[str, Any]) -> list[int] | None:
+    """Return the token ids that a body gives as its prompt."""
+    for name in ("prompt", "inputs", "input_id"):
+        given = body.get(name)
+        if isinstance(given, list) and given and all(isinstance(one, int) for one in given):
+            return given
+    return None
+
+
+def text_of(body: Mapping[str, Any]) -> str | None:
+    """Return the text that a body gives as its prompt."""
+    for name in ("prompt", "inputs", "text_input"):
+        given = body.get(name)
+        if isinstance(given, str):
+            return given
+    return None
+
+
+def head_of(body: Mapping[str, Any] | None) -> bytes:
+    """Return the beginning of a request's prompt: of a conversation everything up to the first question."""
+    if body is None:
+        return b""
+    messages = messages_of(body)
+    if messages is not None:
+        roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
+        end = roles.index("user") + 1 if "user" in roles else 1
+        return orjson.dumps(messages[:end])
+    prompt = text_of(body) or tokens_of(body) or body.get("prompt", body.get("inputs"))
+    return orjson.dumps(prompt[:_HEAD_LENGTH] if isinstance(prompt, str | list) else prompt)
+
+
+def num_characters(body: Mapping[str, Any]) -> int:
+    """Return the length of the prompt as JSON: what it may cost, where its tokens aren't known."""
+    given = messages_of(body)
+    return len(orjson.dumps(body.get("prompt", body.get("inputs", "")) if given is None else given))
+
+
+def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request that computes the same prompt and generates one token, without streaming."""
+    short = {**body, "stream": False}
+    for name in ("stream_options", "logprobs", "top_logprobs", "best_of", "prompt_logprobs", "details"):
+        short.pop(name, None)
+    if not {"inputs", "input_id", "text_input"}.isdisjoint(body):
+        parameters = body.get("parameters") or {}
+        dropped = ("details", "decoder_input_details")
+        kept = {name: value for name, value in parameters.items() if name not in dropped}
+        return {**short, "parameters": {**kept, "max_new_tokens": 1}}
+    if path == "/v1/responses":
+        return {**short, "max_output_tokens": 1, "store": False}
+    short["max_completion_tokens" if "max_completion_tokens" in short else "max_tokens"] = 1
+    if path == "/v1/messages":
+        return short
+    short["n"] = 1
+    short.pop("min_tokens", None)
+    return short
