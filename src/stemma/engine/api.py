@@ -68,8 +68,8 @@ class CacheReport:
         return sum(self.cached_by_tier.values())
 
 
-DRAFT_SOURCES = ("mtp", "tree", "prompt_lookup", "la")
-"""Where drafts come from, as `speculation` names it."""
+DRAFT_SOURCES = ("mtp", "tree", "prompt_lookup", "la", "grammar")
+"""Where drafts come from, as `speculation` names it; ``grammar``: tokens that a request's grammar forces."""
 
 
 @dataclass(frozen=True, slots=True)

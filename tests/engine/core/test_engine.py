@@ -250,10 +250,10 @@ class OracleDrafter:
         self.num_accepted_tokens = 0
         self.counts: dict[str, DraftCount] = {}
 
-    def begin_step(self, num_sequences):
+    def begin_step(self, num_sequences, *, may_be_forced=False):
         return True
 
-    def propose(self, key, namespace, tokens, max_tokens):
+    def propose(self, key, namespace, tokens, max_tokens, forced=()):
         start = len(tokens) - self.num_prompt
         draft = self.future[start : start + min(4, max_tokens)]
         return tuple(t if (start + i) % self.wrong_every else (t + 1) % 500 for i, t in enumerate(draft))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from tests.engine.harness import greedy, prompt
 
 from stemma.engine.sampling.constraints import Constraints, keep_allowed
-from stemma.engine.sampling.grammar import GrammarSpec, GrammarState
+from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec, GrammarState
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason
@@ -113,33 +112,61 @@ def test_rules_that_leave_no_token_are_ignored(harness):
     assert engine.serve(prompt(1, 20), params).token_ids[0] == [100] * 3
 
 
-@pytest.mark.parametrize("speculation", ["off", "tree"])
-def test_masks_are_computed_while_the_model_runs(harness, monkeypatch, speculation):
-    """The step loop asks no grammar for a mask, drafts or not; with a bias the ready mask is used too."""
-    engine = harness(num_blocks=128, speculation=speculation)
-    params = SamplingParams(max_tokens=120, temperature=0.0, grammar=OBJECT)
-    biased = replace(params, logit_bias=((77, 3.0),))
-    expected = [engine.serve(prompt(5, 30), one).token_ids[0] for one in (params, biased)]
-    computed_in = set()
-    prepare = Constraints.prepare
+@pytest.mark.parametrize("schema", ["object", "digits"])
+def test_forced_tokens_are_drafts_that_hold(harness, schema):
+    """Where the grammar leaves no choice, a step gives more than one token; the tokens are the same."""
+    grammar = OBJECT if schema == "object" else GrammarSpec("regex", "[0-9]: abcdefghijkl, [0-9]")
+    params = SamplingParams(max_tokens=120, temperature=0.0, grammar=grammar)
+    plain, drafting = harness(num_blocks=64), harness(num_blocks=64, speculation="prompt_lookup")
+    expected = plain.serve(prompt(5, 30), params).token_ids[0]
+    assert drafting.serve(prompt(5, 30), params).token_ids[0] == expected
+    forced = drafting.engine.stats().drafts_by_source["grammar"]
+    assert forced.num_accepted == forced.num_proposed > 0
+    assert (
+        len(drafting.runner.plans)
+        == len(plain.runner.plans) - drafting.engine.stats().num_accepted_draft_tokens
+    )
 
-    def spy(self, masks):
-        computed_in.add(threading.current_thread().name)
-        prepare(self, masks)
 
+def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer, monkeypatch):
     def refuse(self, ahead=()):
-        raise AssertionError("a mask was computed on the step loop")
+        raise AssertionError("a mask was computed")
 
-    monkeypatch.setattr(Constraints, "prepare", spy)
-    monkeypatch.setattr(GrammarState, "allowed", refuse)
-    ids = [engine.add(prompt(5, 30), one) for one in (params, biased)]
-    engine.run()
-    assert [engine.answers[i].token_ids[0] for i in ids] == expected
-    assert all(name.startswith("stemma-masks") for name in computed_in)
-    assert computed_in
+    monkeypatch.setattr(GrammarState, "packed", refuse)
+    vocab_size = len(tokenizer.transformers_tokenizer)
+    state = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0]).compile(OBJECT).start()
+    one = Constraints(SamplingParams(temperature=0.0, grammar=OBJECT), vocab_size, state)
+    brace, digit = (tokenizer.encode(text)[0] for text in ("{", "7"))
+    assert one.most_likely(torch.zeros(vocab_size), [], brace) == brace
+    with pytest.raises(AssertionError, match="a mask"):
+        one.most_likely(torch.zeros(vocab_size), [brace], digit)
 
 
-def test_a_ready_mask_is_the_grammars_own():
+@pytest.mark.parametrize("text", [json.dumps(SCHEMA), '{"type": "object"}'])
+def test_the_likeliest_allowed_token_is_that_of_the_mask(tokenizer, text):
+    """Whether it is known at once, is forced or takes a mask; also after a draft."""
+    rng = np.random.default_rng(1)
+    vocab_size = len(tokenizer.transformers_tokenizer)
+    compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
+    params = SamplingParams(temperature=0.0, grammar=GrammarSpec("json_schema", text))
+    for _ in range(8):
+        state = compiler.compile(params.grammar).start()
+        one = Constraints(params, vocab_size, state.copy())
+        ahead: list[int] = []
+        for _ in range(20):
+            logits = torch.from_numpy(rng.normal(size=vocab_size).astype(np.float32))
+            allowed = state.allowed()
+            if allowed is None or not allowed.any() or state.is_over:
+                break
+            favoured = int(rng.choice(np.flatnonzero(allowed)))
+            logits[favoured] += float(rng.choice([0.0, 9.0]))
+            expected = int(np.where(allowed, logits.numpy(), -np.inf).argmax())
+            assert one.most_likely(logits, ahead, int(logits.argmax())) == expected
+            state.append(expected)
+            ahead.append(expected)
+
+
+def test_a_packed_mask_is_the_grammars_own():
     allowed = np.random.default_rng(0).random((3, 77)) < 0.3
     packed = np.packbits(allowed, axis=1, bitorder="little")
     logits = torch.arange(3 * 77, dtype=torch.float32).reshape(3, 77)

@@ -18,10 +18,8 @@ from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLi
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.sampling.constraints import Constraints
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.engine.sampling.masks import MaskAhead
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES, num_scored_rows
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 from stemma.engine.trace_log import TraceLog
@@ -76,7 +74,6 @@ class Engine:
         self._close_events = close_events
         self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
         self._sampler = Sampler()
-        self._masks = MaskAhead(vocab_size)
         self._scheduler = Scheduler(
             settings,
             cache,
@@ -213,13 +210,7 @@ class Engine:
         """Run a step to its end."""
         started = self._clock()
         try:
-            masks = self._masks.start(_with_grammars(plan))
-            try:
-                logits = self.runner.forward(plan)
-            finally:
-                if masks is not None:
-                    masks.result()
-            drawn = self._draw(plan, logits)
+            drawn = self._draw(plan, self.runner.forward(plan))
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan))
             return self._fail(plan, error)
@@ -272,7 +263,6 @@ class Engine:
         """Write what is queued for the lower tiers, and close them."""
         if self._ahead is not None:
             self._ahead.close()
-        self._masks.close()
         self.cache.close()
         self._close_events()
         self._tally.close()
@@ -507,16 +497,6 @@ class Engine:
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
         self._tally.finish(state)
         return news
-
-
-def _with_grammars(plan: Sequence[Scheduled]) -> list[tuple[Constraints, Sequence[int]]]:
-    """Return the constraints of a step that have a grammar, and the draft that follows the output of each."""
-    found: list[tuple[Constraints, Sequence[int]]] = []
-    for item in plan:
-        constraints = item.sequence.sampling.constraints
-        if item.num_logits and constraints is not None and constraints.has_grammar:
-            found.append((constraints, item.draft))
-    return found
 
 
 class _Drawn:

@@ -40,12 +40,23 @@ class Drafter(Protocol):
         """Draft tokens by source."""
 
     def propose(
-        self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
+        self,
+        key: Hashable,
+        namespace: Namespace,
+        tokens: TokenArray,
+        max_tokens: int,
+        forced: Sequence[int] = (),
     ) -> tuple[int, ...]:
-        """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay."""
+        """Return up to `max_tokens` tokens to follow `tokens`; empty where it doesn't pay.
 
-    def begin_step(self, num_sequences: int) -> bool:
-        """Return whether to ask for drafts in a step that decodes `num_sequences`."""
+        `forced`: the tokens that are sure to follow.
+        """
+
+    def begin_step(self, num_sequences: int, *, may_be_forced: bool = False) -> bool:
+        """Return whether to ask for drafts in a step that decodes `num_sequences`.
+
+        `may_be_forced`: a grammar may force tokens of one of them.
+        """
 
     def observe(
         self, key: Hashable, tokens: TokenArray, draft: Sequence[int], drawn: Sequence[int]
@@ -279,7 +290,8 @@ class Scheduler:
             return False
         if (self._waiting or self._returned) and self.has_seat and self._no_room is None:
             return False
-        return self._drafter.begin_step(len(decoding))
+        may_be_forced = any(s.sampling.has_grammar for s in decoding)
+        return self._drafter.begin_step(len(decoding), may_be_forced=may_be_forced)
 
     def _schedule_decode(self, sequence: SequenceState, most_drafted: int) -> Scheduled | None:
         lease = sequence.lease
@@ -291,7 +303,8 @@ class Scheduler:
         if self._drafter is not None:
             if (most := min(most_drafted, sequence.num_left - 1)) > 0:
                 namespace = sequence.state.request.namespace
-                draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most)
+                forced = sequence.sampling.forced()
+                draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most, forced)
                 draft = draft[: sequence.sampling.num_valid(draft)]
             if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
                 draft = ()

@@ -22,6 +22,8 @@ from stemma.types import TokenArray
 _FEW_SEQUENCES = 8
 """Up to here rows are nearly free on every machine measured, and asking costs less than a step's noise."""
 _PROPOSE_WEIGHT = 0.05
+FORCED = "grammar"
+"""The evidence of tokens that a grammar forces. Nothing is learned of it: they hold."""
 
 SOURCES_OF: dict[str, tuple[str, ...]] = {
     "off": (),
@@ -51,6 +53,10 @@ class _Speculation:
     """What the sources proposed, `found_at` tokens into the sequence, for drafts of up to `found_for`."""
     found_at: int = -1
     found_for: int = 0
+
+    def probability(self, evidence: str) -> float:
+        """Return how likely a token of such a draft is to hold."""
+        return 1.0 if evidence == FORCED else self.acceptance[evidence].probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +98,44 @@ class Drafter:
         self.counts: dict[str, DraftCount] = {}
         """By source, one of `DRAFT_SOURCES`."""
 
-    def begin_step(self, num_sequences: int) -> bool:
+    def begin_step(self, num_sequences: int, *, may_be_forced: bool = False) -> bool:
         """Return whether to ask for drafts in a step that decodes `num_sequences`.
 
+        `may_be_forced`: a grammar may force tokens of one of them, which then hold for sure.
         With many, a row costs nearly what a token is worth, and asking costs each of them host time: if even
         the evidence that holds most often doesn't pay for both, nobody is asked, but for a rare probe.
         """
         if not self._settings.adaptive or num_sequences < _FEW_SEQUENCES:
             return True
         most = self._settings.max_draft_tokens
-        _, gain_s = best_length(self._table.best_probability, most, self._cost)
+        probability = 1.0 if may_be_forced else self._table.best_probability
+        _, gain_s = best_length(probability, most, self._cost)
         return gain_s > self._propose_s or self._batch_probe.decline() > 0
 
     def propose(
-        self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
+        self,
+        key: Hashable,
+        namespace: Namespace,
+        tokens: TokenArray,
+        max_tokens: int,
+        forced: Sequence[int] = (),
     ) -> tuple[int, ...]:
-        """Return the draft to follow `tokens`, at most `max_tokens` long; empty where none pays."""
+        """Return the draft to follow `tokens`, at most `max_tokens` long; empty where none pays.
+
+        `forced`: the tokens that are sure to follow, since a grammar leaves no choice.
+        """
         start_s = self._clock()
-        draft = self._propose(key, namespace, tokens, max_tokens)
+        draft = self._propose(key, namespace, tokens, max_tokens, tuple(forced))
         self._propose_s += _PROPOSE_WEIGHT * (self._clock() - start_s - self._propose_s)
         return draft
 
     def _propose(
-        self, key: Hashable, namespace: Namespace, tokens: TokenArray, max_tokens: int
+        self,
+        key: Hashable,
+        namespace: Namespace,
+        tokens: TokenArray,
+        max_tokens: int,
+        forced: tuple[int, ...],
     ) -> tuple[int, ...]:
         speculation = self._speculation(key, namespace)
         most = min(max_tokens, self._settings.max_draft_tokens)
@@ -122,6 +143,11 @@ class Drafter:
         proposals = self._find(speculation, tokens, most)
         if predicted is not None:
             proposals = [predicted, *proposals]
+        if forced:
+            # What doesn't begin with them is sure to fail.
+            num = len(forced)
+            proposals = [p for p in proposals if p.token_ids[:num] == forced[: len(p.token_ids)]]
+            proposals.append(Proposal(forced, FORCED))
         best, best_tokens, _ = self._best(speculation, proposals, most)
         if best is None:
             return ()
@@ -158,7 +184,7 @@ class Drafter:
         for proposal in proposals:
             num_tokens, gain = min(len(proposal.token_ids), most), 0.0
             if self._settings.adaptive:
-                probability = speculation.acceptance[proposal.evidence].probability
+                probability = speculation.probability(proposal.evidence)
                 num_tokens, gain = best_length(probability, num_tokens, self._cost)
             if best is None or gain > best_gain:
                 best, best_tokens, best_gain = proposal, num_tokens, gain
@@ -209,8 +235,9 @@ class Drafter:
         num_held = num_accepted(draft, drawn)
         source = source_of(speculation.evidence)
         self.counts[source] = self.counts.get(source, DraftCount()).plus(len(draft), num_held)
-        speculation.acceptance[speculation.evidence].observe(len(draft), num_held)
-        if num_held and speculation.evidence != EVIDENCE:
+        if speculation.evidence != FORCED:
+            speculation.acceptance[speculation.evidence].observe(len(draft), num_held)
+        if num_held and speculation.evidence not in (EVIDENCE, FORCED):
             speculation.probe.succeed()
         for one in speculation.sources:
             one.observe(tokens, draft, drawn)

@@ -8,30 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.sampling.grammar import AllowedTokens, GrammarState
+from stemma.engine.sampling.grammar import AllowedTokens, GrammarState, PackedMask, unpack
 from stemma.engine.sampling.params import SamplingParams
 
-PackedMasks = npt.NDArray[np.uint8]
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIAS_OF_BYTE: npt.NDArray[np.float32] = np.where(_BITS, 0.0, -np.inf).astype(np.float32)
 """[256, 8]: what a byte of a packed mask adds to the logits of its eight tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyMasks:
-    """The grammar's masks for the rows of one step: after the output, and after each token of the draft."""
-
-    packed: PackedMasks
-    """[1 + draft, B]: a bit for each token, lowest first; 1: it may come next."""
-    is_usable: Sequence[bool]
-    """By row; false where the draft before it breaks the grammar or ends it, so that nothing will be used."""
 
 
 class _Scratch(threading.local):
@@ -51,7 +38,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def keep_allowed(logits: torch.Tensor, packed: Sequence[PackedMasks]) -> torch.Tensor:
+def keep_allowed(logits: torch.Tensor, packed: Sequence[PackedMask]) -> torch.Tensor:
     """Return logits [R, V] float32 with minus infinity where the R packed masks forbid a token.
 
     On CPU the result is valid until the next call on this thread. Adding a bias that is looked up by the byte
@@ -73,8 +60,6 @@ class Constraints:
 
     def __init__(self, params: SamplingParams, vocab_size: int, grammar: GrammarState | None) -> None:
         self._grammar = grammar
-        self._ready: ReadyMasks | None = None
-        """Of the step under way, until a token is appended."""
         self._vocab_size = vocab_size
         bias = [(token, value) for token, value in params.logit_bias if 0 <= token < vocab_size]
         self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
@@ -94,25 +79,37 @@ class Constraints:
         return self._grammar is not None
 
     @property
-    def matcher(self) -> Any:
-        """The grammar's state at the end of the output; only where `has_grammar`."""
+    def is_grammar_alone(self) -> bool:
+        """Whether there is a grammar and no other rule."""
+        return self._grammar is not None and not len(self._bias_ids) and not self._bad_words
+
+    def packed(self, ahead: Sequence[int]) -> PackedMask | None:
+        """Return the grammar's mask after the output and then `ahead`; None where nothing there is used."""
         assert self._grammar is not None
-        return self._grammar.matcher
+        return self._grammar.packed(ahead)
 
-    def prepare(self, masks: ReadyMasks) -> None:
-        """Take the grammar's masks for the next draw, computed elsewhere."""
-        self._ready = masks
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow the output because the grammar leaves no choice."""
+        return self._grammar.forced() if self._grammar is not None and self.is_grammar_alone else []
 
-    def ready_mask(self, ahead: Sequence[int]) -> PackedMasks | None:
-        """Return the grammar's mask [B] after `ahead`, if it is known and the only rule."""
-        ready = self._ready
-        if ready is None or len(self._bias_ids) or self._bad_words or len(ahead) >= len(ready.is_usable):
-            return None
-        return ready.packed[len(ahead)] if ready.is_usable[len(ahead)] else None
+    def most_likely(self, logits: torch.Tensor, ahead: Sequence[int], likeliest: int) -> int:
+        """Return the most likely token that the grammar allows after the output and then `ahead`.
+
+        `logits` [V] float32 on CPU, `likeliest`: the most likely token of all. Only where `is_grammar_alone`.
+        Models mostly follow a grammar that they were told of, so the mask is seldom computed.
+        """
+        assert self._grammar is not None
+        token = self._grammar.settle(ahead, likeliest)
+        if token is not None:
+            return token
+        mask = self._grammar.packed(ahead)
+        if mask is None or not mask.any():
+            return likeliest
+        ids = np.flatnonzero(unpack(mask, self._vocab_size))
+        return int(ids[logits.numpy()[ids].argmax()])
 
     def append(self, token_id: int) -> None:
         """Record a token of the output."""
-        self._ready = None
         if self._grammar is not None:
             self._grammar.append(token_id)
         if self._num_kept:
@@ -134,7 +131,7 @@ class Constraints:
                 logits.masked_fill_(forbidden, -torch.inf)
 
     def _allowed(self, ahead: Sequence[int]) -> AllowedTokens | None:
-        allowed = None if self._grammar is None else self._by_grammar(ahead)
+        allowed = None if self._grammar is None else self._grammar.allowed(ahead)
         if self._only is not None:
             allowed = self._only
         bad = [word[-1] for word in self._bad_words if self._ends_with(word[:-1], ahead)]
@@ -144,15 +141,6 @@ class Constraints:
         kept = np.ones(self._vocab_size, dtype=np.bool_) if allowed is None else allowed.copy()
         kept[bad] = False
         return kept if kept.any() else allowed
-
-    def _by_grammar(self, ahead: Sequence[int]) -> AllowedTokens | None:
-        assert self._grammar is not None
-        if self._ready is None or len(ahead) >= len(self._ready.is_usable):
-            return self._grammar.allowed(ahead)
-        if not self._ready.is_usable[len(ahead)]:
-            return None
-        bits = np.unpackbits(self._ready.packed[len(ahead)], bitorder="little")
-        return bits[: self._vocab_size].view(np.bool_)
 
     def _ends_with(self, words: Sequence[int], ahead: Sequence[int]) -> bool:
         if not words:

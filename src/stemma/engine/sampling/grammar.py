@@ -30,6 +30,8 @@ write spaces for ever."""
 
 AllowedTokens = npt.NDArray[np.bool_]
 """[V]: whether each token may come next."""
+PackedMask = npt.NDArray[np.uint8]
+"""[B]: the same, a bit for each token, lowest first; B is a multiple of 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +65,56 @@ class GrammarState:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    @property
-    def matcher(self) -> Any:
-        """llguidance's own state, for calls that compute many masks at once."""
-        return self._matcher
-
-    def allowed(self, ahead: Sequence[int] = ()) -> AllowedTokens | None:
+    def packed(self, ahead: Sequence[int] = ()) -> PackedMask | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
 
         None: `ahead` breaks the grammar or ends it, so nothing after it will be used.
         """
-        num_consumed = self._matcher.try_consume_tokens(list(ahead)) if ahead else 0
-        if num_consumed < len(ahead):
-            if num_consumed:
-                self._matcher.rollback(num_consumed)
+        if not self._go(ahead):
             return None
         mask = np.zeros((self._vocab_size + 31) // 32, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if num_consumed:
-            self._matcher.rollback(num_consumed)
-        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size]
-        return bits.view(np.bool_)
+        self._go_back(ahead)
+        return mask.view(np.uint8)
+
+    def allowed(self, ahead: Sequence[int] = ()) -> AllowedTokens | None:
+        """Return the same as `packed`, a bool for each token."""
+        mask = self.packed(ahead)
+        return None if mask is None else unpack(mask, self._vocab_size)
+
+    def forced(self, ahead: Sequence[int] = ()) -> list[int]:
+        """Return the tokens that must follow the output and then `ahead`, as far as there is no choice."""
+        if not self._go(ahead):
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._go_back(ahead)
+        return tokens
+
+    def settle(self, ahead: Sequence[int], likeliest: int) -> int | None:
+        """Return the most likely token that may follow the output and then `ahead`, where no mask is needed.
+
+        That is the forced one, or `likeliest`, the most likely of the whole vocabulary, where it is allowed.
+        Also where nothing after `ahead` will be used. None: it takes a mask to know.
+        """
+        if not self._go(ahead):
+            return likeliest
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        token = forced[0] if forced else likeliest if self._matcher.validate_tokens([likeliest]) else None
+        self._go_back(ahead)
+        return token
+
+    def _go(self, ahead: Sequence[int]) -> bool:
+        """Consume `ahead`; consume nothing and return False if the grammar doesn't allow all of it."""
+        if not ahead:
+            return True
+        num_consumed = self._matcher.try_consume_tokens(list(ahead))
+        if num_consumed < len(ahead):
+            self._go_back(ahead[:num_consumed])
+        return bool(num_consumed == len(ahead))
+
+    def _go_back(self, ahead: Sequence[int]) -> None:
+        if ahead:
+            self._matcher.rollback(len(ahead))
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids`, in order, the grammar allows next."""
@@ -103,6 +134,11 @@ class GrammarState:
     def copy(self) -> GrammarState:
         """Return an independent state at the same place, for a sequence that forks."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+
+
+def unpack(mask: PackedMask, vocab_size: int) -> AllowedTokens:
+    """Return a packed mask as a bool for each token."""
+    return np.unpackbits(mask, bitorder="little")[:vocab_size].view(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

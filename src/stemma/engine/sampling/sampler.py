@@ -20,16 +20,16 @@ that saves work. The tokens are the same.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.sampling.constraints import Constraints, PackedMasks, keep_allowed
+from stemma.engine.sampling.constraints import Constraints, keep_allowed
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
-from stemma.engine.sampling.grammar import GrammarState
+from stemma.engine.sampling.grammar import GrammarState, PackedMask
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
 
@@ -128,9 +128,18 @@ class SamplingState:
         """Return how many tokens of `draft`, in order, could be drawn at all."""
         return len(draft) if self.constraints is None else self.constraints.num_valid(draft)
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar says what may follow."""
+        return self.constraints is not None and self.constraints.has_grammar
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow the output because a grammar leaves no choice."""
+        return [] if self.constraints is None else self.constraints.forced()
+
     def masked_ids(self, position: int) -> Sequence[int]:
         """Return the ids that may not be drawn as output token number `position` (from 0)."""
-        if self.constraints is not None and self.constraints.has_grammar:
+        if self.has_grammar:
             return ()
         return self._end_ids if position < self.params.min_tokens else ()
 
@@ -261,7 +270,11 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool | N
     at_once = rows_at_once(logits)
     for start in range(0, len(rows), at_once):
         own, some = logits[start : start + at_once], rows[start : start + at_once]
-        parts.append(_choose(_with_masks_and_penalties(own, some), some, may_wait=may_wait))
+        settled = [i for i, row in enumerate(some) if may_wait and _needs_grammar_alone(row)]
+        masked = _with_masks_and_penalties(own, some, set(settled))
+        parts.append(_choose(masked, some, may_wait=may_wait))
+        for i in settled:
+            parts[-1][i] = _most_likely(own[i], some[i], int(parts[-1][i]))
         logprobs += _logprobs(own, some, parts[-1], start)
     token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
     return Draw(token_ids, token_ids.to("cpu", non_blocking=True), logprobs)
@@ -274,15 +287,34 @@ def rows_at_once(logits: torch.Tensor) -> int:
     return max(1, _CPU_ELEMENTS // logits.shape[1])
 
 
-def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def _needs_grammar_alone(row: Row) -> bool:
+    """Return whether the row takes the most likely token that a grammar allows, and has no other rule."""
+    constraints, params = row.state.constraints, row.state.params
+    if constraints is None or not params.greedy or row.state.has_penalties:
+        return False
+    return constraints.is_grammar_alone
+
+
+def _most_likely(logits: torch.Tensor, row: Row, likeliest: int) -> int:
+    """Return the most likely token that the row's grammar allows, given the most likely one of all."""
+    assert row.state.constraints is not None
+    return row.state.constraints.most_likely(logits, row.ahead, likeliest)
+
+
+def _with_masks_and_penalties(
+    logits: torch.Tensor, rows: Sequence[Row], settled: Container[int]
+) -> torch.Tensor:
     """Return the logits with end tokens masked, seen tokens penalised and constraints applied.
 
-    The same tensor if there is none of these.
+    The same tensor if there is none of these. Rows in `settled` are left as they are.
     """
     masked: list[tuple[int, Sequence[int]]] = []
     penalised: list[int] = []
-    constrained = [(i, row.state.constraints) for i, row in enumerate(rows) if row.state.constraints]
-    ready = _ready_masks(rows)
+    constrained = [
+        (i, row.state.constraints)
+        for i, row in enumerate(rows)
+        if row.state.constraints is not None and i not in settled
+    ]
     for i, row in enumerate(rows):
         ids = row.state.masked_ids(row.position) if row.state.params.min_tokens else ()
         if ids:
@@ -291,8 +323,9 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torc
             penalised.append(i)
     if not masked and not penalised and not constrained:
         return logits
-    if len(ready) == len(rows):
-        return keep_allowed(logits, list(ready.values()))
+    masks = _grammar_masks(rows, [i for i, _ in constrained])
+    if len(masks) == len(rows):
+        return keep_allowed(logits, list(masks.values()))
     result = logits.clone()
     if penalised:
         _penalise(result, rows, penalised)
@@ -301,22 +334,24 @@ def _with_masks_and_penalties(logits: torch.Tensor, rows: Sequence[Row]) -> torc
         where_id = [token for _, ids in masked for token in ids]
         result[upload(where_row, logits.device), upload(where_id, logits.device)] = -torch.inf
     for i, constraints in constrained:
-        if i in ready:
-            result[i] = keep_allowed(result[i : i + 1], [ready[i]])[0]
+        if i in masks:
+            result[i] = keep_allowed(result[i : i + 1], [masks[i]])[0]
         else:
             constraints.apply(result[i], rows[i].ahead)
     return result
 
 
-def _ready_masks(rows: Sequence[Row]) -> dict[int, PackedMasks]:
-    """Return the masks of the rows whose only rule is a mask that was computed ahead, by row, ascending."""
-    ready: dict[int, PackedMasks] = {}
-    for i, row in enumerate(rows):
-        if row.state.constraints is not None and not row.state.has_penalties:
-            mask = row.state.constraints.ready_mask(row.ahead)
-            if mask is not None:
-                ready[i] = mask
-    return ready
+def _grammar_masks(rows: Sequence[Row], indices: Sequence[int]) -> dict[int, PackedMask]:
+    """Return the masks of those of the rows whose only rule is a grammar, by row, ascending."""
+    masks: dict[int, PackedMask] = {}
+    for i in indices:
+        state = rows[i].state
+        assert state.constraints is not None
+        if state.constraints.is_grammar_alone and not state.has_penalties:
+            mask = state.constraints.packed(rows[i].ahead)
+            if mask is not None and mask.any():
+                masks[i] = mask
+    return masks
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[Row], indices: Sequence[int]) -> None:
