@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from tests.insight.postgres import Postgres, missing_for_postgres
 
 from stemma.errors import ConfigError, StorageError
 from stemma.insight.ledger import Ledger, UsageRecord, sqlite_url, total, usage
@@ -34,9 +36,20 @@ def record(number: int, tenant: str = "ada", at: float = 10.0, model: str = "m")
     )
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return sqlite_url(tmp_path / "usage.db")
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    if (missing := missing_for_postgres()) is not None:
+        pytest.skip(missing)
+    with Postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return sqlite_url(tmp_path / "usage.db")
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.new_database()
 
 
 def write(url: str, *records: UsageRecord) -> None:
@@ -116,6 +129,24 @@ def test_a_database_that_comes_back_gets_what_waited(url: str, monkeypatch: pyte
     assert future.result(10)
     ledger.close()
     engine.dispose()
+
+
+def test_a_database_server_that_crashes_loses_nothing_and_gets_what_waited(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+):
+    """PostgreSQL is killed as it stands; the ledger connects again once it is back."""
+    monkeypatch.setattr("stemma.insight.ledger.RETRY_S", 0.05)
+    url = postgres.new_database()
+    ledger = Ledger(url, LoggingSupervisor())
+    assert ledger.record(record(1)).result(10)
+    postgres.kill()
+    future = ledger.record(record(2))
+    with pytest.raises(TimeoutError):
+        future.result(0.2)
+    postgres.start()
+    assert future.result(30)
+    ledger.close()
+    assert total(usage(url, "tenant")).num_requests == 2
 
 
 def test_closing_a_ledger_whose_database_is_gone_ends_and_says_what_is_lost(url: str):
