@@ -20,6 +20,7 @@ from stemma.engine.llm import engine_settings
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.tiers.opening import open_tiers
 from stemma.model.causal_lm import CausalLM
@@ -67,7 +68,7 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
         lower = None
         if tiers is not None or settings.cache.pool is not None:
             pool, role = settings.cache.pool, settings.role
-            lower = open_tiers(tiers or settings.tiers, kv, key_space, pool=pool, role=role)
+            lower = open_tiers(tiers or settings.tiers, DeviceCopy(kv), key_space, pool=pool, role=role)
         cache = PrefixCache(
             kv,
             make_index(settings.cache, key_space),

@@ -107,12 +107,11 @@ def build_engine(
     if index is not None or settings.role == "decode":
         lower = open_tiers(
             settings.tiers,
-            kv,
+            device,
             key_space,
             eviction=settings.cache.eviction,
             pool=settings.cache.pool,
             role=settings.role,
-            device=device,
             supervisor=supervisor,
         )
     cache = PrefixCache(

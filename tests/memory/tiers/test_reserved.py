@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stemma.config.settings import PoolSettings, TierSettings
+from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.opening import open_tiers
@@ -37,7 +38,7 @@ def test_the_plan_is_what_the_open_tiers_report(
         pool = PoolSettings(name="directory", config=config, staging=1 << 19)
     planned = planned_bytes(settings, pool, LAYOUT, eviction)
     space = KeySpace("model", LAYOUT.describe(), LAYOUT.block_size)
-    tiers = open_tiers(settings, DeviceKV(LAYOUT, 8), space, eviction=eviction, pool=pool)
+    tiers = open_tiers(settings, DeviceCopy(DeviceKV(LAYOUT, 8)), space, eviction=eviction, pool=pool)
     assert tiers.reserved_bytes == planned
     assert (planned > 0) == bool(names)
     tiers.close()

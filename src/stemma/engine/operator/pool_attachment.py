@@ -54,7 +54,7 @@ class PoolAttachment:
                 raise ConfigError("there is a pool already; detach it first")
             pins = self._transfer.pins_memory
             store = await asyncio.to_thread(
-                open_pool, settings, self._key_space, self._layout, pin_memory=pins
+                open_pool, settings, self._key_space, self._layout.block_bytes, pin_memory=pins
             )
             try:
                 await asyncio.to_thread(self._transfer.introduce, store)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,27 @@ CopyBytes = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 _PARALLEL_BYTES = 4 * 2**20
 
 
+class BlockCopy(Protocol):
+    """Moves whole blocks between a device and host memory, whoever owns the device's blocks."""
+
+    block_bytes: int
+    is_cuda: bool
+    """Whether host memory that blocks are copied from and to should be pinned."""
+
+    def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
+        """Copy blocks into host tensors ([block_bytes] uint8 each). Step loop only; done on return."""
+
+    def into(
+        self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
+    ) -> None:
+        """Copy host tensors into blocks that no step reads yet. Any thread; done on return.
+
+        `beside_reads`: another thread reads the next blocks at the same time, so this copy uses one core.
+        """
+
+
 class DeviceCopy:
-    """Moves whole blocks between `DeviceKV` and host memory."""
+    """The `BlockCopy` of our own `DeviceKV`."""
 
     def __init__(self, kv: DeviceKV, copy: CopyBytes = np.copyto) -> None:
         """`copy` copies on CPU; it should release the GIL."""
@@ -37,7 +56,7 @@ class DeviceCopy:
         self._download = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
-        """Copy blocks into host tensors ([block_bytes] uint8 each). Step loop only; done on return."""
+        """See `BlockCopy`."""
         if self._download is None:
             for block_id, target in zip(block_ids, into, strict=True):
                 self._copy(target.numpy(), self._kv.block_bytes_view(block_id).numpy())
@@ -50,10 +69,7 @@ class DeviceCopy:
     def into(
         self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
     ) -> None:
-        """Copy host tensors into blocks that no step reads yet. Any thread; done on return.
-
-        `beside_reads`: another thread reads the next blocks at the same time, so this copy uses one core.
-        """
+        """See `BlockCopy`."""
         if self._upload is None:
             if beside_reads:
                 self._copy_each(block_ids, sources)

@@ -25,7 +25,7 @@ from queue import PriorityQueue
 import torch
 
 from stemma.errors import StorageError
-from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.copy import BlockCopy
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.chunks import Chunk, ChunkReader, num_buffers
 from stemma.memory.tiers.estimate import LoadEstimator
@@ -108,7 +108,7 @@ class LoadQueue:
         self,
         host: HostStore | None,
         stores: Callable[[], Sequence[BlockStore]],
-        device: DeviceCopy,
+        device: BlockCopy,
         estimator: LoadEstimator,
         clock: Callable[[], float],
         *,

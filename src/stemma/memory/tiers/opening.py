@@ -6,8 +6,7 @@ import time
 
 from stemma.config.settings import PoolSettings, Role, TierSettings
 from stemma.errors import StemmaError
-from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.copy import BlockCopy
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.host_store import HostStore
@@ -21,13 +20,12 @@ from stemma.types import Tier
 
 def open_tiers(
     settings: TierSettings,
-    kv: DeviceKV,
+    device: BlockCopy,
     key_space: KeySpace,
     *,
     eviction: str = "lru",
     pool: PoolSettings | None = None,
     role: Role = "both",
-    device: DeviceCopy | None = None,
     supervisor: Supervisor | None = None,
 ) -> TierTransfer:
     """Open the tiers that the settings name, each with a policy `eviction` of its own.
@@ -36,7 +34,7 @@ def open_tiers(
     go to `supervisor`. Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked,
     StorageMismatch) if the disk directory can't be used or the pool doesn't answer.
     """
-    block_bytes = kv.layout.block_bytes
+    block_bytes = device.block_bytes
     stores: list[BlockStore] = []
     if settings.disk_cache is not None:
         disk = DiskStore(
@@ -51,22 +49,21 @@ def open_tiers(
         stores.append(disk)
     host = None
     if settings.host_cache is not None:
-        is_cuda = kv.device.type == "cuda"
         policy = make_policy(eviction)
-        host = HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=is_cuda)
+        host = HostStore(block_bytes, settings.host_cache, policy, time.monotonic, pin_memory=device.is_cuda)
     transfer = TierTransfer(
-        device or DeviceCopy(kv),
+        device,
         host,
         stores,
         transfer_policy(settings, role),
         time.monotonic,
-        block_size=kv.layout.block_size,
+        block_size=key_space.block_size,
         staging_bytes=settings.transfer_buffer,
         supervisor=supervisor,
     )
     if pool is not None:
         try:
-            store = open_pool(pool, key_space, kv.layout, pin_memory=transfer.pins_memory)
+            store = open_pool(pool, key_space, block_bytes, pin_memory=transfer.pins_memory)
         except StemmaError:
             transfer.close()
             raise

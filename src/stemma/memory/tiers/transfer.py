@@ -16,7 +16,7 @@ from typing import Literal
 
 from stemma.config.settings import WritePolicy
 from stemma.errors import ConfigError, StorageError
-from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.copy import BlockCopy
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, ReadResult
 from stemma.memory.tiers.device_block import DeviceBlock
@@ -80,7 +80,7 @@ class TierTransfer:
 
     def __init__(
         self,
-        device: DeviceCopy,
+        device: BlockCopy,
         host: HostStore | None,
         stores: Sequence[BlockStore],
         policy: TransferPolicy,

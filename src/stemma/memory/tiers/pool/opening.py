@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from stemma.config.settings import PoolSettings
 from stemma.errors import StemmaError
-from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_config
@@ -12,7 +11,7 @@ from stemma.prefix.keys import KeySpace
 
 
 def open_pool(
-    settings: PoolSettings, key_space: KeySpace, layout: KVLayout, *, pin_memory: bool
+    settings: PoolSettings, key_space: KeySpace, block_bytes: int, *, pin_memory: bool
 ) -> PoolStore:
     """Open the backend that `settings` name; may block for seconds. `pin_memory`: blocks are for CUDA.
 
@@ -22,7 +21,7 @@ def open_pool(
     backend = open_pool_backend(settings.name, read_pool_config(settings.config))
     try:
         names = PoolKeys(key_space.model_fingerprint)
-        return PoolStore(backend, names, layout.block_bytes, settings, pin_memory=pin_memory)
+        return PoolStore(backend, names, block_bytes, settings, pin_memory=pin_memory)
     except StemmaError:  # it refuses our staging memory, or that can't be pinned
         backend.close()
         raise

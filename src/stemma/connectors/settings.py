@@ -1,0 +1,70 @@
+"""What a connector is configured with: the tiers below an engine that isn't ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from stemma.config.settings import PoolSettings, SettingsModel, TierSettings
+from stemma.config.sizes import ByteSize
+from stemma.errors import ConfigError
+
+
+class ConnectorSettings(SettingsModel):
+    """Tiers, and how they are used. Blocks are written through: other engines don't tell what they evict."""
+
+    host_cache: ByteSize | None = None
+    """DRAM for blocks, allocated at the start."""
+    disk_cache: Path | None = None
+    """Directory for blocks that outlive the engine. One engine at a time uses it."""
+    disk_cache_size: ByteSize = 10 * 10**9
+    """Limit of all files in that directory."""
+    disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
+    """Blocks on disk that were unused for this time are dropped."""
+    pool: PoolSettings | None = None
+    """A pool shared with other machines, by the names that `stemma serve --pool` takes."""
+    eviction: str = "hazard"
+    """Policy by name, options after it."""
+    load_when: Literal["faster", "always"] = "faster"
+    """Load a hit only if measurements predict that it is faster than computing, or always."""
+    load_timeout_s: float = Field(default=2.0, gt=0.0)
+    """Time limit of a load; blocks not loaded by then are computed."""
+    transfer_buffer: ByteSize = 128 * 2**20
+    """Host memory for blocks on their way to disk and pool; when it is full, writes are dropped."""
+
+    @model_validator(mode="after")
+    def _has_a_tier(self) -> Self:
+        if self.host_cache is None and self.disk_cache is None and self.pool is None:
+            raise ValueError("no tier: give host_cache, disk_cache or pool")
+        return self
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], *, where: str) -> Self:
+        """Return the checked settings; raise ConfigError that names every wrong field of `where`."""
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            wrong = (
+                f"{'.'.join(map(str, part['loc'])) or 'settings'}: {part['msg']}" for part in error.errors()
+            )
+            raise ConfigError(f"{where}: {'; '.join(wrong)}") from error
+        except ConfigError as error:  # a size that is none
+            raise ConfigError(f"{where}: {error}") from error
+
+    @property
+    def tiers(self) -> TierSettings:
+        """The same, as the tiers take them."""
+        return TierSettings(
+            host_cache=self.host_cache,
+            host_write="write_through",
+            disk_cache=self.disk_cache,
+            disk_cache_size=self.disk_cache_size,
+            disk_cache_ttl_s=self.disk_cache_ttl_s,
+            disk_write="write_through",
+            load_when=self.load_when,
+            load_timeout_s=self.load_timeout_s,
+            transfer_buffer=self.transfer_buffer,
+        )

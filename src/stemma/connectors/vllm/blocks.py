@@ -1,0 +1,106 @@
+"""vLLM's KV caches as blocks of bytes: the same blocks that vLLM's scheduler numbers, over all layers.
+
+vLLM keeps one tensor per layer. One of our blocks is the concatenation of the layers' parts of one vLLM
+block, layers in the order of the names that vLLM gives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.errors import ConfigError
+
+
+class VllmBlocks:
+    """The `BlockCopy` over vLLM's tensors. On CPU a copy is one memcpy per layer and block.
+
+    CUDA has never run.
+    """
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """`caches`: by layer, [num_blocks, ...]; a block must be one dense run of bytes in each.
+
+        Raises ConfigError if it isn't.
+        """
+        if not caches:
+            raise ConfigError("this model keeps no KV that could be saved")
+        self._parts: list[torch.Tensor] = []
+        """Per layer uint8 [num_blocks, bytes of a block in this layer]."""
+        described = []
+        for name, cache in caches.items():
+            if not isinstance(cache, torch.Tensor) or cache.shape[0] != num_blocks:
+                shape = list(cache.shape) if isinstance(cache, torch.Tensor) else type(cache).__name__
+                raise ConfigError(
+                    f"layer {name} keeps {shape}, not one tensor of {num_blocks} blocks; "
+                    "StemmaConnector can't save this model's cache"
+                )
+            self._parts.append(_dense_rows(name, cache))
+            described.append((str(cache.dtype).removeprefix("torch."), *cache.shape[1:], *cache.stride()[1:]))
+        sizes = [part.shape[1] for part in self._parts]
+        self._offsets = [0, *itertools.accumulate(sizes)]
+        self.block_bytes = self._offsets[-1]
+        self.num_blocks = num_blocks
+        device = self._parts[0].device
+        self.is_cuda = device.type == "cuda"
+        self._rows: list[npt.NDArray[Any]] = [] if self.is_cuda else [part.numpy() for part in self._parts]
+        self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        runs = [(len(list(group)), shape) for shape, group in itertools.groupby(described)]
+        self.layout = "; ".join(f"{count} x {' '.join(map(str, shape))}" for count, shape in runs)
+        """A text that differs between any two layouts whose bytes aren't interchangeable: per run of equal
+        layers dtype, shape and strides of a block."""
+
+    def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
+        """See `BlockCopy`."""
+        if self._stream is None:
+            for block_id, target in zip(block_ids, into, strict=True):
+                whole = target.numpy()
+                for rows, start in zip(self._rows, self._offsets, strict=False):
+                    part = rows[block_id]
+                    np.copyto(whole[start : start + part.nbytes], part)
+            return
+        # The step that wrote the blocks was launched on vLLM's stream and may still run.
+        self._stream.wait_stream(torch.cuda.current_stream(self._parts[0].device))
+        with torch.cuda.stream(self._stream):
+            for block_id, target in zip(block_ids, into, strict=True):
+                for device_part, start in zip(self._parts, self._offsets, strict=False):
+                    row = device_part[block_id]
+                    target[start : start + len(row)].copy_(row, non_blocking=True)
+        self._stream.synchronize()
+
+    def into(
+        self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
+    ) -> None:
+        """See `BlockCopy`."""
+        if not self.is_cuda:
+            for block_id, source in zip(block_ids, sources, strict=True):
+                whole = source.numpy()
+                for rows, start in zip(self._rows, self._offsets, strict=False):
+                    part = rows[block_id]
+                    np.copyto(part, whole[start : start + part.nbytes])
+            return
+        upload = torch.cuda.Stream(self._parts[0].device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(upload):
+            for block_id, source in zip(block_ids, sources, strict=True):
+                for device_part, start in zip(self._parts, self._offsets, strict=False):
+                    row = device_part[block_id]
+                    row.copy_(source[start : start + len(row)], non_blocking=True)
+        upload.synchronize()
+
+
+def _dense_rows(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """Return [num_blocks, bytes] over the same memory; raise ConfigError if a block has gaps."""
+    block = cache[0]
+    last = sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
+    if last + 1 != block.numel() or cache.stride(0) < block.numel():
+        raise ConfigError(
+            f"layer {name}: a block of shape {list(block.shape)} and strides {list(block.stride())} is not "
+            "one run of bytes; StemmaConnector can't save this layout"
+        )
+    rows = cache.as_strided((cache.shape[0], block.numel()), (cache.stride(0), 1))
+    return rows.view(torch.uint8)
