@@ -1,6 +1,8 @@
-"""Writes a Qwen2-family checkpoint as GGUF in bf16, so that llama.cpp serves the very same weights.
+"""Writes a Qwen2-family checkpoint as GGUF, so that llama.cpp serves the very same weights.
 
-Run with a Python that has the `gguf` package: ``python -m benchmarks.peers.gguf CHECKPOINT OUT.gguf``.
+Run with a Python that has `gguf`: ``python -m benchmarks.peers.gguf CHECKPOINT OUT.gguf [TYPE]``.
+TYPE is BF16 (the default), Q8_0 or Q4_0. With Q4_0 the output head is Q8_0, as llama.cpp's own quantizer
+keeps it at more bits than the layers.
 """
 
 from __future__ import annotations
@@ -43,8 +45,15 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER[rest]}"
 
 
-def convert(checkpoint: Path, out: Path) -> None:
-    """Write `checkpoint` (Qwen2, one safetensors file, byte-level BPE) to `out`."""
+_FILE_TYPES = {
+    "BF16": gguf.LlamaFileType.MOSTLY_BF16,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+}
+
+
+def convert(checkpoint: Path, out: Path, kind: str = "BF16") -> None:
+    """Write `checkpoint` (Qwen2, one safetensors file, byte-level BPE) to `out`, matrices as `kind`."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(str(out), "qwen2")
     writer.add_context_length(config["max_position_embeddings"])
@@ -56,7 +65,7 @@ def convert(checkpoint: Path, out: Path) -> None:
     rope = config.get("rope_parameters") or {}
     writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(_FILE_TYPES[kind])
     _add_tokenizer(writer, checkpoint, config["vocab_size"])
     import torch
 
@@ -65,9 +74,13 @@ def convert(checkpoint: Path, out: Path) -> None:
             tensor = file.get_tensor(name)
             if tensor.ndim == 1:  # norms and biases are kept in fp32 by llama.cpp
                 writer.add_tensor(gguf_name(name), tensor.float().numpy())
-            else:
+            elif kind == "BF16":
                 raw = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
                 writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            else:
+                type_of = gguf.GGMLQuantizationType["Q8_0" if name == "lm_head.weight" else kind]
+                codes = gguf.quants.quantize(tensor.float().numpy(), type_of)
+                writer.add_tensor(gguf_name(name), codes, raw_dtype=type_of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -98,4 +111,4 @@ def _add_tokenizer(writer: Any, checkpoint: Path, vocab_size: int) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4])

@@ -8,6 +8,7 @@ records what each layer passes, so that a model we would serve wrongly is refuse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,7 +100,8 @@ def paged_attention(
 class AttentionProbe:
     """Records the attention calls of one forward pass; its output is zeros of the right shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_layer: Callable[[], None] | None = None) -> None:
+        self._after_layer = after_layer
         self.calls: list[tuple[AttentionCall, int, int, int]] = []
         """Call, number of KV heads, key dim, value dim."""
 
@@ -108,6 +110,8 @@ class AttentionProbe:
     ) -> torch.Tensor:
         """Record the call; see `StepContext.attend`."""
         self.calls.append((call, key.shape[1], key.shape[2], value.shape[2]))
+        if self._after_layer is not None:
+            self._after_layer()
         value_dim = value.shape[2] if call.latent is None else call.latent.value_dim
         return query.new_zeros(query.shape[0], query.shape[1], value_dim)
 

@@ -30,6 +30,7 @@ from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import check_directory, weight_files
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.foreign import foreign_code
+from stemma.model.formats.reading import find_format
 from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
 from stemma.model.prediction import PredictingDecoder, add_prediction_layer
@@ -38,11 +39,13 @@ from stemma.model.pretrained import (
     load_config,
     load_generation,
     load_weights,
+    quantization_of,
     runs_remote_code,
 )
-from stemma.model.quantization.attach import detach, has_attached
+from stemma.model.quantization.attach import detach, has_attached, stacked_spares_rest
 from stemma.model.quantization.quantize import RoundToNearest
 from stemma.model.selfcheck import (
+    TESTED,
     Reference,
     check_served,
     check_weights,
@@ -78,7 +81,8 @@ def load_model(
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         hashing = beside.submit(model_fingerprint, path, remote_code=runs_remote_code(settings))
-        hf_model, counts = load_weights(settings, config, device, report)
+        spared = TESTED if compiling and _keeps_codes(settings, config) and compiling.result() else ()
+        hf_model, counts = load_weights(settings, config, device, report, spared)
         if predicts:
             add_prediction_layer(settings, config, hf_model)
         report("reading the fingerprint", 0.0)
@@ -103,6 +107,11 @@ def load_model(
     model.info = replace(model.info, formats=formats)
     report("ready", 1.0)
     return model
+
+
+def _keeps_codes(settings: ModelSettings, config: Any) -> bool:
+    """Whether the checkpoint's weights may be packed as the codes that they are."""
+    return find_format(settings.path, quantization_of(config)) is not None
 
 
 def _make_servable(
@@ -134,7 +143,9 @@ def _make_servable(
     with foreign_code(f"can't run {info.architecture}"):
         hf_model.set_attn_implementation(ATTENTION)
         cache_latents(hf_model)
-        kv_shape, calls = probe(hf_model, last_position=info.max_model_len - 1)
+        kv_shape, calls = probe(
+            hf_model, last_position=info.max_model_len - 1, after_layer=checkpoint.drop_pages
+        )
     if hasattr(hf_model, "stemma_prediction"):
         kv_shape = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
     with large_blocks_apart(), weights_together():
@@ -235,17 +246,20 @@ def _make_decoder(
     return decoder
 
 
-def probe(hf_model: Any, *, last_position: int = 1) -> tuple[KVShape, list[AttentionCall]]:
+def probe(
+    hf_model: Any, *, last_position: int = 1, after_layer: Callable[[], None] | None = None
+) -> tuple[KVShape, list[AttentionCall]]:
     """Return the shape of the KV that the layers of a model keep, and their attention calls.
 
-    Two tokens run through the model, at positions 0 and `last_position`. Raises UnsupportedModel if a layer
-    bypasses attention, keeps other state, or differs from the others; ModelError without that position.
+    Two tokens run through the model, at positions 0 and `last_position`; `after_layer` is called in each
+    layer. Raises UnsupportedModel if a layer bypasses attention, keeps other state, or differs from the
+    others; ModelError without that position.
     """
     config = hf_model.config.get_text_config()
     name = type(hf_model).__name__
-    recorder = AttentionProbe()
+    recorder = AttentionProbe(after_layer)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=hf_model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), stacked_spares_rest(hf_model):
         try:
             hf_model(
                 input_ids=tokens,

@@ -36,7 +36,7 @@ from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.reading import GGUF, find_format, read_quantized
 from stemma.model.paged import AttentionStep
 from stemma.model.pretrained import quantization_of, transformers_reports
-from stemma.model.quantization.attach import plain_weights
+from stemma.model.quantization.attach import plain_weight, plain_weights
 
 PREDICTING = "DeepseekV3ForCausalLM"
 """The class of transformers whose MTP layer we run: DeepSeek-V3, R1 and V3.1."""
@@ -164,7 +164,8 @@ def add_prediction_layer(settings: ModelSettings, config: Any, hf_model: Any) ->
         )
     for name, main in _SHARED.items():
         own = weights.pop(name, None)
-        if own is not None and not torch.equal(own.to(hf_model.dtype), hf_model.get_parameter(main)):
+        shared = plain_weight(hf_model.get_submodule(main.removesuffix(".weight")))
+        if own is not None and not torch.equal(own.to(hf_model.dtype), shared):
             raise ModelError(
                 f"{path}: {prefix}{name} differs from {main}; an MTP layer shares both with its model"
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,8 @@ from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.attach import StoredWeights, attach, plain_weights
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.quantization.attach import attach, plain_weights, spares_stay
+from stemma.model.quantization.stored import StoredWeights
 
 Progress: TypeAlias = Callable[[str, float], None]
 """Called with the name of the current stage and the share of it that is done, 0..1."""
@@ -125,14 +125,20 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
 
 
 def load_weights(
-    settings: ModelSettings, config: Any, device: torch.device, report: Progress
+    settings: ModelSettings,
+    config: Any,
+    device: torch.device,
+    report: Progress,
+    spared: Collection[str] = (),
 ) -> tuple[Any, FormatCounts]:
     """Return the model of transformers on `device`, with all weights of the file; raise ModelError.
+
+    A model of a class that `spared` names has spares for quantized weights that are going to be packed.
 
     Beside it stands what the file's weights were; nothing is counted where transformers reads them.
     """
     path = settings.path
-    weights: StoredWeights = {}
+    weights = StoredWeights({})
     counts = FormatCounts()
     stored = stored_tensors(path)
     quantization = quantization_of(config)
@@ -149,7 +155,8 @@ def load_weights(
     with foreign_code(doing, advice), transformers_reports(report):
         if format_name is not None:
             weights, counts = _read(settings, config, format_name, quantization, dtype)
-            model, loaded = _from_tensors(config, plain_weights(weights, dtype), dtype)
+            spares = _model_class(config).__name__ in spared
+            model, loaded = _from_tensors(config, plain_weights(weights, dtype, spares=spares), dtype)
         else:
             auto: Any = AutoModelForCausalLM
             model, loaded = auto.from_pretrained(
@@ -162,13 +169,13 @@ def load_weights(
             )
     _check_shapes(settings, model, loaded)
     _check_surplus(settings, model, loaded, stored, quantized=method is not None)
-    placed = {name: weight for name, weight in weights.items() if name not in loaded["unexpected_keys"]}
+    unexpected = loaded["unexpected_keys"]
+    placed = {name: weight for name, weight in weights.deferred().items() if name not in unexpected}
     attach(model, placed)
-    num_quantized = sum(isinstance(weight, QuantizedWeight) for weight in placed.values())
     with foreign_code(f"can't run {type(model).__name__}"):
         if not model._can_set_attn_implementation():
             raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
-        return model.to(device).eval().requires_grad_(False), replace(counts, num_quantized=num_quantized)
+        return model.to(device).eval().requires_grad_(False), replace(counts, num_quantized=len(placed))
 
 
 def _loading_options(dtype: torch.dtype) -> dict[str, Any]:
@@ -196,21 +203,25 @@ def _from_tensors(
     config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model of transformers with these weights, and what fitted."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     plain = copy.deepcopy(config)
     for field in ("quantization_config", "compression_config"):
         if hasattr(plain, field):
             delattr(plain, field)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model, loaded = model_class.from_pretrained(
-        None, config=plain, state_dict=weights, **_loading_options(dtype)
-    )
+    with spares_stay():
+        model, loaded = _model_class(config).from_pretrained(
+            None, config=plain, state_dict=weights, **_loading_options(dtype)
+        )
     # Some quantizers write zeros for the biases that a model doesn't have.
     loaded["unexpected_keys"] = {
         name for name in loaded["unexpected_keys"] if not _is_zero_bias(weights, name)
     }
     return model, loaded
+
+
+def _model_class(config: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _is_zero_bias(weights: dict[str, torch.Tensor], name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -376,3 +377,31 @@ def test_modelslim_that_isnt_read_is_refused_by_name(tmp_path: Path) -> None:
     (part / "quant_model_description_w8a8sc.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="W8A8SC"):
         load_model(ModelSettings(path=twin.quantized, device="cpu"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_loading_holds_neither_all_codes_nor_all_plain_weights(family: str, tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    quantize = files.gptq(4, 32, zero=True, added=1)
+    twin = files.rewrite(tmp_path, quantize, {"quantization_config": config}, family=family)
+    plain: dict[str, int] = {}
+    codes: list[int] = []
+
+    def look(stage: str, _share: float) -> None:
+        alive = [one for one in gc.get_objects() if type(one) is QuantizedWeight]
+        codes.append(sum(one.codes.nbytes for one in alive))
+        layers = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter and one.dim() > 1]
+        plain[stage] = sum(one.untyped_storage().nbytes() for one in layers) - before
+
+    before = sum(
+        one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if type(one) is torch.nn.Parameter and one.dim() > 1
+    )
+    model = load_model(ModelSettings(path=twin.quantized, dtype="bfloat16", device="cpu"), look)
+    numbers = twin.numbers()
+    products = sum(value.numel() for name, value in numbers.items() if name.endswith("_proj.weight"))
+    others = sum(value.numel() for name, value in numbers.items() if value.dim() > 1) - products
+    assert model.info.formats.endswith("kept quantized")
+    assert 0 < plain["probing"] <= 2 * others + 1024
+    assert max(codes) < products / 2

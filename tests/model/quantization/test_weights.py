@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from stemma.errors import ModelError
-from stemma.model.quantization.attach import attach, attached, plain_weights
+from stemma.model.quantization.attach import attach, attached, fill, is_spare, plain_weights, spares_stay
+from stemma.model.quantization.stored import DeferredWeight, StoredWeights
 from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
 
 WEIGHT = QuantizedWeight(
@@ -78,7 +79,8 @@ def test_attached_weights_are_found_by_module() -> None:
         "experts.3.up_proj.weight": torch.bfloat16,
         "norm.weight": torch.float32,
     }
-    attach(model, names)
+    deferred = DeferredWeight(WEIGHT.shape, lambda: WEIGHT)
+    attach(model, {name: deferred for name in names if name != "norm.weight"})
     assert attached(model.proj) is WEIGHT
     assert attached(model.experts, "3.up_proj.weight") is WEIGHT
     assert attached(model.experts, "2.up_proj.weight") is None
@@ -89,6 +91,30 @@ def test_attached_weights_without_a_place_are_refused() -> None:
     model = nn.Module()
     model.proj = nn.Linear(16, 2)
     with pytest.raises(ModelError, match="no place"):
-        attach(model, {"other.weight": WEIGHT})
+        attach(model, {"other.weight": DeferredWeight(WEIGHT.shape, lambda: WEIGHT)})
     with pytest.raises(ModelError, match=r"\[2, 16\] in the model"):
-        attach(model, {"proj.weight": WEIGHT})
+        attach(model, {"proj.weight": DeferredWeight(WEIGHT.shape, lambda: WEIGHT)})
+
+
+def test_a_spare_stands_for_what_is_packed_later() -> None:
+    deferred = DeferredWeight(WEIGHT.shape, lambda: WEIGHT)
+    names = ("up_proj.weight", "kv_b_proj.weight", "experts.0.up_proj.weight", "experts.1.up_proj.weight")
+    stored = StoredWeights({name: deferred for name in names} | {"norm.weight": torch.ones(3)})
+    plain = plain_weights(stored, torch.bfloat16, spares=True)
+    assert [name for name in stored if is_spare(plain[name])] == [names[0], *names[2:]]
+    assert plain["up_proj.weight"].untyped_storage().nbytes() == 2
+    with spares_stay():
+        stacked = torch.stack([plain[name] for name in names[2:]])
+        joined = torch.cat([stacked, stacked], dim=1)
+        mixed = torch.cat([plain["up_proj.weight"], plain["kv_b_proj.weight"]])
+    assert is_spare(joined)
+    assert joined.shape == (2, 2 * WEIGHT.shape[0], WEIGHT.shape[1])
+    assert not is_spare(mixed)
+    assert mixed.shape == (2 * WEIGHT.shape[0], WEIGHT.shape[1])
+    model = nn.Linear(WEIGHT.shape[1], WEIGHT.shape[0], bias=False)
+    model.weight.data = plain["up_proj.weight"].float()
+    assert is_spare(model.weight) is False  # changed dtypes are copies; the loader never changes them
+    model.weight.data = torch.zeros(()).expand(WEIGHT.shape)
+    attach(model, {"weight": deferred})
+    fill(model)
+    assert torch.equal(model.weight, WEIGHT.dequantize(torch.float32))

@@ -28,6 +28,7 @@ from stemma.model.cpu.low_rank import PackedAdapter, adaptable
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.quantization.attach import plain_weight
 from stemma.native.library import AttendArgs, RotateArgs
 
 EmbeddingFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -190,4 +191,4 @@ def _join_ends(hf_model: Any, packing: Packing) -> tuple[EmbeddingFunction, Pack
     packed = packing.head(head, embedding if is_tied else None)
     if is_tied:
         return packed.take_rows, packed
-    return partial(F.embedding, weight=embedding.weight.detach().clone()), packed
+    return partial(F.embedding, weight=plain_weight(embedding).clone()), packed

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.quantization.attach import fill, is_spare
 
 _ROUTERS = frozenset({"gate", "router"})
 """Names under which mixtures of experts keep the layer that chooses; it is small, and never rounded."""
@@ -66,13 +67,15 @@ def pack_linears(
         else:
             product = packing.head(linear) if linear is head else packing.linears(linear)
         setattr(parent, name, PackedLinear(product))
+    fill(model)
     leave_file(model)
     return len(found)
 
 
 def leave_file(model: nn.Module) -> None:
     """Copy the weights that stay plain: the checkpoint file is unmapped and its pages leave memory."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        assert not is_spare(parameter), f"{name} would be served as zeros"
         parameter.data = parameter.data.clone()
 
 

@@ -106,7 +106,9 @@ class Packing:
     ) -> Weight:
         if stored is None and how is not None:
             stored = quantize(plain, how)
-        return plain if stored is None or not can_pack_codes(stored) else stored
+        if stored is None:
+            return plain
+        return stored if can_pack_codes(stored) else stored.dequantize(self._dtype)
 
 
 def in_one_form(weights: Sequence[Weight]) -> list[Weight]:

@@ -5,6 +5,7 @@ Value = scale * (code - zero point), codes and zero points 0..15.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights, make_weight
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.stored import StoredWeights
 from stemma.model.quantization.weights import QuantizedWeight
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -20,7 +22,7 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def read_weights(
     tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights. Raises ModelError for what contradicts itself, UnsupportedModel for other
     layouts."""
     version = str(quantization.get("version", quantization.get("format", "gemm"))).lower()
@@ -32,12 +34,12 @@ def read_weights(
         )
     read = ReadWeights(tensors, dtype)
     for stem in tensors.stems(".qweight"):
-        _add(read, stem)
+        read.add(f"{stem}.weight", partial(_weight, tensors, stem), "AWQ 4 bits")
+        read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")))
     return read.finish()
 
 
-def _add(read: ReadWeights, stem: str) -> None:
-    tensors = read.tensors
+def _weight(tensors: CheckpointTensors, stem: str) -> QuantizedWeight:
     packed = tensors.read(f"{stem}.qweight", (torch.int32,))
     scales = tensors.read_floats(f"{stem}.scales")
     where = f"{tensors.path}: {stem}.qweight"
@@ -47,9 +49,7 @@ def _add(read: ReadWeights, stem: str) -> None:
     if f"{stem}.qzeros" in tensors:
         shape = (scales.shape[0], packed.shape[1])
         zeros = _unpacked(tensors.read_shape(f"{stem}.qzeros", shape, (torch.int32,))).T
-    weight = make_weight(where, _unpacked(packed).T, scales.T, zeros, bits=4)
-    read.add(f"{stem}.weight", weight, "AWQ 4 bits")
-    read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales")))
+    return make_weight(where, _unpacked(packed).T, scales.T, zeros, bits=4)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from stemma.errors import ModelError
 from stemma.model.directory import StoredTensor, stored_tensors
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.stored import DeferredWeight, StoredWeights
 from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
 
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -94,7 +95,7 @@ class ReadWeights:
 
     def __init__(self, tensors: CheckpointTensors, dtype: torch.dtype) -> None:
         self.tensors = tensors
-        self.weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+        self.weights: dict[str, torch.Tensor | DeferredWeight] = {}
         self._dtype = dtype
         self._taken: set[str] = set()
         self._kept: Counter[str] = Counter()
@@ -104,9 +105,12 @@ class ReadWeights:
         """Mark tensors as used, or as not needed."""
         self._taken.update(names)
 
-    def add(self, name: str, weight: QuantizedWeight, label: str) -> None:
-        """Add a quantized weight; `label` names its format for people."""
-        self.weights[name] = weight
+    def add(self, name: str, make: Callable[[], QuantizedWeight], label: str) -> None:
+        """Add the quantized weight that `make` returns; `label` names its format for people.
+
+        It is made once now, so that what doesn't fit is refused here, and again whenever it is looked up.
+        """
+        self.weights[name] = DeferredWeight(make().shape, make)
         self._kept[label] += 1
 
     def add_plain(self, name: str, weight: torch.Tensor, label: str) -> None:
@@ -114,7 +118,7 @@ class ReadWeights:
         self.weights[name] = weight.to(self._dtype)
         self._widened[label] += 1
 
-    def finish(self) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+    def finish(self) -> tuple[StoredWeights, FormatCounts]:
         """Add all tensors that nothing has taken, as they are; return all weights.
 
         Raises ModelError if one is a weight of integers or FP8, which mean nothing without scales.
@@ -129,7 +133,7 @@ class ReadWeights:
                     "the checkpoint's files from where it comes from"
                 )
             self.weights[name] = self.tensors.read(name)
-        return self.weights, FormatCounts(dict(self._kept), dict(self._widened))
+        return StoredWeights(self.weights), FormatCounts(dict(self._kept), dict(self._widened))
 
 
 def make_weight(

@@ -7,6 +7,7 @@ inputs only lose precision here, so inputs stay as they are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from stemma.model.formats.checkpoint import (
 from stemma.model.formats.fp8 import dequantize_fp8
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.stored import StoredWeights
 from stemma.model.quantization.weights import QuantizedWeight
 
 _READ = (
@@ -42,7 +44,7 @@ _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_poin
 
 def read_weights(
     tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights. Raises ModelError for what contradicts itself, UnsupportedModel for other
     formats."""
     config = _parse(tensors, quantization)
@@ -126,21 +128,31 @@ def _add_integer(read: ReadWeights, stem: str, scheme: QuantizationScheme, *, pa
         raise UnsupportedModel(
             f"{tensors.path}: {stem} is {args.type} of {args.num_bits} bits by {args.strategy}. {_READ}"
         )
+    activations, inputs = _activations(tensors, stem, scheme.input_activations)
+    make = partial(_weight, tensors, stem, args, activations, packed)
+    label = f"W{args.num_bits}{inputs}"
+    order = None
+    if f"{stem}.weight_g_idx" in tensors:
+        weight = make()
+        order = _group_order(tensors, stem, weight)
+    if order is not None:
+        read.add_plain(f"{stem}.weight", dequantize_permuted(weight, order), f"{label} with permuted groups")
+    else:
+        read.add(f"{stem}.weight", make, label)
+    parts = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    read.take(*(f"{stem}.{part}" for part in (*parts, "input_scale", "input_zero_point")))
+
+
+def _weight(
+    tensors: CheckpointTensors, stem: str, args: QuantizationArgs, activations: Activations, packed: bool
+) -> QuantizedWeight:
     where = f"{tensors.path}: {stem}.weight"
     codes = (
         _unpacked(tensors, stem, args.num_bits) if packed else tensors.read(f"{stem}.weight", (torch.int8,))
     )
     scales = tensors.read_floats(f"{stem}.weight_scale")
     zero_points = None if args.symmetric else _zero_points(tensors, stem, args.num_bits, codes, scales)
-    activations, inputs = _activations(tensors, stem, scheme.input_activations)
-    weight = make_weight(where, codes, scales, zero_points, args.num_bits, activations)
-    label = f"W{args.num_bits}{inputs}"
-    if f"{stem}.weight_g_idx" in tensors and (order := _group_order(tensors, stem, weight)) is not None:
-        read.add_plain(f"{stem}.weight", dequantize_permuted(weight, order), f"{label} with permuted groups")
-    else:
-        read.add(f"{stem}.weight", weight, label)
-    parts = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-    read.take(*(f"{stem}.{part}" for part in (*parts, "input_scale", "input_zero_point")))
+    return make_weight(where, codes, scales, zero_points, args.num_bits, activations)
 
 
 def _unpacked(tensors: CheckpointTensors, stem: str, bits: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from stemma.errors import ModelError
 from stemma.model.directory import StoredTensor
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.quantization.stored import StoredWeights
 
 METHODS = ("fp8", "mxfp8")
 """Names of the format in config.json, `quantization_config.quant_method`."""
@@ -29,7 +29,7 @@ _E8M0_BIAS = 127
 
 def read_weights(
     tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights of an FP8 checkpoint by name, the FP8 ones dequantized to `dtype`.
 
     Raises ModelError naming the tensor whose scales are missing or don't fit.

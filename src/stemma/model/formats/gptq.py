@@ -6,6 +6,7 @@ groups are made of inputs that lie apart (`g_idx`); such weights are dequantized
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights, make_weight
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.stored import StoredWeights
 from stemma.model.quantization.weights import QuantizedWeight
 
 _BITS = (2, 3, 4, 8)
@@ -24,7 +26,7 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 def read_weights(
     tensors: CheckpointTensors, quantization: dict[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights. Raises ModelError for what contradicts itself, UnsupportedModel for other
     formats."""
     version = quantization.get("checkpoint_format", "gptq")
@@ -46,6 +48,22 @@ def read_weights(
 
 def _add(read: ReadWeights, stem: str, bits: int, added: int) -> None:
     tensors = read.tensors
+    make = partial(_weight, tensors, stem, bits, added)
+    groups = None
+    if f"{stem}.g_idx" in tensors:
+        weight = make()
+        named = tensors.read_shape(f"{stem}.g_idx", (weight.shape[1],), (torch.int32, torch.int64)).long()
+        groups = permuted_groups(f"{tensors.path}: {stem}.g_idx", named, weight)
+    if groups is None:
+        read.add(f"{stem}.weight", make, f"GPTQ {bits} bits")
+    else:
+        read.add_plain(
+            f"{stem}.weight", dequantize_permuted(weight, groups), f"GPTQ {bits} bits with permuted groups"
+        )
+    read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")))
+
+
+def _weight(tensors: CheckpointTensors, stem: str, bits: int, added: int) -> QuantizedWeight:
     packed = tensors.read(f"{stem}.qweight", (torch.int32,))
     scales = tensors.read_floats(f"{stem}.scales")
     packed_zeros = tensors.read(f"{stem}.qzeros", (torch.int32,))
@@ -63,15 +81,4 @@ def _add(read: ReadWeights, stem: str, bits: int, added: int) -> None:
     zeros: torch.Tensor = unpack_from_int32(packed_zeros, bits, torch.Size((num_groups, outputs)))
     half = 1 << (bits - 1)
     zeros = ((zeros.int() + half + added) & (2 * half - 1)) - half  # 0 is stored as the largest code
-    weight = make_weight(where, codes.T, scales.T, zeros.T, bits)
-    groups = None
-    if f"{stem}.g_idx" in tensors:
-        named = tensors.read_shape(f"{stem}.g_idx", (inputs,), (torch.int32, torch.int64)).long()
-        groups = permuted_groups(f"{tensors.path}: {stem}.g_idx", named, weight)
-    if groups is None:
-        read.add(f"{stem}.weight", weight, f"GPTQ {bits} bits")
-    else:
-        read.add_plain(
-            f"{stem}.weight", dequantize_permuted(weight, groups), f"GPTQ {bits} bits with permuted groups"
-        )
-    read.take(*(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")))
+    return make_weight(where, codes.T, scales.T, zeros.T, bits)

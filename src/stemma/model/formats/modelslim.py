@@ -23,6 +23,7 @@ and `ascendv1.md`.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from stemma.model.formats.checkpoint import (
     static_activations,
 )
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.stored import StoredWeights
 from stemma.model.quantization.weights import QuantizedWeight
 
 _PLAIN = ("FLOAT", "W16A16S")
@@ -64,7 +66,7 @@ _BEHIND = {"input_layernorm": "self_attn.", "post_attention_layernorm": "mlp."}
 
 def read_weights(
     tensors: CheckpointTensors, description: dict[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights; `description` is the content of the description file.
 
     Raises ModelError for what contradicts itself, UnsupportedModel for formats that aren't read, by name.
@@ -92,11 +94,12 @@ def _is_quantized(tensors: CheckpointTensors, name: str) -> bool:
 def _add(read: ReadWeights, stem: str, kind: str, dtype: torch.dtype) -> None:
     tensors = read.tensors
     if kind in _STATIC:
-        weight = _static(read, stem, dtype)
+        make = partial(_static, tensors, stem)
+        _add_bias(read, stem, dtype)
     else:
         bits, activations = _WEIGHTS[kind]
-        weight = _scaled(tensors, stem, bits, activations)
-    read.add(f"{stem}.weight", weight, "W8A8_MIX with inputs per token" if kind == "W8A8_MIX" else kind)
+        make = partial(_scaled, tensors, stem, bits, activations)
+    read.add(f"{stem}.weight", make, "W8A8_MIX with inputs per token" if kind == "W8A8_MIX" else kind)
     read.take(*(f"{stem}.{part}" for part in _PARTS))
 
 
@@ -129,11 +132,21 @@ def _offsets(tensors: CheckpointTensors, name: str, scales: torch.Tensor) -> tor
     return offsets.reshape(scales.shape).int() if bool(offsets.any()) else None
 
 
-def _static(read: ReadWeights, stem: str, dtype: torch.dtype) -> QuantizedWeight:
-    """Return a weight whose inputs are quantized by one scale of the file, and add its bias if it has one."""
-    tensors = read.tensors
-    activations = static_activations(tensors, f"{stem}.input_scale", f"{stem}.input_offset")
+def _static(tensors: CheckpointTensors, stem: str) -> QuantizedWeight:
+    """Return a weight whose inputs are quantized by one scale of the file."""
+    activations = _static_inputs(tensors, stem)
     assert activations.scale is not None
+    codes, deq_scale = _static_parts(tensors, stem)
+    where = f"{tensors.path}: {stem}.weight"
+    return make_weight(where, codes, deq_scale / activations.scale, None, 8, activations)
+
+
+def _static_inputs(tensors: CheckpointTensors, stem: str) -> Activations:
+    return static_activations(tensors, f"{stem}.input_scale", f"{stem}.input_offset")
+
+
+def _static_parts(tensors: CheckpointTensors, stem: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [outputs, inputs] and what turns sums of products into outputs, float32 [outputs]."""
     codes = tensors.read(f"{stem}.weight", (torch.int8,))
     if codes.dim() != 2:
         raise ModelError(f"{tensors.path}: {stem}.weight is {list(codes.shape)}, must be [outputs, inputs]")
@@ -141,15 +154,19 @@ def _static(read: ReadWeights, stem: str, dtype: torch.dtype) -> QuantizedWeight
     deq_scale = tensors.read_shape(f"{stem}.deq_scale", shape, (torch.float32, torch.int64, torch.uint64))
     if deq_scale.dtype != torch.float32:  # for float16 models the bits of a float32 lie in an int64
         deq_scale = deq_scale.to(torch.int64).to(torch.int32).view(torch.float32)
-    weight = make_weight(
-        f"{tensors.path}: {stem}.weight", codes, deq_scale / activations.scale, None, 8, activations
-    )
-    if f"{stem}.bias" not in tensors:
-        stored = tensors.read_shape(f"{stem}.quant_bias", shape, (torch.int32,))
-        bias = stored.long() + activations.zero_point * codes.long().sum(dim=1)
-        if bool(bias.any()):
-            read.weights[f"{stem}.bias"] = (bias * deq_scale.double()).to(dtype)
-    return weight
+    return codes, deq_scale
+
+
+def _add_bias(read: ReadWeights, stem: str, dtype: torch.dtype) -> None:
+    """Add the bias that is stored in units of the sums, where there is one."""
+    tensors = read.tensors
+    if f"{stem}.bias" in tensors:
+        return
+    codes, deq_scale = _static_parts(tensors, stem)
+    stored = tensors.read_shape(f"{stem}.quant_bias", deq_scale.shape, (torch.int32,))
+    bias = stored.long() + _static_inputs(tensors, stem).zero_point * codes.long().sum(dim=1)
+    if bool(bias.any()):
+        read.weights[f"{stem}.bias"] = (bias * deq_scale.double()).to(dtype)
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from stemma.model.directory import description_file, is_gguf, read_json
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.quantization.stored import StoredWeights
 
 GGUF, MODELSLIM = "gguf", "modelslim"
 _BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8")
@@ -32,7 +32,7 @@ def find_format(path: Path, quantization: dict[str, Any]) -> str | None:
 
 def read_quantized(
     path: Path, name: str, quantization: dict[str, Any], config: Any, dtype: torch.dtype, *, prefix: str = ""
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights of a checkpoint in the format `name`, and how many stayed quantized.
 
     With `prefix`, those whose names begin with it (not of GGUF).

@@ -31,17 +31,24 @@ _PLAIN = {
 }
 
 
-def raw_data(path: Path, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a tensor, uint8 [..., bytes of a row]. Raises ModelError if the file ends
-    before."""
+def raw_data(path: Path, tensor: GGUFTensor, expert: int | None = None) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a tensor, uint8 [..., bytes of a row], or of one `expert` of those it stacks.
+
+    Raises ModelError if the file ends before.
+    """
+    shape, num_bytes, start = tensor.shape, tensor.num_bytes, tensor.start
+    if expert is not None:
+        num_bytes //= shape[0]
+        start += expert * num_bytes
+        shape = shape[1:]
     try:
-        data = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.start)
+        data = np.fromfile(path, np.uint8, num_bytes, offset=start)
     except OSError as error:
         raise ModelError(f"can't read {path}: {error}") from error
-    if data.size != tensor.num_bytes:
+    if data.size != num_bytes:
         raise ModelError(f"{path} ends before its tensor {tensor.name}; download it again")
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
-    return data.reshape(*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
+    return data.reshape(*shape[:-1], shape[-1] // block * block_bytes)
 
 
 def is_read(kind: GGMLQuantizationType) -> bool:

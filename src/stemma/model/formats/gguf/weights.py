@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from stemma.model.formats.gguf.config import ROTARY_FACTORS
 from stemma.model.formats.gguf.header import GGUFHeader, GGUFTensor
 from stemma.model.formats.gguf.tensors import is_kept, is_read, raw_data, split, widen
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.quantization.stored import DeferredWeight, StoredWeights
 from stemma.model.quantization.weights import QuantizedWeight
 
 _TOP = {
@@ -49,19 +51,21 @@ _FOUR_NORMS = {
 }
 """Gemma 2 and 3 normalize before and after attention and the network."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_Read: TypeAlias = Callable[[], npt.NDArray[np.uint8]]
+"""Reads the bytes of a weight, [rows, bytes of a row]."""
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 def read_weights(
     header: GGUFHeader, config: Any, dtype: torch.dtype, *, keep: bool = True
-) -> tuple[dict[str, torch.Tensor | QuantizedWeight], FormatCounts]:
+) -> tuple[StoredWeights, FormatCounts]:
     """Return all weights under transformers' names, and how many stayed quantized.
 
     With `keep`, matrices whose type allows it stay quantized, but not embeddings that no head shares, whose
     rows are only looked up; all else becomes `dtype`. Raises ModelError naming a tensor that no model of the
     family has, or whose type isn't read.
     """
-    weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+    weights: dict[str, torch.Tensor | DeferredWeight] = {}
     kept: Counter[str] = Counter()
     widened: Counter[str] = Counter()
     head = "output" if "output.weight" in header.tensors else "token_embd"
@@ -74,11 +78,20 @@ def read_weights(
         quantized = keep and is_kept(tensor.type) and is_product
         if len(tensor.shape) > 1:
             (kept if quantized else widened)[tensor.type.name] += 1
-        for name, data in _parts(header, tensor, config):
-            weights[name] = (
-                split(data, tensor.type) if quantized else _plain(header, tensor, name, data, dtype)
-            )
-    return weights, FormatCounts(dict(kept), dict(widened))
+        for name, read in _parts(header, tensor, config):
+            if quantized:
+                shape = torch.Size(tensor.shape[-2:])
+                weights[name] = DeferredWeight(shape, partial(_split, header, tensor, read))
+            else:
+                weights[name] = _plain(header, tensor, name, read(), dtype)
+    return StoredWeights(weights), FormatCounts(dict(kept), dict(widened))
+
+
+def _split(header: GGUFHeader, tensor: GGUFTensor, read: _Read) -> QuantizedWeight:
+    try:
+        return split(read(), tensor.type)
+    except ModelError as error:
+        raise ModelError(f"{header.path}: {tensor.name}: {error}") from error
 
 
 def _plain(
@@ -89,16 +102,16 @@ def _plain(
     return widen(data, tensor.type, dtype)
 
 
-def _parts(
-    header: GGUFHeader, tensor: GGUFTensor, config: Any
-) -> Iterator[tuple[str, npt.NDArray[np.uint8]]]:
-    """Yield name and rows of each weight that a tensor holds: one, or one per expert."""
+def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tuple[str, _Read]]:
+    """Yield name and reader of each weight that a tensor holds: one, or one per expert."""
     match = _NAME.fullmatch(tensor.name)
     layer, part, kind = match.groups() if match else (None, "", "")
-    data = raw_data(header.path, tensor)
     if layer is not None and part in _EXPERTS and len(tensor.shape) == 3:
         for expert in range(tensor.shape[0]):
-            yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", data[expert]
+            yield (
+                f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}",
+                partial(raw_data, header.path, tensor, expert),
+            )
         return
     renamed = (_TOP if layer is None else _layer_names(header)).get(part)
     if renamed is None or len(tensor.shape) > 2:
@@ -106,25 +119,29 @@ def _parts(
             f"{header.path} has a tensor that no {header.architecture} model has: {tensor.name} "
             f"{list(tensor.shape)}"
         )
+    read: _Read = partial(raw_data, header.path, tensor)
     if header.architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-        data = _half_rotated(header, tensor, data, heads)
-    yield f"{renamed}.{kind}" if layer is None else f"model.layers.{layer}.{renamed}.{kind}", data
+        _check_heads(header, tensor, heads)
+        read = partial(_half_rotated, header, tensor, heads)
+    yield f"{renamed}.{kind}" if layer is None else f"model.layers.{layer}.{renamed}.{kind}", read
 
 
 def _layer_names(header: GGUFHeader) -> dict[str, str]:
     return _LAYER | _FOUR_NORMS if header.architecture in ("gemma2", "gemma3") else _LAYER
 
 
-def _half_rotated(
-    header: GGUFHeader, tensor: GGUFTensor, data: npt.NDArray[np.uint8], num_heads: int
-) -> npt.NDArray[np.uint8]:
-    """Reorder the rows of a query or key weight or bias, num_heads * dim of them.
+def _check_heads(header: GGUFHeader, tensor: GGUFTensor, num_heads: int) -> None:
+    if tensor.shape[0] % (2 * num_heads):
+        raise ModelError(f"{header.path}: {tensor.name} has {tensor.shape[0]} rows for {num_heads} heads")
+
+
+def _half_rotated(header: GGUFHeader, tensor: GGUFTensor, num_heads: int) -> npt.NDArray[np.uint8]:
+    """Read the rows of a query or key weight or bias, num_heads * dim of them, in transformers' order.
 
     llama.cpp stores rows that rotate together next to each other; transformers half a head apart.
     """
+    data = raw_data(header.path, tensor)
     rows = data if data.ndim == 2 else data.reshape(tensor.shape[0], -1)
-    if rows.shape[0] % (2 * num_heads):
-        raise ModelError(f"{header.path}: {tensor.name} has {rows.shape[0]} rows for {num_heads} heads")
     order = np.arange(rows.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return rows[order].reshape(data.shape)
