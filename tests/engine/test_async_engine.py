@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +61,30 @@ async def test_many_at_once_and_nothing_left(engine):
     stats = await engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_generated_tokens == sum(5 * r.params.n for r in requests)
+
+
+async def test_news_of_a_step_are_passed_on_while_the_next_one_computes(engine, monkeypatch):
+    """Neither while Python prepares the next step, nor only once that has ended."""
+    moments: list[str] = []
+    core = engine._engine
+    step, put = core.step, engine._news.put
+
+    def noting_step():
+        moments.append("step begins")
+        news = step()
+        moments.append("step ends")
+        return news
+
+    def noting_put(news):
+        moments.append("passed on")
+        put(news)
+
+    monkeypatch.setattr(core, "step", noting_step)
+    monkeypatch.setattr(engine, "_news", SimpleNamespace(put=noting_put, get=engine._news.get))
+    await collect(engine, request("a", prompt(1, 20), greedy(40)))
+    passed = [before for before, moment in pairwise(moments) if moment == "passed on"]
+    assert passed.count("step begins") >= 30
+    assert "step ends" not in passed[:-1]
 
 
 async def test_closing_the_stream_aborts(engine):

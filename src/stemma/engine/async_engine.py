@@ -70,6 +70,8 @@ class AsyncEngine:
         self._max_waiting = max_waiting
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._news: SimpleQueue[list[SequenceNews] | None] = SimpleQueue()
+        self._held: list[SequenceNews] = []
+        """News that `_news` doesn't have yet. The step thread's own."""
         self._subscriptions: dict[str, _Subscription] = {}
         self._calls: set[Future[Any]] = set()
         self._over: StemmaError | None = None
@@ -269,12 +271,24 @@ class AsyncEngine:
             built.set_exception(error)
             return
         self._engine = parts.engine
+        self._engine.tell_launches(self._pass_on)
         built.set_result(parts)
         while self._work_off_commands():
             news = self._step()
-            if news:
-                self._news.put(news)
+            self._pass_on()  # those of the step before, if this one made no native call
+            self._held = news
+        self._pass_on()
         self._news.put(None)
+
+    def _pass_on(self) -> None:
+        """Give the news of the last step to the output thread.
+
+        That happens when the next step makes its native call. Threads that wrote the news out while this one
+        still prepares the step would hold up all cores, since one at a time runs Python.
+        """
+        if self._held:
+            self._news.put(self._held)
+            self._held = []
 
     def _step(self) -> list[SequenceNews]:
         """Run a step; if it fails, end all requests. Raises IntegrityError if some are left then."""
@@ -292,10 +306,14 @@ class AsyncEngine:
     def _work_off_commands(self) -> bool:
         """Run what the event loop asked for; wait for it if there is nothing else to do."""
         while True:
+            has_work = self._engine.has_work
+            if not has_work:
+                self._pass_on()
             try:
-                command = self._commands.get(block=not self._engine.has_work)
+                command = self._commands.get(block=not has_work)
             except Empty:
                 return True
+            self._pass_on()
             if command is None:
                 for request_id in self._subscriptions.copy():
                     self._abort(request_id)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from stemma.model.lora.adapter import AdapterRows
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -38,6 +43,10 @@ class ForwardBatch:
     previous_hidden: torch.Tensor | None = None
     """[S, H]: for the layer of `model/prediction.py`, the model's last hidden state of the token before each
     sequence's first row. None: every sequence begins in this batch."""
+
+    on_launch: Callable[[], None] = _nothing
+    """Decoders call it once they are about to compute outside Python: from then on the step leaves the
+    interpreter to other threads. Those that compute in one native call do so right before it."""
 
     @property
     def num_seqs(self) -> int:

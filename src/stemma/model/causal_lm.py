@@ -100,6 +100,7 @@ class ModuleDecoder:
 
     def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
         """Run the modules with `step` as context of attention; return logits [L, vocab]."""
+        batch.on_launch()  # torch leaves the interpreter to others in each of its calls
         with self._adapted.step(batch):
             return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
 

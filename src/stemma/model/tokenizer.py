@@ -32,6 +32,32 @@ def _gguf_tokenizer(path: Path) -> Any:
     return read_tokenizer(read_header(path))
 
 
+class TokenBytes(dict[int, bytes]):
+    """The bytes of a byte-level vocabulary's tokens by id, looked up once each; of unknown ids none.
+
+    A text's UTF-8 is that of its tokens, one after the other: so `decoders.ByteLevel` of the library decodes.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        """`raw`: the tokenizer of the library tokenizers."""
+        super().__init__()
+        self._raw = raw
+        # The library's own characters for the 256 bytes: printable ones stand for themselves.
+        shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in shown]
+        self._byte_of = {chr(byte): byte for byte in shown}
+        self._byte_of.update({chr(256 + number): byte for number, byte in enumerate(others)})
+
+    def __missing__(self, token_id: int) -> bytes:
+        token: str = self._raw.id_to_token(token_id) or ""
+        try:
+            found = bytes([self._byte_of[char] for char in token])
+        except KeyError:  # an added token
+            found = token.encode()
+        self[token_id] = found
+        return found
+
+
 class Tokenizer:
     """A thin wrapper over the Hugging Face tokenizer of a checkpoint. Thread-safe to read."""
 
@@ -64,6 +90,16 @@ class Tokenizer:
         """Ids that `decode` leaves out with `skip_special_tokens`."""
         added = self._hf.added_tokens_decoder.items()
         return frozenset(self._hf.all_special_ids) | {int(i) for i, token in added if token.special}
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes of each token; None where the text of tokens isn't that of their bytes joined."""
+        raw = getattr(self._hf, "backend_tokenizer", None)
+        cleaning = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        if raw is None or getattr(self._hf, cleaning, False):
+            return None
+        kinds = type(raw.model).__name__, type(raw.decoder).__name__
+        return TokenBytes(raw) if kinds == ("BPE", "ByteLevel") else None
 
     @property
     def vocab_size(self) -> int:

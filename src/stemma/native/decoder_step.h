@@ -27,7 +27,7 @@ struct StepArgs {
     const int64_t* logits_rows;  // [num_logits]
     int64_t hidden_dim;
     void* hidden;                // [rows, hidden_dim]: embeddings of the tokens; overwritten
-    void* logits;                // [num_logits, head.n]
+    float* logits;               // [num_logits, head.n], rounded to the model's type
     char* room;                  // bytes_of_step()
     int64_t layer_bytes;         // from a layer's blocks to the next one's
     RotateArgs rotate;           // qkv, norms and query are set here
@@ -126,7 +126,7 @@ class DecoderStep {
             delta = room_.delta;
         }
         norm(hidden, delta, a_.final_norm, rows);
-        multiply(a_.head, room_.normed, rows, (T*)a_.logits);
+        multiply(a_.head, room_.normed, rows, a_.logits);
     }
 
   private:
@@ -142,7 +142,8 @@ class DecoderStep {
         team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
     }
 
-    void multiply(const Strips& w, const T* x, int64_t rows, T* out) {
+    template <class Out>
+    void multiply(const Strips& w, const T* x, int64_t rows, Out* out) {
         ::multiply(team_, member_, w, x, w.k, rows, out, w.n, room_.inputs);
     }
 

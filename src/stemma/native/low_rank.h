@@ -147,7 +147,7 @@ class LowRankStep {
             team, member, jobs, [](const Job& job) { return lines_of(job.pair->down); },
             [&](const Job& job, int64_t piece) {
                 const Strips& down = job.pair->down;
-                multiply_piece(down, piece, LINES, inputs_of(job), job.rows, (T*)job.middle, down.n);
+                multiply_piece<T>(down, piece, LINES, inputs_of(job), job.rows, (T*)job.middle, down.n);
             });
         auto middles_of = [&](const Job& job) -> Inputs {
             const int64_t rank = job.pair->down.n, bytes = bytes_of_input_row<T>(rank);

@@ -36,7 +36,7 @@ static void gate_piece(const GatedWeights& w, int64_t piece, int parts, const In
         Outputs o = dot_piece<T>(w.gate, piece, parts, x, first, count, gates);
         dot_piece<T>(w.up, piece, parts, x, first, count, ups);
         for (int r = 0; r < count; r++) {
-            put(gates + r * STRIP, o.width, pair), put(ups + r * STRIP, o.width, pair + o.width);
+            put<T>(gates + r * STRIP, o.width, pair), put<T>(ups + r * STRIP, o.width, pair + o.width);
             silu_and_multiply_row(pair, out + (first + r) * stride + o.begin, o.width);
         }
     }
@@ -92,7 +92,7 @@ class Mixture {
         team.share(member, num_routed * pieces, [&](int64_t i) {
             int32_t e = routed_[i / pieces], slot = starts_[e], count = starts_[e + 1] - slot;
             Inputs in = inputs_of(i / pieces, down, inner_rows_);
-            multiply_piece(a_.experts[e].down, i % pieces, parts, in, count, gathered_ + slot * hidden_, hidden_);
+            multiply_piece<T>(a_.experts[e].down, i % pieces, parts, in, count, gathered_ + slot * hidden_, hidden_);
         });
         T* output = (T*)a_.output + first * hidden_;
         team.share(member, rows, [&](int64_t row) { combine(row, weights, output + row * hidden_); });

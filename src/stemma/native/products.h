@@ -146,36 +146,37 @@ static Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs
     return {begin, width};
 }
 
-// Round a row of sums to T.
-template <class T>
-static inline void put(const float* acc, int width, T* out) {
+// Round a row of sums to T; `out` may be of floats nevertheless.
+template <class T, class Out>
+static inline void put(const float* acc, int width, Out* out) {
+    constexpr bool IS_WIDER = sizeof(Out) > sizeof(T);
     int i = 0;
-    for (; i + LANES <= width; i += LANES) store(out + i, load(acc + i));
-    for (; i < width; i++) out[i] = from_float<T>(acc[i]);
+    for (; i + LANES <= width; i += LANES) store(out + i, IS_WIDER ? rounded<T>(load(acc + i)) : load(acc + i));
+    for (; i < width; i++) out[i] = from_float<Out>(to_float(from_float<T>(acc[i])));
 }
 
 // Outputs of a piece for all rows, out `stride` elements a row.
-template <class T>
-static void multiply_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, int64_t rows, T* out,
+template <class T, class Out>
+static void multiply_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, int64_t rows, Out* out,
                            int64_t stride) {
     alignas(64) float acc[BLOCK_ROWS * STRIP];
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
         int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
         Outputs o = dot_piece<T>(w, piece, parts, x, first, count, acc);
-        for (int r = 0; r < count; r++) put(acc + r * STRIP, o.width, out + (first + r) * stride + o.begin);
+        for (int r = 0; r < count; r++) put<T>(acc + r * STRIP, o.width, out + (first + r) * stride + o.begin);
     }
 }
 
 // out[r] = w x[r] for any number of rows, laid out in `room` (bytes_of_inputs) pass by pass. Called by all members.
-template <class T>
-static void multiply(Team& team, int member, const Strips& w, const T* x, int64_t x_stride, int64_t rows, T* out,
+template <class T, class Out>
+static void multiply(Team& team, int member, const Strips& w, const T* x, int64_t x_stride, int64_t rows, Out* out,
                      int64_t out_stride, char* room) {
     int parts = parts_of_strip(w.count(), team.size());
     for (int64_t first = 0; first < rows; first += PASS_ROWS) {
         int64_t count = std::min(PASS_ROWS, rows - first);
         Inputs inputs = lay_out(team, member, w, x + first * x_stride, x_stride, count, room);
         team.share(member, w.count() * parts, [&](int64_t piece) {
-            multiply_piece(w, piece, parts, inputs, count, out + first * out_stride, out_stride);
+            multiply_piece<T>(w, piece, parts, inputs, count, out + first * out_stride, out_stride);
         });
     }
 }

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
 
-from stemma.engine.output.detokenizer import Detokenizer
+from stemma.engine.output.detokenizer import ByteDetokenizer, WindowDetokenizer, make_detokenizer
 from stemma.model.tokenizer import Tokenizer
 
 
@@ -24,8 +24,12 @@ def pieces_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return sentencepiece_like(Path(tmp_path_factory.mktemp("pieces")))
 
 
-def stream(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+def stream(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip: bool = True, by_window: bool = False
+) -> list[str]:
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip)
+    if by_window:
+        detokenizer = WindowDetokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.append(token) for token in token_ids), detokenizer.flush()]
 
 
@@ -35,14 +39,17 @@ def test_any_tokens_of_a_byte_level_vocabulary(
     bytes_tokenizer: Tokenizer, tokens: list[int], skip: bool
 ) -> None:
     assert bytes_tokenizer.vocab_size <= 330
-    deltas = stream(bytes_tokenizer, tokens, skip=skip)
-    assert "".join(deltas) == bytes_tokenizer.decode(tokens, skip_special_tokens=skip)
+    assert isinstance(make_detokenizer(bytes_tokenizer, skip_special_tokens=skip), ByteDetokenizer)
+    for by_window in (False, True):
+        deltas = stream(bytes_tokenizer, tokens, skip=skip, by_window=by_window)
+        assert "".join(deltas) == bytes_tokenizer.decode(tokens, skip_special_tokens=skip)
 
 
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.sampled_from([*range(160, 256), 5, 40]), max_size=80))
 def test_long_runs_of_invalid_bytes(bytes_tokenizer: Tokenizer, tokens: list[int]) -> None:
-    assert "".join(stream(bytes_tokenizer, tokens)) == bytes_tokenizer.decode(tokens)
+    for by_window in (False, True):
+        assert "".join(stream(bytes_tokenizer, tokens, by_window=by_window)) == bytes_tokenizer.decode(tokens)
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,6 +75,18 @@ def test_any_pieces_with_special_tokens_between(
 ) -> None:
     deltas = stream(pieces_tokenizer, tokens, skip=skip)
     assert "".join(deltas) == pieces_tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+def test_added_tokens_of_any_characters(tmp_path: Path) -> None:
+    """Some of their characters stand for bytes, others don't."""
+    tokenizer = byte_level(tmp_path)
+    tokenizer.transformers_tokenizer.add_tokens(["<|im_start|>", "é", "中é", "Ġx", "a b"])
+    tokens = list(range(tokenizer.vocab_size))
+    assert "".join(stream(tokenizer, tokens)) == tokenizer.decode(tokens)
+    for token in tokens:
+        assert "".join(stream(tokenizer, [token], skip=False)) == tokenizer.decode(
+            [token], skip_special_tokens=False
+        )
 
 
 def test_a_character_of_four_tokens_is_one_delta(bytes_tokenizer: Tokenizer) -> None:
@@ -104,7 +123,7 @@ def test_cost_of_a_token_does_not_grow(bytes_tokenizer: Tokenizer, kind: str) ->
         list(map(int, bytes_tokenizer.encode("The quick 𝄞. "))) * 200 if kind == "text" else [lone] * 2000
     )
     decoder = Counting()
-    detokenizer = Detokenizer(decoder)
+    detokenizer = WindowDetokenizer(decoder)
     for token in tokens:
         detokenizer.append(token)
     assert decoder.num_decoded / len(tokens) < 20

@@ -88,6 +88,11 @@ class Engine:
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
+        self._on_launch: Callable[[], None] = lambda: None
+
+    def tell_launches(self, on_launch: Callable[[], None]) -> None:
+        """Have `on_launch` called within each `step` that computes or waits outside Python, before."""
+        self._on_launch = self.runner.on_launch = on_launch
 
     @property
     def has_work(self) -> bool:
@@ -185,7 +190,10 @@ class Engine:
             news += self._launch(ahead, plan)
         elif flight is None:
             return news + self._run_or_wait(plan, start_s, may_wait=not news)
-        return news if flight is None else news + self._collect(ahead, flight)
+        if flight is None:
+            return news
+        self._on_launch()
+        return news + self._collect(ahead, flight)
 
     def _schedule(self, *, is_ahead: bool) -> tuple[Sequence[Scheduled], list[SequenceNews]]:
         """Return the next step, and the news of requests that the scheduler had to fail."""
@@ -203,6 +211,7 @@ class Engine:
         if plan:
             return self._take_turn(plan, start_s)
         if may_wait:
+            self._on_launch()
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
         return []
 

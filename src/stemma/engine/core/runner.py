@@ -6,7 +6,7 @@ stores a sequence. There are two sets, used in turn: while one step runs, the ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,6 +92,8 @@ class Runner:
         self._model = model
         self._adapters = adapters
         self.kv = kv
+        self.on_launch: Callable[[], None] | None = None
+        """See `ForwardBatch`; of steps that run in turn."""
         self._block_size = kv.layout.block_size
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
         self._buffers = StepBuffers(max_batch_tokens, model.device)
@@ -102,7 +104,11 @@ class Runner:
 
         Item by item: those of `Scheduled.scored`, then those of the last `num_logits` rows.
         """
-        logits = self._model.forward(self._batch(plan), self.kv)
+        batch = self._batch(plan)
+        if self.on_launch is not None:
+            batch.on_launch = self.on_launch
+        logits = self._model.forward(batch, self.kv)
+        batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
         if logits.is_cuda and len(logits) == 0:
             # Nobody reads a result of such a step, so nobody waits for it. But it must end before blocks get
             # another owner (loads write on another stream), and its duration is measured.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 _COST_DECAY = 0.98
 _SOLVE_EVERY = 8
@@ -30,9 +29,10 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._products: npt.NDArray[np.float64] = np.zeros((3, 3))
-        self._targets: npt.NDArray[np.float64] = np.zeros(3)
-        self._weights: npt.NDArray[np.float64] = np.zeros(3)
+        # Lists of floats: at this size numpy's calls cost more than the arithmetic.
+        self._products = [0.0] * 9
+        self._targets = [0.0] * 3
+        self._weights = [0.0] * 3
         self._num_steps = 0
         self._duration_s = 0.0
         self._num_tokens = 0.0
@@ -42,7 +42,7 @@ class StepCost:
     @property
     def row_s(self) -> float:
         """Seconds that one more row adds to a step."""
-        return max(0.0, float(self._weights[1]))
+        return max(0.0, self._weights[1])
 
     @property
     def token_s(self) -> float:
@@ -61,17 +61,20 @@ class StepCost:
         """Learn from a step of decodes alone that gave `num_tokens` tokens."""
         if num_tokens == 0:
             return
-        features = np.array([1.0, num_rows, num_context_tokens / 1024])
-        self._products = self._products * _COST_DECAY + np.outer(features, features)
-        self._targets = self._targets * _COST_DECAY + features * duration_s
+        features = (1.0, float(num_rows), num_context_tokens / 1024)
+        added = (one * other for one in features for other in features)
+        self._products = [old * _COST_DECAY + new for old, new in zip(self._products, added, strict=True)]
+        self._targets = [
+            old * _COST_DECAY + one * duration_s for old, one in zip(self._targets, features, strict=True)
+        ]
         self._duration_s = self._duration_s * _COST_DECAY + duration_s
         self._num_tokens = self._num_tokens * _COST_DECAY + num_tokens
         self._num_rows = self._num_rows * _COST_DECAY + num_rows
         self._context = self._context * _COST_DECAY + features[2]
         self._num_steps += 1
         if self._num_steps < _SOLVE_EVERY or self._num_steps % _SOLVE_EVERY == 0:
-            ridge = np.diag([1e-9, 0.1, 0.1])
-            self._weights = np.linalg.solve(self._products + ridge, self._targets).astype(np.float64)
+            products = np.array(self._products).reshape(3, 3) + np.diag([1e-9, 0.1, 0.1])
+            self._weights = np.linalg.solve(products, self._targets).tolist()
 
 
 class Acceptance:

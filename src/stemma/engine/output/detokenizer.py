@@ -1,7 +1,8 @@
 """Streaming detokenization: token ids in, whole characters out.
 
-A short window of recent tokens is decoded again with each new token, and what it shows beyond the text
-already emitted is the delta. The window keeps tokens before the new one because their neighbours decide
+Tokens of a byte-level vocabulary are bytes, which an incremental UTF-8 decoder takes. For others a short
+window of recent tokens is decoded again with each new token, and what it shows beyond the text already
+emitted is the delta. The window keeps tokens before the new one because their neighbours decide
 about spaces. Text that ends in U+FFFD may be the head of a character whose other bytes are still to come, so
 it is held back. The window is cut where decoding the rest alone gives the same text, so a token costs one
 decode of at most `_MAX_WINDOW` tokens.
@@ -9,8 +10,11 @@ decode of at most `_MAX_WINDOW` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+from stemma.model.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _LONG_WINDOW = 12
@@ -19,6 +23,22 @@ _MAX_HELD = 6
 """Tokens that may end in U+FFFD before the window is cut inside the run: a character has 4 bytes at most."""
 _MAX_WINDOW = 64
 """Tokens after which the window starts anew even if no clean cut was found."""
+
+
+_make_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """The text of one growing token sequence, in deltas of whole characters.
+
+    The deltas and the `flush` joined are ``decoder.decode(all tokens)``.
+    """
+
+    def append(self, token_id: int) -> str:
+        """Take one more token and return the text that it completes, often one word, sometimes nothing."""
+
+    def flush(self) -> str:
+        """Return what is still held back: bytes that no later token will complete."""
 
 
 class Decoder(Protocol):
@@ -32,12 +52,29 @@ class Decoder(Protocol):
         """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD."""
 
 
-class Detokenizer:
-    """The text of one growing token sequence, in deltas of whole characters.
+class ByteDetokenizer:
+    """`Detokenizer` for byte-level vocabularies."""
 
-    The deltas and the `flush` joined are ``decoder.decode(all tokens)``. (SentencePiece with byte fallback
-    turns a whole run of byte tokens into U+FFFD if its end is not valid UTF-8; there the valid part, already
-    emitted, stays.)
+    def __init__(self, token_bytes: Mapping[int, bytes], hidden: frozenset[int]) -> None:
+        """`hidden`: ids that have no text."""
+        self._token_bytes = token_bytes
+        self._hidden = hidden
+        self._utf8 = _make_utf8_decoder("replace")
+
+    def append(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        return "" if token_id in self._hidden else self._utf8.decode(self._token_bytes[token_id])
+
+    def flush(self) -> str:
+        """See `Detokenizer`."""
+        return self._utf8.decode(b"", True)
+
+
+class WindowDetokenizer:
+    """`Detokenizer` for any vocabulary.
+
+    SentencePiece with byte fallback turns a whole run of byte tokens into U+FFFD if its end is not valid
+    UTF-8; there the valid part, already emitted, stays.
     """
 
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
@@ -50,7 +87,7 @@ class Detokenizer:
         self._text = ""
 
     def append(self, token_id: int) -> str:
-        """Take one more token and return the text that it completes, often one word, sometimes nothing."""
+        """See `Detokenizer`."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)
@@ -66,7 +103,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return what is still held back: bytes that no later token will complete."""
+        """See `Detokenizer`."""
         delta = self._text[self._num_emitted :]
         self._num_emitted = len(self._text)
         self._num_held = 0
@@ -107,3 +144,11 @@ class Detokenizer:
         del self._window[:start]
         self._text = text
         self._num_emitted = num_emitted
+
+
+def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
+    """Return the fastest that decodes as `tokenizer` does."""
+    if tokenizer.token_bytes is None:
+        return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+    return ByteDetokenizer(tokenizer.token_bytes, hidden)

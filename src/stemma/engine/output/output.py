@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput, SequenceDelta
 from stemma.engine.core.request import RequestState, SequenceNews
-from stemma.engine.output.detokenizer import Detokenizer
+from stemma.engine.output.detokenizer import make_detokenizer
 from stemma.engine.output.stopping import StopChecker
 from stemma.errors import GenerationFailed, StemmaError
 from stemma.model.tokenizer import Tokenizer
@@ -164,5 +164,5 @@ class OutputProcessor:
 
     def _checker(self, state: RequestState) -> StopChecker:
         params = state.request.params
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = make_detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
         return StopChecker(params, detokenizer, state.ending)

@@ -52,9 +52,10 @@ class DecoderStep:
     ) -> torch.Tensor:
         """Write the KV of `hidden` [T, H] (the tokens' embeddings; overwritten), return logits [L, vocab].
 
-        `rotate` and `attend` are those of layer 0; the fields that differ by layer are set here.
+        The logits are float32, rounded to the model's dtype. `rotate` and `attend` are those of layer 0; the
+        fields that differ by layer are set here.
         """
-        logits = hidden.new_empty(len(batch.logits_rows), self._head.out_features)
+        logits = torch.empty(len(batch.logits_rows), self._head.out_features, dtype=torch.float32)
         adapters = describe_rows(batch.adapters)
         args = StepArgs(
             layers=ctypes.addressof(self._layers),
@@ -81,5 +82,6 @@ class DecoderStep:
         if num_bytes > self._room.numel():
             self._room = torch.empty(num_bytes, dtype=torch.uint8)
         args.room = -(-self._room.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        batch.on_launch()
         self._kernels.decoder_step(plan, at)
         return logits

@@ -26,6 +26,7 @@ from stemma.model.cpu.fused_layer import FusedLayer, fuse
 from stemma.model.cpu.linears import leave_file
 from stemma.model.cpu.low_rank import PackedAdapter, adaptable
 from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.rotary import RotaryAngles
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.quantization.attach import plain_weight
@@ -103,7 +104,7 @@ class FusedDecoder:
         base = hf_model.model
         attention = base.layers[0].self_attn
         self._kernels = kernels = packing.kernels
-        self._rotary = base.rotary_emb
+        self._angles = RotaryAngles(base.rotary_emb, base.norm.weight.dtype)
         self._eps = float(base.norm.variance_epsilon)
         self._head_dim = int(attention.head_dim)
         self._num_heads = int(base.config.num_attention_heads)
@@ -128,15 +129,14 @@ class FusedDecoder:
         return PackedAdapter(self._kernels, adapter, self._num_layers, self._dtype)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab]."""
+        """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab] float32."""
         with NativeAttentionStep(batch, kv, self._kernels) as step:
             return self._forward(batch, kv, step)
 
     def _forward(self, batch: ForwardBatch, kv: DeviceKV, step: NativeAttentionStep) -> torch.Tensor:
         kernels = self._kernels
         hidden = self._embed(batch.token_ids)
-        cos, sin = self._rotary(hidden[None], batch.positions[None])
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos, sin = self._angles.at(batch.positions, max(batch.context_lens))
         rotate = self._rotate_args(batch, kv, cos, sin)
         attend = self._attend_args(kv, hidden.dtype)
         plan = step.plan(self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
