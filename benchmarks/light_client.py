@@ -26,6 +26,8 @@ async def stream_completion(base_url: str, body: dict[str, Any]) -> Answer:
     `body` must ask for usage in the stream. Raises RequestFailed unless the status is 200 and usage came.
     """
     place = urlsplit(base_url)
+    assert place.hostname is not None
+    assert place.port is not None
     content = orjson.dumps({**body, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\ncontent-type: application/json\r\n"
     answer = Answer(time.perf_counter())
