@@ -63,5 +63,5 @@ def test_requests_under_way_count_as_load_and_as_cached() -> None:
     placements.end(placement)
     assert placements.depths([1, 2, 3, 4])[first] == 3
     placements.end(second)
-    assert placements.loads[first] == ReplicaLoad()
+    assert placements.loads[first] == ReplicaLoad(number=first)
     assert placements.depths([1, 2, 3, 4]) == [0, 0]

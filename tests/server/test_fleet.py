@@ -228,7 +228,7 @@ async def test_a_prompt_that_takes_too_long_to_tokenize_goes_by_its_beginning(
             released.wait(30)
             return np.zeros(1, np.int32)
 
-    monkeypatch.setattr("stemma.server.routing.fleet._TOKENIZE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("stemma.server.routing.asking.TOKENIZE_TIMEOUT_S", 0.05)
     try:
         async for proxy in proxy_of([FleetServer(server.url) for server in servers], tokenizer=Slow()):
             assert len({await served_by(proxy, "Hello") for _ in range(3)}) == 1

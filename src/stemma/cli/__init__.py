@@ -55,6 +55,7 @@ COMMANDS = {
         "route:command",
         "Send each request to the best of equal servers, or to a prefill and then to a decode server.",
     ),
+    "cluster": ("cluster:app", "Several engines of one model, started from one file."),
     "usage": (
         "usage:command",
         "Sum the usage ledger: hit and miss tokens by tier, output tokens, and costs if prices are given.",

@@ -10,6 +10,9 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from stemma.config.settings import ServerSettings
     from stemma.model.tokenizer import Tokenizer
 
 
@@ -42,9 +45,6 @@ def command(
     admin_key_file: Annotated[Path | None, typer.Option(help="File that holds it instead.")] = None,
 ) -> None:
     """Send each request to the best of equal servers, or to a prefill and then to a decode server."""
-    import uvicorn
-
-    from stemma.cli.serve import READY
     from stemma.config.settings import ServerSettings
     from stemma.config.sizes import parse_size
     from stemma.config.words import check_key, read_key
@@ -52,13 +52,10 @@ def command(
     from stemma.server.routing.fleet import FleetServer, create_fleet_app
     from stemma.server.routing.relay import RouteOptions
     from stemma.server.routing.route import create_route_app
-    from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
-    from stemma.server.transport.planes import url_of
-    from stemma.server.transport.runtime import listen
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = ServerSettings(
-        host=host, max_connections=max_connections, max_body_bytes=parse_size(max_body_bytes)
+        host=host, port=port, max_connections=max_connections, max_body_bytes=parse_size(max_body_bytes)
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
     options = RouteOptions(host, settings.max_body_bytes, key)
@@ -69,11 +66,24 @@ def command(
         app = create_fleet_app(fleet, router, options=options, tokenizer=_tokenizer(tokenizer))
     else:
         app = create_route_app(prefill or [], decode or [], options=options)
+    serve_proxy(app, settings)
+
+
+def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
+    """Serve a proxy's application on the address that the settings name, until a signal."""
+    import uvicorn
+
+    from stemma.cli.serve import READY
+    from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
+    from stemma.server.transport.planes import url_of
+    from stemma.server.transport.runtime import listen
+
     quiet_logs()
-    with listen(host, port) as listener:
+    with listen(settings.host, settings.port) as listener:
         config = uvicorn.Config(
             app,
             log_config=None,
+            loop="asyncio",
             access_log=False,
             http=make_protocol(settings),
             ws="none",

@@ -35,9 +35,18 @@ def command(
             "--config", help="TOML, or MindIE's config.json; flags and STEMMA_... variables beat it."
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Engines behind one address (extra ray)."),
+    ] = None,
     **flags: Any,
 ) -> None:
     """Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics."""
+    if replicas is not None:
+        from stemma.cli.cluster import serve_settings
+
+        serve_settings(load_settings(file=config, environ=os.environ, flags=flags), replicas)
+        return
     serve_from(config, flags)
 
 

@@ -69,10 +69,12 @@ class Holdings:
                     del masks[one]
                     self._num_ids -= 1
 
-    def clear(self, replica: int) -> None:
-        """Note that a replica holds nothing."""
+    def clear(self, replica: int, keep: str | None = None) -> None:
+        """Note that a replica holds nothing, except in the tier `keep`."""
         bit = 1 << replica
-        for masks in self._masks.values():
+        for tier, masks in self._masks.items():
+            if tier == keep:
+                continue
             held = [one for one, mask in masks.items() if mask & bit]
             for one in held:
                 masks[one] &= ~bit

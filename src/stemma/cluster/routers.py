@@ -45,6 +45,8 @@ class ReplicaLoad:
     """Prompt tokens to compute, of requests without a first token."""
     num_running: int = 0
     """Requests that have their first token."""
+    number: int | None = None
+    """Which replica it is, where a router is shown some of them; None: its place in the list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class LeastLoaded:
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """See `Router`."""
-        ranks = _ranks(ask, len(loads))
+        ranks = _ranks(ask, loads)
         return sorted(range(len(loads)), key=lambda r: (loads[r].num_tokens, loads[r].num_requests, ranks[r]))
 
 
@@ -99,7 +101,7 @@ class Rendezvous:
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """See `Router`."""
-        ranks = _ranks(ask, len(loads))
+        ranks = _ranks(ask, loads)
         most = 2 * min(load.num_requests for load in loads) + OVERLOADED_BY
         return sorted(
             range(len(loads)),
@@ -112,7 +114,7 @@ class CacheAware:
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """See `Router`."""
-        ranks = _ranks(ask, len(loads))
+        ranks = _ranks(ask, loads)
 
         def cost(replica: int) -> tuple[int, int]:
             load = loads[replica]
@@ -129,7 +131,8 @@ class PrefixAffinity:
     """Ray Serve's `PrefixCacheAffinityRouter`, rebuilt for comparison: history instead of events."""
 
     seed: int = 0
-    _history: list[OrderedDict[int, None]] = field(default_factory=list)
+    _history: dict[int, OrderedDict[int, None]] = field(default_factory=dict)
+    """By replica."""
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,26 +140,26 @@ class PrefixAffinity:
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """See `Router`. `depths` aren't used."""
-        while len(self._history) < len(loads):
-            self._history.append(OrderedDict())
+        numbers = [_number(load, place) for place, load in enumerate(loads)]
         queues = [load.num_requests for load in loads]
-        chosen = self._match(ask) if max(queues) - min(queues) <= _AFFINITY_IMBALANCE else None
+        chosen = self._match(ask, numbers) if max(queues) - min(queues) <= _AFFINITY_IMBALANCE else None
         if chosen is None:
             two = self._random.sample(range(len(loads)), min(2, len(loads)))
             chosen = min(two, key=lambda r: queues[r])
-        self._note(chosen, ask)
+        self._note(numbers[chosen], ask)
         return [chosen, *(r for r in sorted(range(len(loads)), key=lambda r: queues[r]) if r != chosen)]
 
-    def _match(self, ask: Ask) -> int | None:
+    def _match(self, ask: Ask, numbers: Sequence[int]) -> int | None:
         best, most = None, 0
-        for replica, history in enumerate(self._history):
+        for place, number in enumerate(numbers):
+            history = self._history.setdefault(number, OrderedDict())
             depth = next((d for d, one in enumerate(ask.chain) if one not in history), len(ask.chain))
             if depth > most:
-                best, most = replica, depth
+                best, most = place, depth
         return best if most * ask.block_size >= _AFFINITY_MATCH * ask.num_tokens else None
 
     def _note(self, replica: int, ask: Ask) -> None:
-        history = self._history[replica]
+        history = self._history.setdefault(replica, OrderedDict())
         for one in ask.chain:
             history[one] = None
             history.move_to_end(one)
@@ -194,14 +197,24 @@ class Placements:
 
     def __init__(self, router: Router, num_replicas: int, holdings: Holdings | None = None) -> None:
         self.holdings = holdings or Holdings()
-        self.loads = [ReplicaLoad() for _ in range(num_replicas)]
+        self.loads = [ReplicaLoad(number=number) for number in range(num_replicas)]
         self._router = router
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """By replica: block -> requests under way that will leave it there."""
 
-    def order(self, ask: Ask) -> list[int]:
-        """Return all replicas for a request, best first."""
-        return self._router.order(ask, self.loads, self.depths(ask.chain))
+    def add_replica(self) -> int:
+        """Return the number of a further replica."""
+        self.loads.append(ReplicaLoad(number=len(self.loads)))
+        self._expected.append({})
+        return len(self.loads) - 1
+
+    def order(self, ask: Ask, among: Sequence[int] | None = None) -> list[int]:
+        """Return all replicas for a request, or those of `among`, best first."""
+        depths = self.depths(ask.chain)
+        if among is None:
+            return self._router.order(ask, self.loads, depths)
+        order = self._router.order(ask, [self.loads[r] for r in among], [depths[r] for r in among])
+        return [among[place] for place in order]
 
     def depths(self, chain: Sequence[int]) -> list[int]:
         """Return how many leading blocks each replica holds or is computing."""
@@ -250,11 +263,15 @@ class Placements:
                 del expected[one]
 
 
-def _ranks(ask: Ask, num_replicas: int) -> list[int]:
+def _ranks(ask: Ask, loads: Sequence[ReplicaLoad]) -> list[int]:
     """Return the rank of each replica by rendezvous hashing, 0 first."""
     head = (ask.home & (1 << 64) - 1).to_bytes(8, "little")
-    scores = [xxhash.xxh3_64_intdigest(head, seed=replica) for replica in range(num_replicas)]
-    ranks = [0] * num_replicas
-    for rank, replica in enumerate(sorted(range(num_replicas), key=scores.__getitem__, reverse=True)):
-        ranks[replica] = rank
+    scores = [xxhash.xxh3_64_intdigest(head, seed=_number(load, place)) for place, load in enumerate(loads)]
+    ranks = [0] * len(loads)
+    for rank, place in enumerate(sorted(range(len(loads)), key=scores.__getitem__, reverse=True)):
+        ranks[place] = rank
     return ranks
+
+
+def _number(load: ReplicaLoad, place: int) -> int:
+    return place if load.number is None else load.number

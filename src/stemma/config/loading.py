@@ -1,6 +1,6 @@
 """Settings from a file, the environment and command-line flags; a flag beats a variable beats the file.
 
-The file is TOML, or MindIE's ``config.json`` (`mindie/`).
+The file is TOML, YAML with the same tables, or MindIE's ``config.json`` (`mindie/`).
 
 A setting has one flat name everywhere: ``block_size`` is ``block_size`` in the file's ``[cache]`` table,
 ``STEMMA_BLOCK_SIZE`` in the environment and ``--block-size`` on the command line. The names come from the
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
+import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -30,6 +31,8 @@ _OTHER_VARIABLES = frozenset({"STEMMA_NATIVE"})
 """Variables that no setting stands for: it switches the kernels off (`native/library.py`)."""
 _KEYS = ("api_key", "admin_key")
 """Secrets: never shown, and never silently empty."""
+YAML_SUFFIXES = (".yaml", ".yml")
+_MAX_YAML_BYTES = 2**20
 _HIDDEN_TABLE = "engine"
 """Groups settings in the code; the file has its tables at the top level."""
 _RENAMED: dict[tuple[str, ...], str] = {
@@ -95,12 +98,14 @@ def _settings_model(annotation: Any) -> type[SettingsModel] | None:
 def load_settings(
     *,
     file: Path | None = None,
+    tables: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Settings:
     """Return the settings; `flags` holds flat names, None meaning "not given".
 
+    `tables` is what a file would hold, read from elsewhere (`cluster.py`).
     `note` is told what an operator should know of a file that is accepted, one line each.
     Raises ConfigError naming the unknown key and the nearest known one, or the value that doesn't fit
     and where it came from.
@@ -110,6 +115,8 @@ def load_settings(
         given.update(_from_mindie(file, environ or {}, note))
     elif file is not None:
         given.update(_from_file(file))
+    if tables is not None:
+        given.update(_from_tables(tables, "settings"))
     given.update(_from_environ(environ or {}))
     given.update(_from_flags(flags or {}))
     tree: dict[str, Any] = {}
@@ -125,20 +132,58 @@ def load_settings(
 
 
 def _from_file(file: Path) -> dict[tuple[str, ...], _Given]:
+    if file.suffix in YAML_SUFFIXES:
+        return _from_tables(read_yaml(file), str(file))
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"can't read {file}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    return _from_tables(content, str(file))
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return a YAML file's mapping. Raises ConfigError."""
+    try:
+        if file.stat().st_size > _MAX_YAML_BYTES:
+            raise ConfigError(f"{file} is larger than {_MAX_YAML_BYTES} bytes")
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read {file}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{file} must be a mapping of names")
+    return content
+
+
+def tables_of(settings: Settings) -> dict[str, Any]:
+    """Return what a file with these settings holds, as plain values; defaults are left out."""
+    given = settings.model_dump(mode="json", exclude_defaults=True)
+    tables: dict[str, Any] = {}
+    for setting in setting_fields().values():
+        value: Any = given
+        for part in setting.path:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
+            continue
+        table = tables
+        for part in setting.table:
+            table = table.setdefault(part, {})
+        table[setting.path[-1]] = value
+    return tables
+
+
+def _from_tables(content: Mapping[str, Any], origin: str) -> dict[tuple[str, ...], _Given]:
     by_place = {(*setting.table, setting.path[-1]): setting for setting in setting_fields().values()}
     tables = {place[:depth] for place in by_place for depth in range(1, len(place))}
     given: dict[tuple[str, ...], _Given] = {}
     for place, value in _entries(content, (), tables):
         if place not in by_place:
             known = [".".join(each) for each in by_place]
-            raise ConfigError(f"{file}: " + _unknown(".".join(place), known))
-        given[by_place[place].path] = _Given(value, f"{file}: {'.'.join(place)}")
+            raise ConfigError(f"{origin}: " + _unknown(".".join(place), known))
+        given[by_place[place].path] = _Given(value, f"{origin}: {'.'.join(place)}")
     return given
 
 

@@ -68,6 +68,8 @@ class EngineParts:
     adapters: AdapterRegistry
     pool: PoolAttachment | None = None
     """None: the prefix cache is off, and without it there can be no pool."""
+    kv_events: KVEventPublisher | None = None
+    """Tells others what the cache holds; None: nobody asked for it."""
 
 
 def build_engine(
@@ -147,7 +149,7 @@ def build_engine(
         close_events=(lambda: None) if publisher is None else publisher.close,
     )
     pool = None if lower is None else PoolAttachment(lower, key_space, layout, settings.role)
-    return EngineParts(engine, model, tokenizer, name, device, key_space, adapters, pool)
+    return EngineParts(engine, model, tokenizer, name, device, key_space, adapters, pool, publisher)
 
 
 def load_adapters(settings: LoraSettings, model: CausalLM, model_name: str) -> AdapterRegistry:

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from stemma.kv_events.schema import (
     GPU,
+    STORAGE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -47,8 +48,8 @@ class HoldingsOf(Protocol):
     def remove(self, replica: int, ids: Sequence[int], tier: str) -> None:
         """Note blocks that left a tier of a replica."""
 
-    def clear(self, replica: int) -> None:
-        """Note that nothing is known of a replica."""
+    def clear(self, replica: int, keep: str | None = None) -> None:
+        """Note that nothing is known of a replica, except of its tier `keep`."""
 
 
 Namer = Callable[[TokenArray, int, int], list[int]]
@@ -87,6 +88,14 @@ class Follower:
         self._names.clear()
         self._tiers.clear()
         self._holdings.clear(self._replica)
+
+    def restart(self) -> None:
+        """Another process has taken over the server's disk tier: only what lay there is still known."""
+        for one in [one for one, tiers in self._tiers.items() if STORAGE not in tiers]:
+            del self._tiers[one], self._names[one]
+        for tiers in self._tiers.values():
+            tiers.intersection_update({STORAGE})
+        self._holdings.clear(self._replica, keep=STORAGE)
 
     def _store(self, event: BlockStored) -> None:
         if event.token_ids:
@@ -134,9 +143,17 @@ class Subscription:
     """Receives the messages of one server for a `Follower`. For one event loop."""
 
     def __init__(
-        self, follower: Follower, endpoint: str, replay_endpoint: str | None = None, topic: str = ""
+        self,
+        follower: Follower,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        *,
+        is_restart: bool = False,
     ) -> None:
+        """`is_restart`: this server has taken over the disk tier of the one that `follower` knows."""
         self._follower = follower
+        self._is_restart = is_restart
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._topic = topic
@@ -174,7 +191,11 @@ class Subscription:
 
     async def _connected(self, context: zmq.asyncio.Context) -> None:
         """Begin anew: the server may be another process, whose numbers look like the next of the last one."""
-        self._follower.clear()
+        if self._is_restart:
+            self._is_restart = False
+            self._follower.restart()
+        else:
+            self._follower.clear()
         self._expected = 0
         await self._replay(context)
 

@@ -15,25 +15,22 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import httpx
-import numpy as np
 import orjson
-import xxhash
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.cluster.holdings import chain_of
-from stemma.cluster.routers import ROUTERS, Ask, Placement, Placements
-from stemma.errors import ConfigError, StemmaError
+from stemma.cluster.routers import ROUTERS, Placement, Placements
+from stemma.errors import ConfigError
 from stemma.model.tokenizer import Tokenizer
-from stemma.server.requests.workers import WorkerThreads
 from stemma.server.routing.app import create_proxy_app
-from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
+from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of
+from stemma.server.routing.prompts import messages_of, text_of, tokens_of
 from stemma.server.routing.relay import (
     NOT_FOUND,
     Relay,
@@ -45,15 +42,10 @@ from stemma.server.routing.relay import (
     path_of,
     read_body,
 )
-from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 
 _log = logging.getLogger(__name__)
 
-_CHARS_PER_TOKEN = 4
-"""What a prompt costs whose tokens aren't known."""
-_TOKENIZE_TIMEOUT_S = 5.0
-_NUM_ENCODERS = 2
 _NO_RESPONSE = b"previous_response_id"
 """Stands in the refusal of a server that hasn't stored that response."""
 _DOWN_STATUSES = (502, 503, 504)
@@ -105,10 +97,9 @@ class Fleet:
         self.num_requests = 0
         self.num_retries = 0
         """Attempts that failed before a byte was sent, after which another server was asked."""
-        self._tokenizer = tokenizer
+        self._encoder = None if tokenizer is None else PromptEncoder(tokenizer)
         self._block_size = block_size
         self._followers: list[Any] = []
-        self._encoders = WorkerThreads(_NUM_ENCODERS, "stemma-route-tokenizer", LoggingSupervisor())
 
     @property
     def block_size(self) -> int:
@@ -130,7 +121,8 @@ class Fleet:
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-            self._encoders.close()
+            if self._encoder is not None:
+                self._encoder.close()
 
     async def follow(self) -> None:
         """Follow the servers' KV events until cancelled; one that fails is logged, the others go on."""
@@ -158,7 +150,7 @@ class Fleet:
         self.num_requests += 1
         body = await read_body(request, content)
         headers, path = kept_headers(request), path_of(request)
-        ask = await self._describe(body, headers)
+        ask = ask_of(body, await self._tokens(body, headers), self.block_size)
         order = self.placements.order(ask)
         for replica in order:
             placement = self.placements.begin(ask, replica)
@@ -185,35 +177,17 @@ class Fleet:
             return answer
         return nobody_answers()
 
-    async def _describe(self, body: dict[str, Any], headers: dict[str, str]) -> Ask:
-        head = xxhash.xxh3_64_intdigest(head_of(body)) or 1
-        messages = messages_of(body)
-        tokens = await self._tokens(body, messages, headers)
-        if tokens is None:
-            return Ask((), max(1, num_characters(body) // _CHARS_PER_TOKEN), self.block_size, head)
-        chain = chain_of(tokens, self.block_size)
-        if chain and messages is None:
-            head = 0  # the first block, so that a longer prompt has the same home
-        return Ask(chain, len(tokens), self.block_size, head)
-
-    async def _tokens(
-        self, body: dict[str, Any], messages: list[Any] | None, headers: dict[str, str]
-    ) -> TokenArray | None:
+    async def _tokens(self, body: dict[str, Any], headers: dict[str, str]) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
+        if self._encoder is not None:
+            return await self._encoder.tokens(body)
         given = tokens_of(body)
         if given is not None:
-            return _as_tokens(given)
-        text = text_of(body)
+            return as_tokens(given)
+        text, messages = text_of(body), messages_of(body)
         if text is None and messages is None:
             return None
-        if self._tokenizer is not None:
-            encode = partial(_encode, self._tokenizer, text, messages, body.get("tools"))
-            try:
-                return await self._encoders.run(encode, limit_s=_TOKENIZE_TIMEOUT_S, what="tokenizing")
-            except StemmaError as error:
-                _log.warning("a prompt's place in the caches isn't known: %s", error)
-                return None
-        fields = {"prompt": text} if messages is None else {"messages": messages}
+        fields: dict[str, Any] = {"prompt": text} if messages is None else {"messages": messages}
         for name in ("model", "tools", "chat_template_kwargs"):
             if name in body:
                 fields[name] = body[name]
@@ -227,14 +201,14 @@ class Fleet:
                 f"{self.servers[idle].url}/tokenize",
                 content=content,
                 headers=headers,
-                timeout=_TOKENIZE_TIMEOUT_S,
+                timeout=TOKENIZE_TIMEOUT_S,
             )
             tokens = answer.json()["tokens"] if answer.status_code == 200 else None
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return None
         if not isinstance(tokens, list) or not all(isinstance(one, int) for one in tokens):
             return None
-        return _as_tokens(tokens)
+        return as_tokens(tokens)
 
     def describe(self) -> dict[str, Any]:
         """Return what is known of each server."""
@@ -253,16 +227,6 @@ class Fleet:
                 for server, load in zip(self.servers, self.placements.loads, strict=True)
             },
         }
-
-
-def _encode(
-    tokenizer: Tokenizer, text: str | None, messages: list[Any] | None, tools: list[Any] | None
-) -> TokenArray:
-    return (
-        tokenizer.encode(text or "")
-        if messages is None
-        else tokenizer.apply_chat_template(messages, tools=tools)
-    )
 
 
 def _may_be_elsewhere(body: dict[str, Any], answer: Response) -> bool:
@@ -299,7 +263,3 @@ def create_fleet_app(
     options = options or RouteOptions()
     fleet = Fleet(servers, router, Relay(client or http_client(), options), tokenizer=tokenizer)
     return create_proxy_app(fleet, options)
-
-
-def _as_tokens(ids: list[int]) -> TokenArray | None:
-    return np.asarray(ids, dtype=np.int32) if all(0 <= one < 2**31 for one in ids) else None

@@ -102,12 +102,22 @@ class Relay:
             return openai_error(error)
 
     async def ask(
-        self, url: str, content: bytes, headers: dict[str, str], *, method: str = "POST"
+        self,
+        url: str,
+        content: bytes,
+        headers: dict[str, str],
+        *,
+        method: str = "POST",
+        extensions: dict[str, Any] | None = None,
     ) -> Response:
-        """Return the answer; raise HTTPError if none comes, or a whole one breaks off."""
-        upstream = await self.client.send(
-            self.client.build_request(method, url, content=content, headers=headers), stream=True
+        """Return the answer; raise HTTPError if none comes, or a whole one breaks off.
+
+        `extensions` are for the client's transport.
+        """
+        request = self.client.build_request(
+            method, url, content=content, headers=headers, extensions=extensions
         )
+        upstream = await self.client.send(request, stream=True)
         if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
             try:
                 await upstream.aread()

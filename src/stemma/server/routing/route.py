@@ -13,7 +13,8 @@ ends with an error event: it can't be continued, and must not look finished.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -40,6 +41,10 @@ from stemma.server.routing.relay import (
 )
 
 _log = logging.getLogger(__name__)
+
+ServerGroup = tuple[Sequence[str], Sequence[str]]
+"""URLs of prefill servers and of decode servers that share a pool."""
+_NOBODY = 503
 
 
 class RouteStats:
@@ -86,22 +91,9 @@ class Router:
             return nobody_answers()
         return answer
 
-    def describe(self) -> dict[str, Any]:
-        """Return the counters since the start, and the requests that each server works on."""
-        broken = self.relay.num_broken_streams
-        told = {**vars(self.stats), "num_broken_streams": broken}
-        told["num_decode_failures"] += broken
-        return {"under_way": self._prefill_balance.under_way() | self._decode_balance.under_way(), **told}
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """All servers, those first that answer requests that generate nothing."""
-        return (*self.decodes, *self.prefills)
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Nothing runs beside the requests."""
-        yield
+    def under_way(self) -> dict[str, int]:
+        """Return the number of requests that each server works on."""
+        return self._prefill_balance.under_way() | self._decode_balance.under_way()
 
     async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], head: bytes) -> None:
         """Have the prompt computed and put into the pool; a failure only costs time."""
@@ -149,13 +141,88 @@ class Router:
         return None
 
 
+class Groups:
+    """Servers that share a pool form a group, and a request stays within one.
+
+    The beginning of the prompt says within which, unless that is busy; if nobody there answers, the next one
+    is tried.
+    """
+
+    def __init__(self, groups: Sequence[ServerGroup], relay: Relay) -> None:
+        """Raises ConfigError if there is no group, or one lacks either kind of server."""
+        routers = [Router(prefills, decodes, relay) for prefills, decodes in groups]
+        if not routers:
+            raise ConfigError("name at least one prefill server and one decode server")
+        self.relay = relay
+        self._routers = {router.decodes[0]: router for router in routers}
+        self._balance = Balance(tuple(self._routers))
+
+    async def generate(self, request: Request, content: bytes) -> Response:
+        """Prefill on one server of a group, decode on another. A client that leaves ends the work on both."""
+        answer = nobody_answers()
+        for name in self._balance.order(head_of(await read_body(request, content))):
+            ended = partial(self._balance.end, name)
+            self._balance.begin(name)
+            try:
+                answer = await self._routers[name].generate(request, content)
+            except BaseException:
+                ended()
+                raise
+            if isinstance(answer, Relayed):
+                answer.when_over = _both(answer.when_over, ended)
+                return answer
+            ended()
+            if answer.status_code != _NOBODY:
+                break
+        return answer
+
+    def describe(self) -> dict[str, Any]:
+        """Return the counters since the start, and the requests that each server works on."""
+        broken = self.relay.num_broken_streams
+        under_way: dict[str, int] = {}
+        counts: Counter[str] = Counter()
+        for router in self._routers.values():
+            under_way |= router.under_way()
+            counts.update(vars(router.stats))
+        counts["num_decode_failures"] += broken
+        return {"under_way": under_way, **counts, "num_broken_streams": broken}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers, those first that answer requests that generate nothing."""
+        routers = self._routers.values()
+        decodes = [url for router in routers for url in router.decodes]
+        return (*decodes, *(url for router in routers for url in router.prefills))
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Nothing runs beside the requests."""
+        yield
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        second()
+
+    return call
+
+
 def create_route_app(
     prefills: Sequence[str],
     decodes: Sequence[str],
     client: httpx.AsyncClient | None = None,
     options: RouteOptions | None = None,
 ) -> FastAPI:
-    """Return the proxy. Raises ConfigError if one of the lists is empty."""
+    """Return the proxy in front of servers with one pool. Raises ConfigError if one of the lists is empty."""
+    return create_groups_app([(prefills, decodes)], client, options)
+
+
+def create_groups_app(
+    groups: Sequence[ServerGroup],
+    client: httpx.AsyncClient | None = None,
+    options: RouteOptions | None = None,
+) -> FastAPI:
+    """Return the proxy in front of several groups. Raises ConfigError if one lacks either kind of server."""
     options = options or RouteOptions()
-    router = Router(prefills, decodes, Relay(client or http_client(), options))
-    return create_proxy_app(router, options)
+    return create_proxy_app(Groups(groups, Relay(client or http_client(), options)), options)

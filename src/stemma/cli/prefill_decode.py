@@ -1,0 +1,97 @@
+"""Prefill and decode engines on this machine, started from a cluster file, and the proxy in front of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from rich.console import Console
+
+from stemma.cli.route import serve_proxy
+from stemma.cli.server_process import ServerProcess
+from stemma.config.cluster import ClusterFile
+from stemma.config.loading import tables_of
+from stemma.config.settings import PoolSettings, Settings
+from stemma.errors import ConfigError
+from stemma.server.access import Access
+from stemma.server.routing.relay import RouteOptions
+from stemma.server.routing.route import ServerGroup, create_groups_app
+
+Side = Literal["prefill", "decode"]
+
+
+def run_prefill_decode(cluster: ClusterFile) -> None:
+    """Start the engines, serve the proxy until a signal, end the engines. Raises StemmaError."""
+    server = cluster.settings.server
+    console = Console(soft_wrap=True, highlight=False)
+    with _engines(cluster) as groups:
+        for number, (prefills, decodes) in enumerate(groups):
+            console.print(f"pool {number}: prefill {', '.join(prefills)}; decode {', '.join(decodes)}")
+        options = RouteOptions(server.host, server.max_body_bytes, Access(server).admin_key)
+        serve_proxy(create_groups_app(groups, options=options), server)
+
+
+@contextmanager
+def _engines(cluster: ClusterFile) -> Iterator[list[ServerGroup]]:
+    """Start all engines at once; yield their addresses by pool; end them."""
+    plan = cluster.prefill_decode
+    if plan is None:
+        raise ConfigError("this file has no prefill_decode: `stemma cluster deploy` starts replicas")
+    engine_ranks: list[tuple[Side, int]] = [("prefill", rank) for rank in range(plan.num_prefill)]
+    engine_ranks += [("decode", rank) for rank in range(plan.num_decode)]
+    share = max(1, (os.cpu_count() or 1) // len(engine_ranks))
+    with tempfile.TemporaryDirectory(prefix="stemma-cluster-") as folder:
+        engines = []
+        for side, rank in engine_ranks:
+            pool = plan.pools[rank % len(plan.pools)]
+            has_cache = side == "prefill" or plan.decode_cache
+            file = Path(folder) / f"{side}-{rank}.yaml"
+            settings = _settings_of(cluster.settings, side, pool, has_cache=has_cache, num_threads=share)
+            file.touch(mode=0o600)  # it may hold keys
+            file.write_text(yaml.safe_dump(tables_of(settings)), encoding="utf-8")
+            engines.append(ServerProcess(settings.engine.model.path, ("--config", str(file))))
+        with ThreadPoolExecutor(len(engines)) as threads:
+            try:
+                list(threads.map(ServerProcess.start, engines))
+                yield _groups(engines, engine_ranks, len(plan.pools))
+            finally:
+                list(threads.map(_stop, engines))
+
+
+def _settings_of(
+    settings: Settings, side: Side, pool: PoolSettings, *, has_cache: bool, num_threads: int
+) -> Settings:
+    """Return one engine's own settings: its side, its pool, a free port on loopback."""
+    engine, server = settings.engine, settings.server
+    model = engine.model
+    if model.num_threads is None:
+        model = model.model_copy(update={"num_threads": num_threads})
+    is_cached = engine.cache.enable_prefix_cache and has_cache
+    cache = engine.cache.model_copy(update={"pool": pool, "enable_prefix_cache": is_cached})
+    return settings.model_copy(
+        update={
+            "engine": engine.model_copy(update={"model": model, "role": side, "cache": cache}),
+            "server": server.model_copy(update={"host": "127.0.0.1", "port": 0}),
+        }
+    )
+
+
+def _groups(
+    engines: list[ServerProcess], engine_ranks: list[tuple[Side, int]], num_pools: int
+) -> list[ServerGroup]:
+    def of(side: Side, pool: int) -> list[str]:
+        both = zip(engines, engine_ranks, strict=True)
+        return [one.url for one, (its_side, rank) in both if its_side == side and rank % num_pools == pool]
+
+    return [(of("prefill", pool), of("decode", pool)) for pool in range(num_pools)]
+
+
+def _stop(engine: ServerProcess) -> None:
+    if engine.url:  # it has started
+        engine.stop()

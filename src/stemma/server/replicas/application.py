@@ -1,0 +1,114 @@
+"""The Ray Serve application: an ingress and its replicas; starting it, and Ray if there is none."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+
+from stemma.cluster.serve_router import KVEventRouter
+from stemma.config.cluster import ClusterFile, Replicas
+from stemma.engine.build import with_checkpoint
+from stemma.errors import ConfigError
+from stemma.server.access import Access
+from stemma.server.replicas.ingress import Ingress
+from stemma.server.replicas.replica import Replica
+
+NAME = "stemma"
+REPLICAS = "replicas"
+_MAX_ONGOING = 100_000
+"""Requests that Serve lets through: the engines' own limits decide."""
+
+
+def check_cluster(cluster: ClusterFile) -> ClusterFile:
+    """Return the cluster as its processes get it. Raises ConfigError for what replicas can't have."""
+    settings, replicas = cluster.settings, cluster.replicas
+    if replicas is None:
+        raise ConfigError("this file has no replicas: start it with `stemma cluster up`")
+    engine = settings.engine
+    refused = {
+        "role": engine.role != "both",
+        "tls_cert": settings.tls.cert is not None,
+        "management_port": settings.planes.management_port is not None,
+        "metrics_port": settings.planes.metrics_port is not None,
+        "kv_events": engine.cache.kv_events is not None,
+        "record_trace": engine.cache.record_trace is not None,
+        "ledger": settings.server.ledger is not None,
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise ConfigError(f"replicas can't have the setting {name}: docs/cluster.md says what they share")
+    Access(settings.server)
+    engine = with_checkpoint(engine)
+    if engine.model.num_threads is None:
+        share = max(1, (os.cpu_count() or 1) // replicas.at_most)
+        model = engine.model.model_copy(update={"num_threads": share})
+        engine = engine.model_copy(update={"model": model})
+    return cluster.model_copy(update={"settings": settings.model_copy(update={"engine": engine})})
+
+
+def start_ray(replicas: Replicas) -> None:
+    """Connect to the Ray that the file names, or start one without a dashboard (see `keep_ray_local`)."""
+    if replicas.ray.address is not None:
+        ray.init(address=replicas.ray.address, log_to_driver=False)
+        return
+    ray.init(
+        address="local",
+        num_cpus=os.cpu_count(),
+        include_dashboard=False,
+        object_store_memory=replicas.ray.object_store,
+        log_to_driver=False,
+    )
+
+
+def deploy(cluster: ClusterFile) -> Any:
+    """Start the application, or replace it replica by replica; return once it takes requests."""
+    server = cluster.settings.server
+    serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
+    return serve.run(application(cluster), name=NAME, route_prefix="/")
+
+
+def stop(cluster: ClusterFile) -> None:
+    """End what was started here: application and Ray, or only the connection to a Ray that others started."""
+    if cluster.replicas is not None and cluster.replicas.ray.address is None:
+        serve.shutdown()
+    ray.shutdown()
+
+
+def application(cluster: ClusterFile) -> Any:
+    """Return the application as `serve.run` takes it."""
+    replicas = cluster.replicas
+    assert replicas is not None
+    autoscaling = replicas.autoscaling
+    scale: dict[str, Any] = {"num_replicas": replicas.count}
+    if autoscaling is not None:
+        scale = {"autoscaling_config": autoscaling.model_dump(exclude_none=True)}
+    options: dict[str, Any] = {}
+    if replicas.router != "power-of-two":
+        config = RequestRouterConfig(
+            request_router_class=KVEventRouter, request_router_kwargs={"router": replicas.router}
+        )
+        options["request_router_config"] = config
+    engines = serve.deployment(
+        Replica,
+        name=REPLICAS,
+        max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=replicas.ray.graceful_shutdown_s,
+        health_check_period_s=2.0,
+        ray_actor_options={
+            "num_cpus": replicas.ray.cpus_per_replica,
+            "num_gpus": replicas.ray.gpus_per_replica,
+        },
+        **scale,
+        **options,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        max_ongoing_requests=_MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(engines.bind(cluster), cluster)

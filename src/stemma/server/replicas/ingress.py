@@ -1,0 +1,107 @@
+"""The ingress: OpenAI's API and the others in front of the replicas, the proxy of `routing/`.
+
+A replica that dies before the client has received a byte is replaced by another one, once; afterwards a
+stream ends with an error event (`routing/relay.py`). Nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.cluster.replica_calls import CallRouter, RoutedCall
+from stemma.config.cluster import ClusterFile
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.access import Access
+from stemma.server.replicas.transport import CALL, ReplicaTransport
+from stemma.server.routing.app import create_proxy_app
+from stemma.server.routing.asking import PromptEncoder, ask_of
+from stemma.server.routing.relay import (
+    READ_TIMEOUT_S,
+    Relay,
+    RouteOptions,
+    kept_headers,
+    nobody_answers,
+    path_of,
+    read_body,
+)
+
+_log = logging.getLogger(__name__)
+
+_BASE = "http://localhost"
+"""Stands for all replicas: Ray Serve's router chooses one."""
+_ATTEMPTS = 2
+_RETRIED = (502, 503, 504)
+"""Answers of a replica that can't serve now."""
+
+
+class Ingress:
+    """The application of one Ray Serve deployment, in front of the handle of another."""
+
+    def __init__(self, replicas: Any, cluster: ClusterFile) -> None:
+        settings = cluster.settings
+        self._block_size = settings.engine.cache.block_size
+        self._encoder = PromptEncoder(Tokenizer(settings.engine.model.path))
+        self._options = RouteOptions(
+            settings.server.host, settings.server.max_body_bytes, Access(settings.server).admin_key
+        )
+        transport = ReplicaTransport(replicas)
+        client = httpx.AsyncClient(transport=transport, timeout=httpx.Timeout(READ_TIMEOUT_S))
+        self.relay = Relay(client, self._options)
+        self._router: CallRouter | None = None
+        self.num_requests = 0
+        self.num_retries = 0
+        """Requests that a second replica was asked for, since the first one failed before a byte was sent."""
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve: the application."""
+        return create_proxy_app(self, self._options)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """See `Proxy`."""
+        return (_BASE,)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """See `Proxy`."""
+        try:
+            yield
+        finally:
+            self._encoder.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the counters since the start, and what the router knows of each replica."""
+        counts = {"num_requests": self.num_requests, "num_retries": self.num_retries}
+        counts["num_broken_streams"] = self.relay.num_broken_streams
+        return counts if self._router is None else {**counts, **self._router.describe()}
+
+    async def generate(self, request: Request, content: bytes) -> Response:
+        """Answer a request that generates; ask a second replica if the first one fails."""
+        self.num_requests += 1
+        body = await read_body(request, content)
+        ask = ask_of(body, await self._encoder.tokens(body), self._block_size)
+        headers, url = kept_headers(request), _BASE + path_of(request)
+        routed = None
+        for attempt in range(_ATTEMPTS):
+            routed = RoutedCall(ask=ask, avoid=None if routed is None else routed.replica)
+            try:
+                answer = await self.relay.ask(url, content, headers, extensions={CALL: routed})
+            except httpx.HTTPError as error:
+                _log.warning("%s", error)
+                self.num_retries += attempt == 0
+                continue
+            finally:
+                self._router = routed.router or self._router
+            if answer.status_code in _RETRIED and attempt == 0:
+                self.num_retries += 1
+                continue
+            return answer
+        return nobody_answers()

@@ -1,0 +1,78 @@
+"""What a router is told of a request's prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stemma.cluster.holdings import chain_of
+from stemma.cluster.routers import Ask
+from stemma.errors import StemmaError
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.requests.workers import WorkerThreads
+from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
+from stemma.supervision import LoggingSupervisor
+from stemma.types import TokenArray
+
+_log = logging.getLogger(__name__)
+
+TOKENIZE_TIMEOUT_S = 5.0
+_CHARS_PER_TOKEN = 4
+"""What a prompt costs whose tokens aren't known."""
+_NUM_ENCODERS = 2
+
+
+def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) -> Ask:
+    """Return the request as a router sees it; without `tokens`, the beginning of the text decides."""
+    head = xxhash.xxh3_64_intdigest(head_of(body)) or 1
+    if tokens is None:
+        return Ask((), max(1, num_characters(body) // _CHARS_PER_TOKEN), block_size, head)
+    chain = chain_of(tokens, block_size)
+    if chain and messages_of(body) is None:
+        head = 0  # the first block, so that a longer prompt has the same home
+    return Ask(chain, len(tokens), block_size, head)
+
+
+class PromptEncoder:
+    """Tokenizes prompts with a tokenizer of its own, off the event loop and under a time limit."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._threads = WorkerThreads(_NUM_ENCODERS, "stemma-route-tokenizer", LoggingSupervisor())
+
+    async def tokens(self, body: Mapping[str, Any]) -> TokenArray | None:
+        """Return the prompt's token ids; None if they can't be had."""
+        given = tokens_of(body)
+        if given is not None:
+            return as_tokens(given)
+        text, messages = text_of(body), messages_of(body)
+        if text is None and messages is None:
+            return None
+        encode = partial(_encode, self._tokenizer, text, messages, body.get("tools"))
+        try:
+            return await self._threads.run(encode, limit_s=TOKENIZE_TIMEOUT_S, what="tokenizing")
+        except StemmaError as error:
+            _log.warning("a prompt's place in the caches isn't known: %s", error)
+            return None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+
+def as_tokens(ids: list[int]) -> TokenArray | None:
+    """Return ids as an array [n] int32; None if one can't be an id."""
+    return np.asarray(ids, dtype=np.int32) if all(0 <= one < 2**31 for one in ids) else None
+
+
+def _encode(
+    tokenizer: Tokenizer, text: str | None, messages: list[Any] | None, tools: list[Any] | None
+) -> TokenArray:
+    if messages is None:
+        return tokenizer.encode(text or "")
+    return tokenizer.apply_chat_template(messages, tools=tools)
