@@ -65,3 +65,12 @@ def test_a_mapping_that_was_written_to_is_left_alone(tmp_path: Path):
         mapped[0] = ord("y")
         process_memory.MappedFiles([file]).drop_pages()
         assert mapped[0] == ord("y")
+
+
+def test_a_container_limit_counts(tmp_path):
+    assert process_memory._cgroup_bytes(tmp_path) == sys.maxsize
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert process_memory._cgroup_bytes(tmp_path) == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert process_memory._cgroup_bytes(tmp_path) == sys.maxsize

@@ -7,6 +7,7 @@ functions that return memory do nothing.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,31 @@ def resident_bytes() -> int:
 def peak_bytes() -> int:
     """Return the most that it held since its start or `reset_peak`."""
     return _status_bytes("VmHWM")
+
+
+def available_bytes() -> int:
+    """Return what can still be allocated without swapping, within the container's limit (cgroup v2)."""
+    return min(_system_bytes(), _cgroup_bytes())
+
+
+def _system_bytes() -> int:
+    """Return the bytes that the kernel can provide without swapping; page cache counts as free."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _cgroup_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes left of the container's memory limit; a huge number if there is none."""
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = (folder / "memory.current").read_text(encoding="ascii").strip()
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))
 
 
 def reset_peak() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -29,15 +27,6 @@ def test_a_fraction_of_free_memory(monkeypatch):
 def test_less_than_a_block_is_an_error():
     with pytest.raises(ConfigError):
         sizing.num_device_blocks(CacheSettings(kv_cache_memory=1), LAYOUT, CPU)
-
-
-def test_a_container_limit_counts(tmp_path):
-    assert sizing._cgroup_bytes(tmp_path) == sys.maxsize
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    assert sizing._cgroup_bytes(tmp_path) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert sizing._cgroup_bytes(tmp_path) == sys.maxsize
 
 
 def test_free_memory_is_something():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
 import torch
 
 from stemma.config.settings import CacheSettings
 from stemma.memory.device.kv import num_blocks_for
 from stemma.memory.device.layout import KVLayout
+from stemma.native.process_memory import available_bytes
 
 
 def num_device_blocks(settings: CacheSettings, layout: KVLayout, device: torch.device) -> int:
@@ -30,24 +27,4 @@ def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device, within the container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_available_bytes(), _cgroup_bytes())
-
-
-def _available_bytes() -> int:
-    """Return the bytes that the kernel can provide without swapping; page cache counts as free."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _cgroup_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes left of the container's memory limit (cgroup v2); a huge number if there is none."""
-    try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = (folder / "memory.current").read_text(encoding="ascii").strip()
-    except OSError:
-        return sys.maxsize
-    return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))
+    return available_bytes()

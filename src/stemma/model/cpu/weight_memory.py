@@ -14,7 +14,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-_ARRAY_BYTES = 64 << 20
+from stemma.native.early_memory import PIECE_BYTES, EarlyMemory, take_prepared
+
+_ARRAY_BYTES = PIECE_BYTES
 """Pages that nothing was written to take no memory."""
 _ALIGNMENT = 64
 
@@ -23,6 +25,8 @@ class _Arrays(threading.local):
     """What the loading thread cuts from; None: each weight gets an array of its own."""
 
     free: torch.Tensor | None = None
+    early: EarlyMemory | None = None
+    """Where arrays come from as long as it has any."""
 
 
 _arrays = _Arrays()
@@ -32,11 +36,13 @@ _arrays = _Arrays()
 def weights_together() -> Iterator[None]:
     """Let weights of this thread lie beside each other; an array is freed with the last weight in it."""
     assert _arrays.free is None
-    _arrays.free = _zeros(0)
+    _arrays.free, _arrays.early = _zeros(0), take_prepared()
     try:
         yield
     finally:
-        _arrays.free = None
+        if _arrays.early is not None:
+            _arrays.early.close()
+        _arrays.free = _arrays.early = None
 
 
 def weight_memory(num_bytes: int) -> torch.Tensor:
@@ -45,9 +51,14 @@ def weight_memory(num_bytes: int) -> torch.Tensor:
     if free is None or num_bytes > _ARRAY_BYTES:
         return _zeros(num_bytes)
     if len(free) < num_bytes:
-        free = _zeros(_ARRAY_BYTES)
+        free = _array()
     _arrays.free = free[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
     return free[:num_bytes]
+
+
+def _array() -> torch.Tensor:
+    piece = None if _arrays.early is None else _arrays.early.take()
+    return _zeros(_ARRAY_BYTES) if piece is None else torch.frombuffer(piece, dtype=torch.uint8)
 
 
 def _zeros(num_bytes: int) -> torch.Tensor:
