@@ -1,4 +1,4 @@
-"""What a connector is configured with: the tiers below an engine that isn't ours."""
+"""What connectors are configured with: the tiers below an engine that isn't ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,24 @@ from stemma.config.sizes import ByteSize
 from stemma.errors import ConfigError
 
 
-class ConnectorSettings(SettingsModel):
+class GivenSettings(SettingsModel):
+    """Settings that come as a JSON object through another engine's flags."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], *, where: str) -> Self:
+        """Return the checked settings; raise ConfigError that names every wrong field of `where`."""
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            wrong = (
+                f"{'.'.join(map(str, part['loc'])) or 'settings'}: {part['msg']}" for part in error.errors()
+            )
+            raise ConfigError(f"{where}: {'; '.join(wrong)}") from error
+        except ConfigError as error:  # a size that is none
+            raise ConfigError(f"{where}: {error}") from error
+
+
+class ConnectorSettings(GivenSettings):
     """Tiers, and how they are used. Blocks are written through: other engines don't tell what they evict."""
 
     host_cache: ByteSize | None = None
@@ -41,19 +58,6 @@ class ConnectorSettings(SettingsModel):
             raise ValueError("no tier: give host_cache, disk_cache or pool")
         return self
 
-    @classmethod
-    def parse(cls, given: Mapping[str, Any], *, where: str) -> Self:
-        """Return the checked settings; raise ConfigError that names every wrong field of `where`."""
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            wrong = (
-                f"{'.'.join(map(str, part['loc'])) or 'settings'}: {part['msg']}" for part in error.errors()
-            )
-            raise ConfigError(f"{where}: {'; '.join(wrong)}") from error
-        except ConfigError as error:  # a size that is none
-            raise ConfigError(f"{where}: {error}") from error
-
     @property
     def tiers(self) -> TierSettings:
         """The same, as the tiers take them."""
@@ -68,3 +72,27 @@ class ConnectorSettings(SettingsModel):
             load_timeout_s=self.load_timeout_s,
             transfer_buffer=self.transfer_buffer,
         )
+
+
+class StorageSettings(GivenSettings):
+    """Tiers below an engine that keeps a host tier of its own."""
+
+    disk_cache: Path | None = None
+    """Directory for pages that outlive the engine. One engine at a time uses it."""
+    disk_cache_size: ByteSize = 10 * 10**9
+    """Limit of all files in that directory."""
+    disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
+    """Pages on disk that were unused for this time are dropped."""
+    pool: PoolSettings | None = None
+    """A pool shared with other machines, by the names that `stemma serve --pool` takes."""
+    eviction: str = "hazard"
+    """Policy by name, options after it."""
+    model: Path | None = None
+    """Directory of the checkpoint, whose content names the pages; default: the engine's model name, if that
+    is a directory."""
+
+    @model_validator(mode="after")
+    def _has_a_tier(self) -> Self:
+        if self.disk_cache is None and self.pool is None:
+            raise ValueError("no tier: give disk_cache or pool")
+        return self

@@ -45,10 +45,10 @@ class VllmServer:
         self._client = httpx.Client(base_url=self.url, timeout=120.0)
 
     def complete(
-        self, tokens: Sequence[int], *, num_tokens: int = 8, salt: str | None = None
+        self, prompt: Sequence[int] | str, *, num_tokens: int = 8, salt: str | None = None
     ) -> tuple[str, int]:
         """Return the greedy answer and how many tokens of the prompt were cached."""
-        body: dict[str, Any] = {"model": "m", "prompt": list(tokens), "max_tokens": num_tokens}
+        body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": num_tokens}
         body |= {"temperature": 0, "ignore_eos": True}
         answer = self._client.post("/v1/completions", json=body | ({"cache_salt": salt} if salt else {}))
         assert answer.status_code == 200, answer.text
@@ -90,11 +90,10 @@ class VllmServer:
         self._client.close()
 
 
-@contextmanager
-def run_vllm(
+def start_vllm(
     checkpoint: Path, log: Path, *extra: str, transfer: dict[str, Any] | None = None
-) -> Iterator[VllmServer]:
-    """Run a server; `transfer`: the settings of our connector, None: without it."""
+) -> VllmServer:
+    """Start a server, not ready yet; `transfer`: the settings of our connector, None: without it."""
     python, port = vllm_python(), free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
@@ -120,7 +119,15 @@ def run_vllm(
         process = subprocess.Popen(
             command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
-    server = VllmServer(process, port, log)
+    return VllmServer(process, port, log)
+
+
+@contextmanager
+def run_vllm(
+    checkpoint: Path, log: Path, *extra: str, transfer: dict[str, Any] | None = None
+) -> Iterator[VllmServer]:
+    """Run a server until it is left."""
+    server = start_vllm(checkpoint, log, *extra, transfer=transfer)
     try:
         server.wait_until_ready()
         yield server

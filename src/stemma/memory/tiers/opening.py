@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from stemma.config.settings import PoolSettings, Role, TierSettings
 from stemma.errors import StemmaError
@@ -37,16 +38,16 @@ def open_tiers(
     block_bytes = device.block_bytes
     stores: list[BlockStore] = []
     if settings.disk_cache is not None:
-        disk = DiskStore(
-            settings.disk_cache,
-            key_space,
-            block_bytes,
-            settings.disk_cache_size,
-            make_policy(eviction),
-            time.time,
-            default_ttl_s=settings.disk_cache_ttl_s,
+        stores.append(
+            open_disk(
+                settings.disk_cache,
+                settings.disk_cache_size,
+                key_space,
+                block_bytes,
+                eviction=eviction,
+                ttl_s=settings.disk_cache_ttl_s,
+            )
         )
-        stores.append(disk)
     host = None
     if settings.host_cache is not None:
         policy = make_policy(eviction)
@@ -70,6 +71,15 @@ def open_tiers(
         transfer.introduce(store)
         transfer.attach(store, pool.write)
     return transfer
+
+
+def open_disk(
+    path: Path, size_bytes: int, key_space: KeySpace, block_bytes: int, *, eviction: str, ttl_s: float | None
+) -> DiskStore:
+    """Open a disk directory with a policy `eviction`; raises what `DiskStore` raises."""
+    return DiskStore(
+        path, key_space, block_bytes, size_bytes, make_policy(eviction), time.time, default_ttl_s=ttl_s
+    )
 
 
 def transfer_policy(settings: TierSettings, role: Role = "both") -> TransferPolicy:
