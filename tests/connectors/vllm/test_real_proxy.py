@@ -110,13 +110,17 @@ def test_prompts_go_where_vllm_says_that_their_blocks_are(servers: list[tuple[Vl
         assert proxy.complete(text)[1] > 0
         assert second.metric("vllm:prefix_cache_hits_total") > 2 * BLOCKS * 32
 
-        # A server that empties its cache says so; one that dies is replaced.
+        # A server that empties its cache says so, with its next step; one that dies is replaced.
         second.reset_device()
-        wait_for(lambda: proxy.health()["num_known_blocks"] <= BLOCKS)
+
+        def is_told() -> bool:
+            second.complete([7, 8, 9], num_tokens=1)
+            return proxy.health()["num_known_blocks"] <= BLOCKS
+
+        wait_for(is_told)
         second.kill()
         assert proxy.complete(prompt(1))[0] == answers[1][0]
         assert proxy.complete(prompt(2)) == (answers[2][0], BLOCKS * 32)
-        # Without a word from the dead server the proxy still answers: each prompt by the one that lives.
         assert proxy.complete(prompt(3))[0] == answers[3][0]
     finally:
         proxy.stop()
