@@ -52,21 +52,22 @@ async def run_one(
     is_noted = False
     engine = context.engine
     stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
+    limit_s = context.settings.server.request_timeout_s
+    outputs = stream if limit_s is None else within(stream, limit_s)
     try:
-        async with aclosing(within(stream, context.settings.server.request_timeout_s)) as outputs:
-            async for exact in outputs:
-                output = reported(context.settings, exact)
-                if not is_noted:
-                    is_noted = True
-                    context.explanations.add(Explanation.of(request, exact.cache))
-                    context.divergences.add(time.monotonic(), request, exact.cache)
-                watch.seen(output)
-                entry.seen(exact)
-                output.raise_error()
-                if output.finished:
-                    outcome = "ok"
-                    await entry.committed()
-                yield output
+        async for exact in outputs:
+            output = reported(context.settings, exact)
+            if not is_noted:
+                is_noted = True
+                context.explanations.add(Explanation.of(request, exact.cache))
+                context.divergences.add(time.monotonic(), request, exact.cache)
+            watch.seen(output)
+            entry.seen(exact)
+            output.raise_error()
+            if output.finished:
+                outcome = "ok"
+                await entry.committed()
+            yield output
     except (InvalidRequest, Overloaded, ShuttingDown):
         outcome = "refused"
         raise
@@ -76,19 +77,14 @@ async def run_one(
     finally:
         watch.done(outcome)
         entry.ended(outcome)
+        await _close(outputs)
         await _close(stream)
         if outcome == "aborted":
             await context.engine.abort(request.request_id)
 
 
-async def within(
-    stream: AsyncIterator[RequestOutput], limit_s: float | None
-) -> AsyncGenerator[RequestOutput, None]:
+async def within(stream: AsyncIterator[RequestOutput], limit_s: float) -> AsyncGenerator[RequestOutput, None]:
     """Yield what `stream` yields; raise TookTooLong after `limit_s`."""
-    if limit_s is None:
-        async for output in stream:
-            yield output
-        return
     deadline = asyncio.get_running_loop().time() + limit_s
     while True:
         try:

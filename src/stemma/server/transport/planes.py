@@ -34,6 +34,8 @@ _MANAGEMENT = re.compile(
     r"|/health/timed.*"
 )
 _EVERYWHERE = ("/health",)
+DIRECT_SEND = "stemma.send"
+"""Where a request's scope has the port's own `send`, without what middlewares do."""
 
 
 def plane_of(path: str) -> Plane | None:
@@ -61,6 +63,7 @@ class PlaneFilter:
                 body = {"error": message, "error_type": "NotFoundError"}
                 await json_response(body, 404)(scope, receive, send)
                 return
+            scope[DIRECT_SEND] = send
         await self._app(scope, receive, send)
 
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from stemma.server.generation import OutputStream
 from stemma.server.transport.disconnect import until_disconnected
+from stemma.server.transport.planes import DIRECT_SEND
 
 DONE = b"data: [DONE]\n\n"
 
@@ -45,7 +46,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 (ASGI's own signature)
-        pump = asyncio.ensure_future(self._pump(send))
+        pump = asyncio.ensure_future(self._pump(send, scope.get(DIRECT_SEND, send)))
         gone = asyncio.ensure_future(until_disconnected(receive))
         try:
             await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -58,9 +59,10 @@ class EventStream(Response):
         if not pump.cancelled():
             pump.result()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, direct_send: Send) -> None:
         async with aclosing(self._source) as source:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for chunk in source:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                # Middlewares look at the start of a response alone, and each of them costs a call a token.
+                await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
