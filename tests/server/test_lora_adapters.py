@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stemma.config.settings import Settings
+from stemma.insight.ledger import sqlite_url, usage
 from stemma.server.app import create_app
 from tests.adapters import write_adapter
 from tests.server.scripted_engine import ScriptedEngine
@@ -99,6 +100,25 @@ async def test_streams_name_the_adapter(open_client: httpx.AsyncClient, folder: 
     text = (await open_client.post(path, json=body)).text
     assert '"model":"sql"' in text
     assert '"model":"scripted"' not in text
+
+
+async def test_the_ledger_names_the_adapter_that_was_asked_for(
+    engine: ScriptedEngine, settings: Settings, folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "usage.db"
+    server = settings.server.model_copy(update={"lora_directories": (folder,), "ledger": str(file)})
+    app = create_app(engine, settings.model_copy(update={"server": server}))
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await load(client, "sql", folder / "sql")
+        await load(client, "queries", folder / "sql")  # the same matrices
+        for model in ("sql", "queries", "queries", "scripted"):
+            answer = await client.post(
+                "/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 2}
+            )
+            assert answer.status_code == 200, answer.text
+    rows = {row.model: row.num_requests for row in usage(sqlite_url(file), "model")}
+    assert rows == {"sql": 1, "queries": 2, "scripted": 1}
 
 
 async def test_two_names_of_one_request_must_agree(open_client: httpx.AsyncClient, folder: Path) -> None:

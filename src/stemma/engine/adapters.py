@@ -12,7 +12,7 @@ began.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -57,7 +57,7 @@ class AdapterRegistry:
         with self._lock:
             self._check_free(name)
             same = next((n.adapter for n in self._named.values() if n.adapter.key == adapter.key), adapter)
-            named = self._named[name] = NamedAdapter(name, path, same)
+            named = self._named[name] = NamedAdapter(name, path, replace(same, name=name))
         return named
 
     def unload(self, name: str) -> None:

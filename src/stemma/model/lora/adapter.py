@@ -51,6 +51,8 @@ class Adapter:
     """By the name of the layer."""
     num_bytes: int
     """Of all matrices."""
+    name: str = ""
+    """What requests call it; one adapter under two names shares matrices and key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class UsageLedger(Collector):
             request_id=request.request_id,
             finished_at=time.time(),
             tenant=request.namespace.owner or NO_TENANT,
-            model=self._model,
+            model=self._model if request.adapter is None else request.adapter.name,
             api=api,
             outcome=outcome,
             hit_tokens=dict(cache.cached_by_tier),
