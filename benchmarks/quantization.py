@@ -2,8 +2,9 @@
 
 Random weights of Qwen2.5-0.5B's shape, loaded in bf16 and with `--quantize int8` and `int4`, in one process.
 For each measurement the three take turns, and medians are compared: decode steps at batch 1 and 8, and
-prompts of 512 and 2,048 tokens. `--openvino PYTHON` adds OpenVINO GenAI with int8 weights in its own process,
-between two rounds of ours. Run it on a quiet machine.
+prompts of 512 and 2,048 tokens. `--openvino PYTHON` adds OpenVINO GenAI with int8 weights, `--llama PYTHON`
+llama.cpp with the same GGUF files (Q8_0 and Q4_0) as ours; each peer runs in its own process, between two
+rounds of ours, and `--only peers` leaves out the rest. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import statistics
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
+from benchmarks.peers.gguf import convert
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import build_engine
 from stemma.engine.core.engine import Engine
@@ -33,7 +36,9 @@ WAYS = ("none", "int8", "int4")
 KV_CACHE_MEMORY = "200MB"
 STEPS_A_TURN = 12
 NUM_PREDICTED = 64
-OPENVINO = Path(__file__).parent / "peers" / "openvino_decode.py"
+PEERS = Path(__file__).parent / "peers"
+LLAMA_KINDS = ("Q8_0", "Q4_0")
+LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT = 64, 48, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +54,18 @@ class Row:
 class Bench:
     """An engine for each way to hold the weights."""
 
-    def __init__(self, path: Path, ways: tuple[str, ...], threads: int | None) -> None:
-        self.ways = ways
+    def __init__(self, sources: Mapping[str, tuple[Path, str]], threads: int | None) -> None:
+        """Load each way's checkpoint, with its `--quantize`."""
+        self.ways = tuple(sources)
         self.engines: dict[str, Engine] = {}
         self.weight_bytes: dict[str, int] = {}
-        for way in ways:
+        for way, (path, quantize) in sources.items():
             settings = engine_settings(
-                path, quantize=way, kv_cache_memory=KV_CACHE_MEMORY, speculation="off", num_threads=threads
+                path,
+                quantize=quantize,
+                kv_cache_memory=KV_CACHE_MEMORY,
+                speculation="off",
+                num_threads=threads,
             )
             parts = build_engine(settings)
             self.engines[way] = parts.engine
@@ -120,7 +130,13 @@ def _timed_ms(engine: Engine) -> float:
 
 def openvino_decode_ms(python: Path, exported: Path, threads: int) -> float:
     """Return OpenVINO's median time per output token at batch 1, in a process of its own."""
-    command = [str(python), str(OPENVINO), str(exported), str(threads), str(NUM_PREDICTED)]
+    command = [
+        str(python),
+        str(PEERS / "openvino_decode.py"),
+        str(exported),
+        str(threads),
+        str(NUM_PREDICTED),
+    ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(json.loads(done.stdout.splitlines()[-1])["tpot_ms"])
 
@@ -136,50 +152,79 @@ def openvino_export(python: Path, checkpoint: Path) -> Path:
     return target
 
 
+def llama_rows(python: Path, checkpoint: Path, threads: int, turns: int) -> list[Row]:
+    """Time llama.cpp and ourselves on the same GGUF files: a decode step at batch 1, and a prompt."""
+    files = {kind: checkpoint.with_name(f"{checkpoint.name}-{kind}.gguf") for kind in LLAMA_KINDS}
+    for kind, file in files.items():
+        if not file.exists():
+            convert(checkpoint, file, kind)
+    rows = []
+    for kind, file in files.items():
+        bench = Bench({"stemma": (file, "none")}, threads)
+        steps = [bench.decode(1, LLAMA_CONTEXT, turns)]
+        prompts = [bench.prefill(LLAMA_PROMPT, 1 + turns // 2)]
+        command = [str(python), str(PEERS / "llama_speed.py"), str(file)]
+        command += map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT))
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peer = json.loads(done.stdout.splitlines()[-1])
+        steps.append(bench.decode(1, LLAMA_CONTEXT, turns))
+        prompts.append(bench.prefill(LLAMA_PROMPT, 1 + turns // 2))
+        for ours, name, unit in ((steps, "step_ms", 1), (prompts, "prompt_ms", LLAMA_PROMPT)):
+            mean = statistics.mean(row.ms["stemma"] for row in ours)
+            rows.append(Row(f"{kind}: {ours[0].name}", {"stemma": mean, "llama.cpp": peer[name]}, unit))
+    return rows
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="", help="decode or prefill.")
+    parser.add_argument("--only", default="", help="decode, prefill or peers.")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument(
         "--openvino", type=Path, help="Python with openvino-genai and optimum-intel[openvino]."
     )
+    parser.add_argument("--llama", type=Path, help="Python with llama-cpp-python.")
     args = parser.parse_args()
     path = half_billion_checkpoint()
-    exported = None if args.openvino is None else openvino_export(args.openvino, path)
-    bench = Bench(path, tuple(args.ways.split(",")), args.threads)
+    threads = args.threads or torch.get_num_threads()
     turns = 3 if args.quick else 7
-    rows = []
+    exported = None if args.openvino is None else openvino_export(args.openvino, path)
+    rows = [] if args.llama is None else llama_rows(args.llama, path, threads, turns)
+    bench = Bench({way: (path, way) for way in args.ways.split(",")}, threads)
     if args.only in "decode":
         rows += [bench.decode(*shape, turns) for shape in ((1, 64), (1, 1024), (8, 64))]
     if args.only in "prefill":
         rows += [bench.prefill(num_tokens, turns) for num_tokens in (512, 2048)]
     if exported is not None:
-        threads = args.threads or torch.get_num_threads()
+        before = bench.decode(1, 64, turns)
         peer = openvino_decode_ms(args.openvino, exported, threads)
         again = bench.decode(1, 64, turns)
-        rows.append(Row(again.name + ", beside OpenVINO", again.ms | {"openvino int8": peer}, 1))
+        ours = {way: (before.ms[way] + again.ms[way]) / 2 for way in again.ms}
+        rows.append(Row(again.name, ours | {"OpenVINO int8": peer}, 1))
     print_rows(rows, bench)
     if args.json:
         args.json.write_text(json.dumps([{"name": row.name, **row.ms} for row in rows], indent=1))
 
 
 def print_rows(rows: list[Row], bench: Bench) -> None:
-    """Print milliseconds, tokens a second, and how many times as fast as bf16."""
-    columns = [*bench.ways, *sorted({way for row in rows for way in row.ms} - set(bench.ways))]
+    """Print milliseconds, tokens a second, and how many times as fast as the peer in the row, or as bf16."""
+    columns = list(dict.fromkeys([*bench.ways, *(way for row in rows for way in row.ms)]))
     table = Table(title=", ".join(f"{way} {bench.weight_bytes[way] / 1e6:.0f} MB" for way in bench.ways))
     table.add_column("measurement")
     for way in columns:
         table.add_column(way, justify="right")
     for row in rows:
-        base = row.ms.get("none")
+        base_way = (
+            "llama.cpp" if "llama.cpp" in row.ms else "OpenVINO int8" if "OpenVINO int8" in row.ms else "none"
+        )
+        base = row.ms.get(base_way)
         cells = []
         for way in columns:
             ms = row.ms.get(way)
-            ratio = "" if base is None or ms is None or way == "none" else f" {base / ms:.2f} x"
+            ratio = "" if base is None or ms is None or way == base_way else f" {base / ms:.2f} x"
             cells.append("" if ms is None else f"{ms:.1f} ms {1e3 * row.unit_tokens / ms:.0f} tok/s{ratio}")
         table.add_row(row.name, *cells)
     Console(width=200).print(table)
