@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from stemma.cli import make_app
 from stemma.errors import ConfigError
+from tests import gguf_files
 from tests.checkpoints import build
 
 ROW = '"Which letter comes first?",a,b,c,d,{}\n'
@@ -42,6 +43,20 @@ def test_text_and_questions(files: Path) -> None:
     assert (subject["subject"], subject["num_questions"], subject["same_bits"]) == ("letters", 3, True)
     assert subject["num_right"] == subject["num_right_cached"] == 1  # it says one letter to equal questions
     assert 0 < subject["num_cached_tokens"] < subject["num_prompt_tokens"]
+
+
+def test_a_gguf_file_is_scored_as_the_model_it_holds(files: Path, tmp_path: Path) -> None:
+    file = gguf_files.build("llama", tmp_path, gguf_files.Kind.F32)
+    found = []
+    for model in (file.path, file.plain):
+        arguments = ("--text", files / "text.txt", "--mmlu", files / "test" / "letters_test.csv")
+        result = run(model, *arguments, "--kv-cache-memory", "4MB", "--shots", "2", "--json")
+        assert result.exit_code == 0, result.output
+        found.append(orjson.loads(result.stdout))
+    ours, plain = found
+    assert ours["perplexity"]["same_bits"]
+    assert ours["perplexity"]["cold"] == pytest.approx(plain["perplexity"]["cold"], rel=1e-5)
+    assert ours["mmlu"][0]["num_right"] == plain["mmlu"][0]["num_right"]
 
 
 def test_what_cant_be_scored_is_named(files: Path) -> None:

@@ -8,7 +8,11 @@ from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.cli.pool import layout_of
+from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
+from stemma.model.loading import load_model
+from tests import gguf_files
+from tests.gguf_files import Kind
 
 SAMPLE = Path(__file__).parent.parent / "data" / "mooncake_conversation_head.jsonl"
 GQA = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
@@ -40,6 +44,18 @@ def write(path: Path, config: dict[str, int]) -> Path:
 )
 def test_bytes_per_token(tmp_path, config, dtype, expected):
     assert layout_of(write(tmp_path / "config.json", config), dtype).bytes_per_token == expected
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.Q8_0, "bfloat16"), (Kind.F32, "float32")])
+def test_a_gguf_file_is_planned_as_it_is_served(tmp_path, kind, dtype):
+    file = gguf_files.build("qwen2", tmp_path, kind)
+    planned, served = layout_of(file.path), load_model(ModelSettings(path=file.path, device="cpu")).layout(64)
+    assert (planned.dtype, planned.bytes_per_token) == (dtype, served.bytes_per_token)
+    sizes = ("--gpu-memory", "1MB", "--dram", "1MB", "--kv-dtype", "int8")
+    result = CliRunner().invoke(
+        make_app(), ["plan", str(file.path), "--trace", str(SAMPLE), *sizes, "--policy", "lru"]
+    )
+    assert result.exit_code == 0, result.output
 
 
 def test_kv_that_no_server_holds_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, ModelError
 from stemma.lab.pool_plan import MAX_LINKS, PoolPlan, PoolTokens, plan_pool, plan_tokens
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout, StoredAs
+from stemma.model.directory import is_gguf
 
 _STORED = ("int8", "fp8")
 """KV dtypes that are stored as codes with scales (--kv-cache-dtype)."""
@@ -79,7 +80,7 @@ def plan_command(
 
 
 def layout_of(path: Path, dtype: str | None = None, block_size: int = 64) -> KVLayout:
-    """Return the KV layout that a checkpoint's config.json implies, without loading the model.
+    """Return the KV layout that a checkpoint's config.json, or a GGUF file's metadata, implies.
 
     Raises ModelError if the file lacks what it takes, ConfigError for an unknown dtype.
     """
@@ -104,6 +105,8 @@ def layout_of(path: Path, dtype: str | None = None, block_size: int = 64) -> KVL
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    if is_gguf(path):
+        return _read_gguf_config(path)
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -113,6 +116,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{file} isn't a JSON object")
     text: dict[str, Any] = config.get("text_config") or config
     return text
+
+
+def _read_gguf_config(path: Path) -> dict[str, Any]:
+    from stemma.model.formats.gguf.config import read_config
+    from stemma.model.formats.gguf.header import read_header
+
+    header = read_header(path)
+    matrices = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    config: dict[str, Any] = read_config(header).to_dict()
+    return config | {"dtype": "float32" if matrices == {"F32"} else "bfloat16"}
 
 
 def _plan_table(plan: PoolPlan, old_fraction: float) -> Table:
