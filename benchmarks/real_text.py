@@ -1,12 +1,14 @@
 """What drafts gain on text that a real model writes: `python -m benchmarks.speculation --real`.
 
-Sessions of four kinds, decoded greedily by the demo's model (SmolLM2-135M-Instruct) or another checkpoint:
+Sessions of six kinds, decoded greedily (but for the last) by the demo's model (SmolLM2-135M-Instruct) or
+another checkpoint:
 
 * chat: conversations of several turns, each over the answers before it;
 * code-edit: a source file and a change to make in it;
 * regenerate: a question that was answered before, again greedily, and once sampled;
 * quote: a text, and the request to repeat parts of it in a summary;
-* questions: few-shot arithmetic (needs `--data`).
+* questions: few-shot arithmetic (needs `--data`);
+* unrelated: stories and summaries, sampled at temperature 1, where next to nothing is copied from the prompt.
 
 `--data DIR` is a folder with `gsm8k_test.jsonl` and `sonnet.txt`; without it, small texts from here and from
 Python's own library are used. One engine for each mode, all over the same weights; they take turns step by
@@ -112,6 +114,14 @@ def sessions(data: Path | None) -> dict[str, list[Session]]:
             Session((f"{verse}\n\nRepeat this text and explain its last line.",), 256),
         ],
         "questions": _few_shot(questions),
+        "unrelated": [
+            Session((task,), 200, temperature=1.0)
+            for task in (
+                "Tell a story about a lighthouse keeper who finds a letter.",
+                "Describe a market in a harbour town early in the morning.",
+                f"{verse}\n\nSay in your own words what this is about, without quoting it.",
+            )
+        ],
     }
 
 
