@@ -3,7 +3,8 @@
 One vLLM server at a time, eager, of the 0.5B shape: prompts of 2,048 tokens and 32 more, computed, taken from
 vLLM's own cache, and loaded by `StemmaConnector` from host and from disk (after a restart, page cache warm).
 Beside it the speed of the loads in bytes a second, and that of the same bytes by our own engine's transfer.
-`--only` picks a part: connector, offloading (vLLM's own OffloadingConnector), own.
+`--only` picks parts: own, host, disk (which needs what host left in `--dir`), offloading (vLLM's own
+OffloadingConnector).
 """
 
 from __future__ import annotations
@@ -111,8 +112,7 @@ def served(server: Server) -> Iterator[Client]:
             yield Client(run)
 
 
-def connector(python: Path, checkpoint: Path, root: Path) -> None:
-    """First tokens with `StemmaConnector`."""
+def with_tiers(python: Path, checkpoint: Path, root: Path) -> Server:
     transfer = {
         "kv_connector": "StemmaConnector",
         "kv_connector_module_path": "stemma.connectors.vllm",
@@ -124,8 +124,12 @@ def connector(python: Path, checkpoint: Path, root: Path) -> None:
             "disk_cache_size": "2GB",
         },
     }
-    server = server_with(python, checkpoint, transfer)
-    with served(server) as client:
+    return server_with(python, checkpoint, transfer)
+
+
+def host(python: Path, checkpoint: Path, root: Path) -> None:
+    """First tokens with `StemmaConnector`: computed, and from the host tier."""
+    with served(with_tiers(python, checkpoint, root)) as client:
         client.round("computed", 0)
         client.round("vLLM's own cache", PREFIX)
         before = client.loaded()
@@ -133,7 +137,11 @@ def connector(python: Path, checkpoint: Path, root: Path) -> None:
             client.reset_device()
             client.round("host tier", PREFIX)
         print_speed("host tier, load", before, client.loaded())
-    with served(server) as client:
+
+
+def disk(python: Path, checkpoint: Path, root: Path) -> None:
+    """First tokens after a restart: the disk tier has what `host` left there."""
+    with served(with_tiers(python, checkpoint, root)) as client:
         before = client.loaded()
         client.round("disk tier, after a restart", PREFIX)
         print_speed("disk tier, load", before, client.loaded())
@@ -196,16 +204,18 @@ def print_speed(name: str, before: tuple[float, float], after: tuple[float, floa
     print(f"{name:38} {num_bytes / seconds / 1e9:8.2f} GB/s  ({num_bytes / 1e6:.0f} MB)", flush=True)
 
 
-PARTS = {"own": own, "connector": connector, "offloading": offloading}
+PARTS = {"own": own, "host": host, "disk": disk, "offloading": offloading}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--vllm-python", type=Path, required=True)
     parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--dir", type=Path, help="keep the disk tier there")
     options = parser.parse_args()
     checkpoint = half_billion_checkpoint()
-    root = Path(tempfile.mkdtemp())
+    root = options.dir or Path(tempfile.mkdtemp())
+    root.mkdir(exist_ok=True)
     try:
         for name in options.only or PARTS:
             try:
@@ -213,7 +223,8 @@ def main() -> None:
             except RuntimeError as error:  # e.g. vLLM's own connector, which refuses CPUs
                 print(f"{name}: {error}")
     finally:
-        shutil.rmtree(root)
+        if options.dir is None:
+            shutil.rmtree(root)
 
 
 if __name__ == "__main__":
