@@ -217,6 +217,18 @@ class TestLookup:
             assert other.recv(100) == b""
         assert client.find("a", ROOT, KEYS) == (Tier.HOST, Tier.HOST)
 
+    def test_an_error_that_nobody_expects_is_reported(self, rig, path):
+        class Broken:
+            def find(self, request_id, parent, keys):
+                raise KeyError("a bug")
+
+        supervisor = RecordingSupervisor()
+        server = LookupServer(path, SPACE, Broken(), supervisor)
+        client = LookupClient(path)
+        assert client.find("a", ROOT, KEYS) == ()
+        supervisor.wait(1)
+        server.close()
+
     def test_nobody_there_is_a_miss(self, path):
         client = LookupClient(path)
         assert client.find("a", ROOT, KEYS) == ()

@@ -7,11 +7,13 @@ and its bytes; the first byte says what is asked. An answer that doesn't come in
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import socketserver
 import stat
 import struct
+import sys
 import tempfile
 import threading
 from collections import OrderedDict
@@ -27,6 +29,7 @@ from stemma.prefix.keys import KeySpace
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey, Tier
 
+logger = logging.getLogger(__name__)
 KEY_BYTES = 32
 MAX_KEYS = 1 << 17
 _MAX_MESSAGE = 2048 + KEY_BYTES * MAX_KEYS
@@ -130,7 +133,10 @@ class LookupServer:
             block_on_close = False
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """A scheduler that went away, or a message that isn't ours: its connection ends."""
+                """A scheduler that went away, or a message that isn't ours, ends its connection."""
+                error = sys.exc_info()[1]
+                if error is not None and not isinstance(error, OSError | ValueError):
+                    supervisor.on_thread_failure("stemma-lookup", error)
 
         self._path = path
         self._server = Server(str(path), Handler)
@@ -166,6 +172,9 @@ class LookupClient:
         answer = self._ask(head + b"".join(keys[:MAX_KEYS]), _FIND_TIMEOUT_S)
         if answer is None:
             self.num_failed += 1
+            logger.warning(
+                "the worker didn't say what its tiers hold (%d times so far): computed", self.num_failed
+            )
             return ()
         if answer[:1] == _ASK_AGAIN:
             return None
