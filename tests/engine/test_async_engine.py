@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,6 +85,32 @@ async def test_news_of_a_step_are_passed_on_while_the_next_one_computes(engine, 
     passed = [before for before, moment in pairwise(moments) if moment == "passed on"]
     assert passed.count("step begins") >= 30
     assert "step ends" not in passed[:-1]
+
+
+async def test_a_paused_engine_runs_no_step_and_loses_nothing(engine):
+    expected = [o.deltas[0].token_ids for o in await collect(engine, request("x", prompt(5, 20), greedy(40)))]
+    stream = engine.generate(request("a", prompt(5, 20), greedy(40)))
+    seen = [(await anext(stream)).deltas[0].token_ids]
+    await engine.pause()
+    num_generated = (await engine.stats()).num_generated_tokens
+    late = asyncio.create_task(collect(engine, request("b", prompt(6, 20))))
+    for _ in range(20):
+        await engine.check()  # a command, which is worked off between steps
+    assert (await engine.stats()).num_generated_tokens == num_generated
+    assert not late.done()
+    await engine.resume()
+    seen += [o.deltas[0].token_ids async for o in stream]
+    assert list(chain(*seen)) == list(chain(*expected))
+    assert (await late)[-1].finished
+
+
+async def test_a_paused_engine_can_be_closed(engine):
+    await engine.pause()
+    stream = asyncio.create_task(collect(engine, request("a", prompt(5, 20))))
+    await asyncio.sleep(0)
+    await engine.check()
+    engine.close()
+    assert (await stream)[-1].finished
 
 
 async def test_closing_the_stream_aborts(engine):

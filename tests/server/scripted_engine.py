@@ -70,6 +70,7 @@ class ScriptedEngine:
     active: set[str] = field(default_factory=set)
     requests: list[GenerationRequest] = field(default_factory=list)
     closed: bool = False
+    paused: bool = False
     cut_off: bool = False
 
     def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
@@ -181,6 +182,12 @@ class ScriptedEngine:
         dropped = len(self.requests)
         self.requests.clear()
         return dropped
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
 
     async def drain(self, timeout_s: float) -> bool:
         self.script.draining = True

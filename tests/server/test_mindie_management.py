@@ -52,7 +52,6 @@ async def test_a_full_queue_is_alive_but_not_ready(engine: ScriptedEngine, setti
         ("/v1/config", 200),
         ("/v1/status", 200),
         ("/v2/status", 200),
-        ("/v1/engine-server/running-status", 200),
     ],
 )
 async def test_statuses(client: httpx.AsyncClient, path: str, status: int) -> None:
@@ -99,3 +98,94 @@ def test_stop_service_drains_and_a_web_page_may_not(tokenizer_path: Path) -> Non
         assert process.poll() is None
         assert httpx.get(f"{url}/stopService?mode=Force").status_code == 200
         assert process.wait(10) == 0
+
+
+async def command(client: httpx.AsyncClient, cmd: object) -> httpx.Response:
+    return await client.post("/v1/engine-server/fault-handling-command", json={"cmd": cmd})
+
+
+async def test_a_fault_is_handled_by_pause_reinitialisation_and_start(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    async def status() -> int:
+        body = (await client.get("/v1/engine-server/running-status")).json()
+        assert body["errors"] == []
+        return int(body["status"])
+
+    assert await status() == 1
+    paused = await command(client, 0)
+    assert paused.json() == {
+        "status": True,
+        "message": "",
+        "reason": [{"device_id": 0, "result": True, "message": ""}],
+    }
+    assert (engine.paused, await status()) == (True, 3)
+    assert (await client.get("/v2/health/ready")).status_code == 500
+    assert (await client.get("/v2/health/live")).status_code == 500
+    assert (await command(client, 3)).status_code == 400
+    assert (await command(client, 1)).status_code == 200
+    assert await status() == 0
+    assert (await command(client, 2)).status_code == 200
+    assert (engine.paused, await status()) == (False, 1)
+    wrong = await command(client, 2)
+    assert wrong.json() == {
+        "error": "Command is not consistent with current status.",
+        "error_type": "Bad Request",
+    }
+
+
+@pytest.mark.parametrize("cmd", [None, "0", 1.5, [], True])
+async def test_a_command_is_an_integer(client: httpx.AsyncClient, cmd: object) -> None:
+    assert (await command(client, cmd)).status_code == 422
+    assert (await command(client, 7)).status_code == 400
+
+
+async def test_failures_are_told_with_the_status(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
+    engine.failure = "the step loop died"
+    body = (await client.get("/v1/engine-server/running-status")).json()
+    assert body["status"] == 2
+    assert body["errors"][0]["message"] == "the step loop died"
+    assert (await command(client, 0)).status_code == 400
+
+
+DEVICE = {"device_logical_id": "0", "device_id": "1", "device_ip": "10.0.0.1"}
+V1 = {"local": {"server_ip": "10.0.0.1", "device": [DEVICE]}, "peers": []}
+V2 = {
+    "local": [
+        {
+            "server_ip": "10.0.0.1",
+            "host_ip": "10.0.0.1",
+            "dp_inst_list": [{"dp_inst_id": 1, "device": [DEVICE]}],
+        }
+    ],
+    "peers": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "body", "status"),
+    [
+        ("both", "/v1/role/flex", V1, 200),
+        ("both", "/v1/role/prefill", V1, 503),
+        ("prefill", "/v1/role/prefill", V1, 200),
+        ("prefill", "/v2/role/prefill", V2, 200),
+        ("prefill", "/v2/role/decode", V2, 503),
+        ("decode", "/v1/role/decode", {}, 422),
+        ("decode", "/v1/role/decode", {"local": {**V1["local"], "server_ip": "x"}}, 422),
+        ("decode", "/v2/role/flex", V2, 404),
+    ],
+)
+async def test_a_role_is_confirmed_or_refused(
+    engine: ScriptedEngine, settings: Settings, role: str, path: str, body: object, status: int
+) -> None:
+    engine_settings = settings.engine.model_copy(update={"role": role})
+    app = create_app(engine, settings.model_copy(update={"engine": engine_settings}))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json() == {"result": "ok"}
+    if status == 503:
+        assert "start it with --role" in answer.json()["error"]

@@ -7,7 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stemma.config.settings import RequestSettings, Settings
+from stemma.engine.api import EngineStats
 from stemma.server.app import create_app
+from stemma.server.operator.metrics import Throughput
 from tests.server.scripted_engine import ScriptedEngine
 
 
@@ -38,3 +40,24 @@ async def test_names_and_values(engine: ScriptedEngine, settings: Settings) -> N
 
 async def test_other_servers_have_their_own_names_only(client: httpx.AsyncClient) -> None:
     assert "npu_prefix_cache_hit_rate" not in (await client.get("/metrics")).text
+
+
+def test_throughput_is_that_since_the_last_look() -> None:
+    now = 100.0
+    throughput = Throughput(lambda: now)
+
+    def rates(prompt: int, generated: int) -> tuple[float, float]:
+        stats = EngineStats.__new__(EngineStats)
+        object.__setattr__(stats, "num_prompt_tokens", prompt)
+        object.__setattr__(stats, "num_generated_tokens", generated)
+        return throughput.rates(stats)
+
+    assert rates(5, 0) == (0.0, 0.0)
+    now = 102.0
+    assert rates(200, 20) == (100.0, 10.0)
+    now = 102.5
+    assert rates(200, 20) == (80.0, 8.0)  # too soon for a new span
+    now = 112.0
+    assert rates(300, 120) == (10.0, 10.0)
+    now = 113.0
+    assert rates(300, 120) == (0.0, 0.0)

@@ -78,6 +78,8 @@ class AsyncEngine:
         """Why nothing is served any more; what is queued after this was set is refused with it."""
         self._is_draining = False
         self._is_closed = False
+        self._is_paused = False
+        """Set and read on the step thread."""
         self.supervisor = EngineSupervisor(self._on_failure)
         built: Future[EngineParts] = Future()
         self.supervisor.start("stemma-steps", partial(self._own_engine, build, built))
@@ -179,6 +181,14 @@ class AsyncEngine:
     async def check(self) -> None:
         """Raise IntegrityError if blocks and their holders don't agree (slow; for tests and soaks)."""
         await self._call(self._engine.check)
+
+    async def pause(self) -> None:
+        """Run no step any more once this returns, until `resume`; requests queue and keep their blocks."""
+        await self._call(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._call(lambda: self._set_paused(False))
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, let running ones finish; abort the rest after `timeout_s`."""
@@ -306,11 +316,11 @@ class AsyncEngine:
     def _work_off_commands(self) -> bool:
         """Run what the event loop asked for; wait for it if there is nothing else to do."""
         while True:
-            has_work = self._engine.has_work
-            if not has_work:
+            is_idle = self._is_paused or not self._engine.has_work
+            if is_idle:
                 self._pass_on()
             try:
-                command = self._commands.get(block=not has_work)
+                command = self._commands.get(block=is_idle)
             except Empty:
                 return True
             self._pass_on()
@@ -324,6 +334,9 @@ class AsyncEngine:
                 # The caller has the error. Serve on if the cache is consistent.
                 logger.exception("a command to the step loop failed")
                 self._engine.check()
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
 
     def _add(self, request: GenerationRequest) -> None:
         try:

@@ -65,6 +65,12 @@ class EngineClient(Protocol):
     async def detach_pool(self) -> bool:
         """Write what is queued for the pool and detach it; return whether there was one."""
 
+    async def pause(self) -> None:
+        """Run no step any more once this returns, until `resume`; requests queue and keep their blocks."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, let running ones finish; abort the rest after `timeout_s`.
 

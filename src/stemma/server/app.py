@@ -29,6 +29,7 @@ from stemma.server.operator import (
     admin_published,
     lora_adapters,
     management,
+    mindie_faults,
     mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
@@ -60,6 +61,8 @@ ROUTERS = (
     triton.router,
     tokenize.router,
     tokenize.mindie_router,
+    mindie_faults.router,
+    mindie_faults.command_router,
     mindie_management.open_router,
     mindie_management.router,
     mindie_management.stop_router,

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from starlette.requests import Request
 
@@ -33,6 +33,8 @@ from stemma.server.tenants.rates import RateLimits
 from stemma.types import Tier
 
 T = TypeVar("T")
+Maintenance = Literal["paused", "ready"]
+"""``paused``: no steps are run; ``ready``: nor are they after MindIE's reinitialisation, before its start."""
 ALIASES = {"vllm": VLLM_NAMES, "mindie": MINDIE_NAMES}
 
 TOKENIZER_THREADS = 2
@@ -53,6 +55,8 @@ class ServerContext:
         self.metrics = metrics
         self.started_at = int(time.time())
         self.draining = False
+        self.maintenance: Maintenance | None = None
+        """What an operator's fault handling has left the engine in; None: it serves."""
         self.stop: Callable[[float | None], None] | None = None
         """Drains and stops the server within the given seconds; None if only its creator can stop it."""
         self.access = Access(settings.server)

@@ -25,6 +25,8 @@ class Source:
     """Requests by outcome."""
     finished: Mapping[str, float]
     """Sequences by finish reason."""
+    rates: tuple[float, float]
+    """Prompt tokens and generated tokens a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class _Renamed(Collector):
             self._stats,
             _sums(own["stemma_requests"], "outcome"),
             _sums(own["stemma_sequences_finished"], "reason"),
+            self._metrics.throughput.rates(self._stats),
         )
         labels, values = list(self._labels), list(self._labels.values())
         for name, text, value in self._names.counters(source):

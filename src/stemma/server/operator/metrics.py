@@ -85,11 +85,39 @@ class _EngineCollector(Collector):
             yield from tier_metrics(stats.transfer)
 
 
+class Throughput:
+    """Tokens a second between two looks at the engine's counters, at least `MIN_SPAN_S` apart."""
+
+    MIN_SPAN_S = 1.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._before = self._last = (clock(), 0, 0)
+
+    def rates(self, stats: EngineStats) -> tuple[float, float]:
+        """Return prompt tokens and generated tokens a second since the last look.
+
+        Looks that come sooner share the one before them, so that two scrapers don't spoil each other's.
+        """
+        now = self._clock()
+        if now - self._last[0] >= self.MIN_SPAN_S:
+            self._before, self._last = self._last, (now, stats.num_prompt_tokens, stats.num_generated_tokens)
+        since, num_prompt, num_generated = self._before
+        span_s = now - since
+        if span_s <= 0:
+            return 0.0, 0.0
+        return (
+            (stats.num_prompt_tokens - num_prompt) / span_s,
+            (stats.num_generated_tokens - num_generated) / span_s,
+        )
+
+
 class ServerMetrics:
     """Has its own registry, so that two servers in one process stay separate."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.throughput = Throughput(clock)
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)

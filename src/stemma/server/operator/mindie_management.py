@@ -35,6 +35,8 @@ async def live(request: Request) -> Response:
     context = context_of(request)
     if context.engine.failure is not None:
         return json_response({"message": f"Service is abnormal: {context.engine.failure}"}, 500)
+    if context.maintenance is not None:
+        return _paused()
     if await _is_busy(context):
         return json_response({"message": _BUSY})
     return Response()
@@ -64,11 +66,17 @@ async def model_ready(request: Request) -> Response:
 async def _readiness(context: ServerContext) -> Response:
     if context.engine.failure is not None:
         return json_response({"message": f"Service is abnormal: {context.engine.failure}"}, 500)
+    if context.maintenance is not None:
+        return _paused()
     if context.draining:
         return json_response({"message": "Service is stopping"}, 503)
     if await _is_busy(context):
         return json_response({"message": f"{_BUSY}. Consider reducing request frequency"}, 503)
     return Response()
+
+
+def _paused() -> Response:
+    return json_response({"message": "Service is abnormal: the engine is paused (CMD_PAUSE_ENGINE)"}, 500)
 
 
 async def _is_busy(context: ServerContext) -> bool:
@@ -209,20 +217,6 @@ async def status(request: Request) -> Response:
                 "totalCpuBlockNums": total,
             },
             "linkStatus": {"peers": []},
-        }
-    )
-
-
-@router.get("/v1/engine-server/running-status")
-async def running_status(request: Request) -> Response:
-    """Whether the engine runs."""
-    context = context_of(request)
-    failure = context.engine.failure
-    return json_response(
-        {
-            "status": "normal" if failure is None else "abnormal",
-            "reason": failure,
-            "draining": context.draining,
         }
     )
 

@@ -40,6 +40,8 @@ def _gauges(source: Source) -> Values:
         ("num_requests_running", "Requests in the running batch", stats.num_running),
         ("num_requests_waiting", "Requests in the queue", stats.num_waiting),
         ("num_requests_swapped", "Always 0: blocks stay in the prefix cache", 0),
+        ("avg_prompt_throughput_toks_per_s", "Prompt tokens a second since the last scrape", source.rates[0]),
+        ("avg_generation_throughput_toks_per_s", "Tokens generated a second, since then", source.rates[1]),
         ("failed_request_perc", "Failed requests as a share of all", share(failed, sum(ended.values()))),
         (
             "npu_cache_usage_perc",

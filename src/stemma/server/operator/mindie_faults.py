@@ -1,0 +1,173 @@
+"""MindIE's fault handling and roles: what its controller sends to an engine's management plane.
+
+A fault is handled in three commands: pause, set the devices up again, start. Here a pause is one between two
+steps: requests wait and keep their blocks, so that none is lost; there is no device to set up. The role of a
+server is fixed when it starts (``--role``), since both sides meet in a pool and not by links between devices.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.errors import InvalidRequest
+from stemma.server.context import Maintenance, ServerContext, context_of
+from stemma.server.errors import AdminRoute, TGIRoute, json_response
+from stemma.server.requests.body import read_object
+
+router = APIRouter(route_class=TGIRoute)
+command_router = APIRouter(route_class=AdminRoute)
+
+STATUS_READY, STATUS_NORMAL, STATUS_ABNORMAL, STATUS_PAUSED = 0, 1, 2, 3
+"""The original's numbers; 4, while it starts, is never seen: nothing listens before."""
+_STATUS_OF: dict[Maintenance | None, int] = {
+    None: STATUS_NORMAL,
+    "paused": STATUS_PAUSED,
+    "ready": STATUS_READY,
+}
+PAUSE, REINIT, START, PAUSE_ROCE = 0, 1, 2, 3
+_ROLE_OF = {"prefill": "prefill", "decode": "decode", "flex": "both"}
+_MAX_PEERS = 4096
+
+
+@router.get("/v1/engine-server/running-status")
+async def running_status(request: Request) -> Response:
+    """Whether the engine runs, as the original's number, and the failures."""
+    context = context_of(request)
+    failure = context.engine.failure
+    if failure is None:
+        return json_response({"status": _STATUS_OF[context.maintenance], "errors": []})
+    error = {
+        "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "errCode": "ENGINE_FAILED",
+        "createdBy": "stemma",
+        "message": failure,
+    }
+    return json_response({"status": STATUS_ABNORMAL, "errors": [error]})
+
+
+@command_router.post("/v1/engine-server/fault-handling-command")
+async def fault_handling_command(request: Request) -> Response:
+    """Pause the engine, or start it again: ``{"cmd": 0}`` pauses, 1 sets up again, 2 starts, 3 pauses."""
+    try:
+        command = _Command.model_validate(await read_object(request)).cmd
+    except (InvalidRequest, ValidationError):
+        return _error(422, "cmd must be necessary and data type must be integer.", "Input Validation Error")
+    context = context_of(request)
+    if not await _execute(context, command):
+        return _error(400, "Command is not consistent with current status.", "Bad Request")
+    reason = [{"device_id": 0, "result": True, "message": ""}]
+    return json_response({"status": True, "message": "", "reason": reason})
+
+
+async def _execute(context: ServerContext, command: int) -> bool:
+    """Follow a command; return False if the present state doesn't allow it."""
+    if context.engine.failure is not None:
+        return False
+    state = context.maintenance
+    if command in (PAUSE, PAUSE_ROCE) and state is None:
+        context.maintenance = "paused"
+        await context.engine.pause()
+    elif command == REINIT and state == "paused":
+        context.maintenance = "ready"
+    elif command == START and state is not None:
+        await context.engine.resume()
+        context.maintenance = None
+    else:
+        return False
+    return True
+
+
+class _Command(BaseModel):
+    cmd: Annotated[int, Field(strict=True)]
+
+
+def _ipv4(value: Any) -> Any:
+    if isinstance(value, str):
+        ipaddress.IPv4Address(value)
+    return value
+
+
+_Ip = Annotated[str, BeforeValidator(_ipv4)]
+_Number = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+
+
+class _Device(BaseModel):
+    device_logical_id: _Number
+    device_id: _Number
+    device_ip: _Ip
+    rank_id: _Number | None = None
+
+
+class _Node(BaseModel):
+    server_ip: _Ip
+    device: Annotated[list[_Device], Field(max_length=_MAX_PEERS)]
+    id: Annotated[int, Field(ge=0)] | None = None
+    host_ip: _Ip | None = None
+    p_percentage: Annotated[int, Field(ge=0, le=100)] | None = None
+
+
+class _RolesV1(BaseModel):
+    local: _Node
+    peers: Annotated[list[_Node], Field(max_length=_MAX_PEERS)] | None = None
+
+
+class _Instance(BaseModel):
+    dp_inst_id: Annotated[int, Field(ge=0)]
+    device: Annotated[list[_Device], Field(max_length=_MAX_PEERS)]
+
+
+class _NodeV2(BaseModel):
+    server_ip: _Ip
+    host_ip: _Ip
+    dp_inst_list: Annotated[list[_Instance], Field(max_length=_MAX_PEERS)]
+
+
+class _RolesV2(BaseModel):
+    local: Annotated[list[_NodeV2], Field(max_length=_MAX_PEERS)]
+    peers: Annotated[list[list[_NodeV2]], Field(max_length=_MAX_PEERS)] | None = None
+
+
+@command_router.post("/v1/role/{role}")
+async def role_v1(request: Request) -> Response:
+    """Say whether the server has this role: prefill, decode or flex."""
+    return await _role(request, _RolesV1, ("prefill", "decode", "flex"))
+
+
+@command_router.post("/v2/role/{role}")
+async def role_v2(request: Request) -> Response:
+    """The same, with the later shape of the body; prefill or decode."""
+    return await _role(request, _RolesV2, ("prefill", "decode"))
+
+
+async def _role(request: Request, shape: type[BaseModel], roles: tuple[str, ...]) -> Response:
+    wanted: str = request.path_params["role"]
+    if wanted not in roles:
+        return _error(404, f"the role must be one of {', '.join(roles)}", "NotFoundError")
+    try:
+        shape.model_validate(await read_object(request))
+    except (InvalidRequest, ValidationError) as error:
+        why = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+        message = f"Req body converts to json fail. Reset to previous node status. ({why})"
+        return _error(422, message, "Input validation error")
+    role = context_of(request).settings.engine.role
+    if role != _ROLE_OF[wanted]:
+        message = (
+            f"Update pd info failed. Reset to previous node status. (The role of this server is {role!r}, "
+            f"fixed at its start: start it with --role {_ROLE_OF[wanted]}.)"
+        )
+        return _error(503, message, "Service Unavailable")
+    return json_response({"result": "ok"})
+
+
+def _error(status: int, message: str, kind: str) -> Response:
+    return json_response({"error": message, "error_type": kind}, status)
