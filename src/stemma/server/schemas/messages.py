@@ -74,7 +74,17 @@ class CountTokensRequest(RequestModel):
         "container": (),
         "context_management": (),
     }
-    harmless: ClassVar[frozenset[str]] = frozenset({"betas", "inference_geo", "service_tier", "speed"})
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "betas",
+            "diagnostics",
+            "inference_geo",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
 
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None

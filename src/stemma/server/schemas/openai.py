@@ -112,6 +112,7 @@ class OpenAIRequest(RequestModel):
             "service_tier",
             "safety_identifier",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "request_id",
         }
@@ -218,6 +219,7 @@ class ChatRequest(OpenAIRequest):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSUPPORTED,
+        "moderation": (),
         "functions": ([],),
         "function_call": ("none",),
         "reasoning": (),

@@ -63,8 +63,10 @@ class ResponsesRequest(RequestModel):
 
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {"text": TextOptions, "reasoning": ReasoningOptions}
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "access_programs": (),
         "background": (False,),
         "conversation": (),
+        "moderation": (),
         "prompt": (),
         "max_tool_calls": (),
         "truncation": ("disabled",),
@@ -73,7 +75,9 @@ class ResponsesRequest(RequestModel):
     }
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
+            "image",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
