@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, TypeAlias
 
@@ -23,6 +24,19 @@ BlockKey = NewType("BlockKey", bytes)
 
 DEFAULT_PRIORITY = 50
 """Retention hint of blocks whose request gives none; 0 goes first, 100 last."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """A retention hint of a prompt's leading tokens, as far as no range before it covers them.
+
+    A block has the hint of the range that its first token lies in.
+    """
+
+    num_tokens: int
+    """Leading tokens of the prompt, so ranges ascend."""
+    priority: int = DEFAULT_PRIORITY
+    ttl_s: float | None = None
 
 
 class Tier(StrEnum):

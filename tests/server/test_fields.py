@@ -9,6 +9,7 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
+from stemma.types import RetentionRange
 from tests.server.scripted_engine import ScriptedEngine
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -104,3 +105,23 @@ async def test_a_request_has_a_time_limit(engine: ScriptedEngine, settings: Sett
     assert response.status_code == (200 if stream else 408)
     assert "the request took more than 0.2 s" in response.text
     assert engine.active == set()
+
+
+async def test_ranges_of_the_prompt_have_hints_of_their_own(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    kept = [
+        {"num_tokens": 4, "priority": 90, "cache_ttl_s": 3600.0},
+        {"num_tokens": 9, "cache_ttl_s": 60.0},
+    ]
+    body = {"prompt": "x", "priority": 20, "cache_retention": kept}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    request = engine.requests[-1]
+    assert request.retention == (RetentionRange(4, 90, 3600.0), RetentionRange(9, 50, 60.0))
+    assert request.priority == 20
+
+    answer = await client.post("/v1/completions", json=body | {"cache_retention": kept[::-1]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "cache_retention"
+    answer = await client.post("/v1/completions", json=body | {"cache_retention": [{"num_tokens": 0}]})
+    assert answer.status_code == 400

@@ -63,7 +63,7 @@ class HeadedIndex(PrefixIndex):
             tokens[: head.num_tokens],
             block_ids[:num_blocks],
             now,
-            _part(traits, 0, min(num_blocks, len(block_ids))),
+            traits.part(0, min(num_blocks, len(block_ids))),
         )
         self._mark(first, is_public=True)
         if len(tokens) <= head.num_tokens:
@@ -73,7 +73,7 @@ class HeadedIndex(PrefixIndex):
             tokens[head.num_tokens :],
             block_ids[num_blocks:],
             now,
-            _part(traits, num_blocks, len(block_ids)),
+            traits.part(num_blocks, len(block_ids)),
         )
         self._mark(rest, is_public=False)
         return Inserted(
@@ -162,16 +162,3 @@ class HeadedIndex(PrefixIndex):
             return 0
         public = self._is_public[block_ids]
         return len(public) if public.all() else int(np.argmin(public))
-
-
-def _part(traits: BlockTraits, start: int, end: int) -> BlockTraits:
-    """Return the traits of some of the blocks."""
-    prints, costs_s = traits.fingerprints, traits.costs_s
-    return BlockTraits(
-        None if prints is None else prints[start:end],
-        None if costs_s is None else costs_s[start:end],
-        traits.priority,
-        traits.ttl_s,
-        traits.owner,
-        traits.after,
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -262,12 +263,4 @@ def traits_from(traits: BlockTraits, first: int, after: int, owner: str) -> Bloc
     """Return `traits` without the entries of the first `first` blocks; `after` is the last of those."""
     if first == 0 and not owner:
         return traits
-    prints, costs_s = traits.fingerprints, traits.costs_s
-    return BlockTraits(
-        None if prints is None else prints[first:],
-        None if costs_s is None else costs_s[first:],
-        traits.priority,
-        traits.ttl_s,
-        owner,
-        after,
-    )
+    return replace(traits.part(first), owner=owner, after=after)

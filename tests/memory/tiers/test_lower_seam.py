@@ -13,7 +13,7 @@ from tests.memory.cache.test_prefix_cache import NS, compute_all, make_cache, ru
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.transfer import PassedOver
 from stemma.prefix.explain import MissReason
-from stemma.types import BlockKey, Tier
+from stemma.types import BlockKey, RetentionRange, Tier
 
 
 class DictTiers:
@@ -112,6 +112,19 @@ def test_committed_and_evicted_blocks_are_announced_with_their_parents(cache, ti
     assert {(b.priority, b.ttl_s) for b in tiers.committed} == {(70, 5.0)}
     push_down(cache)
     assert [b.key for b in tiers.evicted[1:3]] == [keys[1], keys[0]]
+
+
+def test_a_block_has_the_hints_of_the_range_of_its_first_token(cache, tiers):
+    ranges = (RetentionRange(5, 90, 3600.0), RetentionRange(6, 10, 1.0), RetentionRange(9, 60, None))
+    lease = cache.reserve(NS, tokens(range(13)), priority=40, ttl_s=7.0, retention=ranges)
+    compute_all(cache, lease)
+    cache.free(lease, 13)
+    assert [(b.priority, b.ttl_s) for b in tiers.committed] == [
+        (90, 3600.0),
+        (90, 3600.0),  # the sixth token's range begins within this block
+        (60, None),
+        (40, 7.0),
+    ]
 
 
 def test_a_demoted_prefix_is_loaded_and_reported_by_tier(cache, tiers):

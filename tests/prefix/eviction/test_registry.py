@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 
 from stemma.errors import ConfigError
-from stemma.prefix.eviction.policy import EvictionPolicy
+from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy, HintedRun
 from stemma.prefix.eviction.registry import make_policy, policy_names
 
 
@@ -28,3 +29,28 @@ def test_options_follow_the_name() -> None:
 def test_options_that_are_none_are_refused(option: str) -> None:
     with pytest.raises(ConfigError, match="hazard"):
         make_policy(f"hazard:{option}")
+
+
+@pytest.mark.parametrize("name", ["retention", "hazard"])
+def test_blocks_of_one_insert_may_have_different_hints(name):
+    """What has the lower hint goes first, whatever its place; `part` keeps the hints of what is left."""
+    policy = make_policy(name)
+    ids = np.arange(6, dtype=np.int32)
+    runs = (HintedRun(0, 2, 100, None), HintedRun(2, 4, 0, None))
+    traits = BlockTraits(fingerprints=np.arange(1, 8, dtype=np.uint64), leading=runs)
+    assert traits.runs(1) == [HintedRun(0, 1, 100, None)]
+    assert traits.part(1, 7).runs(6) == [
+        HintedRun(0, 1, 100, None),
+        HintedRun(1, 3, 0, None),
+        HintedRun(3, 6, 50, None),
+    ]
+    policy.insert(ids, 0.0, traits.part(1))
+    for block_id in ids.tolist():
+        policy.offer(block_id)
+    order = []
+    for now in range(6):
+        victim = policy.victim(1.0 + now)
+        policy.drop(victim, 1.0 + now, evicted=True)
+        order.append(victim)
+    assert set(order[:2]) == {1, 2}
+    assert order[-1] == 0

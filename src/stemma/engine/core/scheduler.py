@@ -375,6 +375,7 @@ class Scheduler:
                 sequence.tokens,
                 priority=request.priority,
                 ttl_s=request.ttl_s,
+                retention=request.retention,
                 max_cached=None if scores is None else scores.num_scored,
             )
             if lease is None:

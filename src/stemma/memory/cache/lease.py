@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
+from stemma.prefix.eviction.policy import BlockTraits, HintedRun, clamped_priority, clamped_ttl_s
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import KeySpace, Namespace
-from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Fingerprints, Tier, TokenArray
+from stemma.types import (
+    DEFAULT_PRIORITY,
+    BlockIds,
+    BlockKey,
+    Fingerprints,
+    RetentionRange,
+    Tier,
+    TokenArray,
+)
 
 KEY_BYTES = 32
 _SPARE_TOKENS = 64
@@ -72,6 +81,7 @@ class Lease:
     __slots__ = (
         "_blocks",
         "_keys",
+        "_leading",
         "block_size",
         "buffer",
         "cached_by_tier",
@@ -83,6 +93,7 @@ class Lease:
         "num_keys",
         "pending",
         "priority",
+        "retention",
         "roots",
         "ttl_s",
     )
@@ -95,13 +106,17 @@ class Lease:
         *,
         priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
+        retention: Sequence[RetentionRange] = (),
     ) -> None:
+        """`retention`: hints of leading tokens; `priority` and `ttl_s` are those of the rest."""
         self.namespace = namespace
         self.roots = key_space.roots(namespace)
         self.block_size = block_size = key_space.block_size
         # Hints come from clients: they are clamped here, once for all tiers.
         self.priority = clamped_priority(priority)
         self.ttl_s = clamped_ttl_s(ttl_s)
+        self.retention = tuple(retention)
+        self._leading = _hinted_blocks(self.retention, block_size)
         self.buffer = TokenBuffer(tokens)
         """The sequence that takes the lease takes this as its own; there is no other copy."""
         capacity_blocks = len(tokens) // block_size + 2
@@ -186,6 +201,13 @@ class Lease:
         """Return what block number `block` is chained to: the key of the block before it, or a root."""
         return self.roots.before(block, self.key(block - 1) if block else self.roots.first)
 
+    def hints(self, block: int) -> tuple[int, float | None]:
+        """Return priority and time to live of block number `block`."""
+        for run in self._leading:
+            if block < run.end:
+                return run.priority, run.ttl_s
+        return self.priority, self.ttl_s
+
     def traits(
         self,
         num_full: int,
@@ -205,8 +227,19 @@ class Lease:
             costs_s=None if costs is None else costs[: len(prints)],
             priority=self.priority,
             ttl_s=self.ttl_s,
+            leading=self._leading,
         )
 
     def _reserve_keys(self, num_blocks: int) -> None:
         if num_blocks > len(self._keys):
             self._keys = np.resize(self._keys, (2 * num_blocks, KEY_BYTES))
+
+
+def _hinted_blocks(ranges: Sequence[RetentionRange], block_size: int) -> tuple[HintedRun, ...]:
+    """Return the hints of whole blocks: each takes those of the range of its first token."""
+    runs: list[HintedRun] = []
+    for one in ranges:
+        start, end = runs[-1].end if runs else 0, -(-one.num_tokens // block_size)
+        if end > start:
+            runs.append(HintedRun(start, end, clamped_priority(one.priority), clamped_ttl_s(one.ttl_s)))
+    return tuple(runs)

@@ -34,7 +34,7 @@ from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.explain import DISABLED_MISS, RECOMPUTED_MISS, Miss, MissReason, load_failed
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace, owner_tag
-from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, RetentionRange, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -168,6 +168,7 @@ class PrefixCache:
         *,
         priority: int = DEFAULT_PRIORITY,
         ttl_s: float | None = None,
+        retention: Sequence[RetentionRange] = (),
         max_cached: int | None = None,
     ) -> Lease | None:
         """Lease the longest cached prefix of `tokens`, and blocks for the rest and `num_new` more tokens.
@@ -176,11 +177,12 @@ class PrefixCache:
         is by the token. `lease.num_cached_tokens` tokens need no computing. If lower tiers hold more,
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
         is no room now. `max_cached`: take at most so many tokens, and from the device alone, because the rest
-        is to be computed whatever is cached.
+        is to be computed whatever is cached. `retention`: hints of leading tokens; `priority` and `ttl_s` are
+        those of the rest.
         """
         self._free_loaded()
         found = self._match(namespace, tokens if max_cached is None else tokens[: max_cached + 1])
-        lease = Lease(namespace, self._key_space, tokens, priority=priority, ttl_s=ttl_s)
+        lease = Lease(namespace, self._key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention)
         num_full = found.num_full_blocks(self.block_size)
         shared = found.block_ids[:num_full]
         self._share(lease, shared)
@@ -333,7 +335,12 @@ class PrefixCache:
         if fresh is None:
             return None
         twin = Lease(
-            lease.namespace, self._key_space, lease.tokens, priority=lease.priority, ttl_s=lease.ttl_s
+            lease.namespace,
+            self._key_space,
+            lease.tokens,
+            priority=lease.priority,
+            ttl_s=lease.ttl_s,
+            retention=lease.retention,
         )
         self._share(twin, lease.block_table[:num_full])
         twin.append_blocks(fresh)

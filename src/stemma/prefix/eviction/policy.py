@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -38,6 +38,16 @@ def clamped_ttl_s(ttl_s: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
+class HintedRun:
+    """Retention hints of blocks ``[start, end)`` of an insert."""
+
+    start: int
+    end: int
+    priority: int
+    ttl_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class BlockTraits:
     """What is known of the blocks of one insert apart from their tokens. Arrays have one entry per block."""
 
@@ -49,10 +59,38 @@ class BlockTraits:
     """Retention hint, 0 (drop first) to 100 (keep longest)."""
     ttl_s: float | None = None
     """Retention hint: after this many seconds unused, drop before anything else."""
+    leading: tuple[HintedRun, ...] = ()
+    """Hints of the leading blocks, without gaps, where they differ from those two."""
     owner: str = ""
     """Whose blocks they are (`Namespace.owner`). The index sets it; callers leave it alone."""
     after: int = -1
     """The block before the first of them, -1 at the root. The index sets it; callers leave it alone."""
+
+    def runs(self, num_blocks: int) -> list[HintedRun]:
+        """Return the hints of `num_blocks` blocks, without gaps."""
+        runs = [
+            HintedRun(run.start, min(run.end, num_blocks), run.priority, run.ttl_s)
+            for run in self.leading
+            if run.start < num_blocks
+        ]
+        start = runs[-1].end if runs else 0
+        if start < num_blocks:
+            runs.append(HintedRun(start, num_blocks, self.priority, self.ttl_s))
+        return runs
+
+    def part(self, start: int, end: int | None = None) -> BlockTraits:
+        """Return the traits of blocks ``[start, end)``."""
+        prints, costs_s = self.fingerprints, self.costs_s
+        return replace(
+            self,
+            fingerprints=None if prints is None else prints[start:end],
+            costs_s=None if costs_s is None else costs_s[start:end],
+            leading=tuple(
+                HintedRun(max(0, run.start - start), run.end - start, run.priority, run.ttl_s)
+                for run in self.leading
+                if run.end > start
+            ),
+        )
 
 
 DEFAULT_TRAITS = BlockTraits()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
+from stemma.prefix.eviction.policy import BlockTraits, HintedRun, clamped_priority, clamped_ttl_s
 from stemma.prefix.eviction.reuse_model import OpenLifetimes
 from stemma.prefix.eviction.stamped import resized
 from stemma.types import DEFAULT_PRIORITY, Fingerprints
@@ -92,9 +92,11 @@ class RecordTable:
         if traits.costs_s is not None or self._has_costs:
             self._has_costs = True
             self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
-        if self.has_hints or traits.priority != DEFAULT_PRIORITY or traits.ttl_s is not None:
+        is_hinted = bool(traits.leading) or traits.priority != DEFAULT_PRIORITY or traits.ttl_s is not None
+        if self.has_hints or is_hinted:
             self.has_hints = True
-            self.hints[records] = self._hint_number(traits)
+            for run in traits.runs(num_blocks):
+                self.hints[records[run.start : run.end]] = self._hint_number(run)
         self._states[records] = _RESIDENT
         self.num_resident += num_blocks
         return records, np.asarray(known, dtype=np.int32)
@@ -146,12 +148,12 @@ class RecordTable:
         self._states[record] = _FREE
         self._free.append(record)
 
-    def _hint_number(self, traits: BlockTraits) -> int:
+    def _hint_number(self, hints: HintedRun) -> int:
         """Return the number of the hints; rounded, since each different one costs a queue per class."""
-        if traits.priority == DEFAULT_PRIORITY and traits.ttl_s is None:
+        if hints.priority == DEFAULT_PRIORITY and hints.ttl_s is None:
             return 0
-        factor = 2.0 ** round((clamped_priority(traits.priority) - DEFAULT_PRIORITY) / 10)
-        hint_s = clamped_ttl_s(traits.ttl_s)
+        factor = 2.0 ** round((clamped_priority(hints.priority) - DEFAULT_PRIORITY) / 10)
+        hint_s = clamped_ttl_s(hints.ttl_s)
         ttl_s = math.inf if hint_s is None else 2.0 ** (math.ceil(4 * math.log2(hint_s + 0.1)) / 4)
         number = self._hint_numbers.get((factor, ttl_s))
         if number is None:

@@ -35,9 +35,10 @@ class RetentionPolicy(RankedPolicy):
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Store the hints and start the blocks' time to live."""
         self._reserve(block_ids)
-        ttl_s = clamped_ttl_s(traits.ttl_s)
-        self._priorities[block_ids] = clamped_priority(traits.priority)
-        self._ttls_s[block_ids] = math.inf if ttl_s is None else ttl_s
+        for run in traits.runs(len(block_ids)):
+            hinted, ttl_s = block_ids[run.start : run.end], clamped_ttl_s(run.ttl_s)
+            self._priorities[hinted] = clamped_priority(run.priority)
+            self._ttls_s[hinted] = math.inf if ttl_s is None else ttl_s
         self.access(block_ids, now)
 
     def access(self, block_ids: BlockIds, now: float) -> None:

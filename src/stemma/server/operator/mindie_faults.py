@@ -19,6 +19,7 @@ from starlette.responses import Response
 from stemma.errors import InvalidRequest
 from stemma.server.context import Maintenance, ServerContext, context_of
 from stemma.server.errors import AdminRoute, TGIRoute, json_response
+from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object
 
 router = APIRouter(route_class=TGIRoute)
@@ -34,6 +35,70 @@ _STATUS_OF: dict[Maintenance | None, int] = {
 PAUSE, REINIT, START, PAUSE_ROCE = 0, 1, 2, 3
 _ROLE_OF = {"prefill": "prefill", "decode": "decode", "flex": "both"}
 _MAX_PEERS = 4096
+
+
+class FaultCommand(BaseModel):
+    """Body of a command."""
+
+    cmd: Annotated[int, Field(strict=True)]
+
+
+def _ipv4(value: Any) -> Any:
+    if isinstance(value, str):
+        ipaddress.IPv4Address(value)
+    return value
+
+
+_Ip = Annotated[str, BeforeValidator(_ipv4)]
+_Number = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+
+
+class RoleDevice(BaseModel):
+    """A device of a node."""
+
+    device_logical_id: _Number
+    device_id: _Number
+    device_ip: _Ip
+    rank_id: _Number | None = None
+
+
+class RoleNode(BaseModel):
+    """A node of one side."""
+
+    server_ip: _Ip
+    device: Annotated[list[RoleDevice], Field(max_length=_MAX_PEERS)]
+    id: Annotated[int, Field(ge=0)] | None = None
+    host_ip: _Ip | None = None
+    p_percentage: Annotated[int, Field(ge=0, le=100)] | None = None
+
+
+class RolesV1(BaseModel):
+    """Body of ``/v1/role``: this node and those of the other side."""
+
+    local: RoleNode
+    peers: Annotated[list[RoleNode], Field(max_length=_MAX_PEERS)] | None = None
+
+
+class RoleInstance(BaseModel):
+    """Devices that serve together."""
+
+    dp_inst_id: Annotated[int, Field(ge=0)]
+    device: Annotated[list[RoleDevice], Field(max_length=_MAX_PEERS)]
+
+
+class RoleNodeV2(BaseModel):
+    """A node with several such groups."""
+
+    server_ip: _Ip
+    host_ip: _Ip
+    dp_inst_list: Annotated[list[RoleInstance], Field(max_length=_MAX_PEERS)]
+
+
+class RolesV2(BaseModel):
+    """Body of ``/v2/role``."""
+
+    local: Annotated[list[RoleNodeV2], Field(max_length=_MAX_PEERS)]
+    peers: Annotated[list[list[RoleNodeV2]], Field(max_length=_MAX_PEERS)] | None = None
 
 
 @router.get("/v1/engine-server/running-status")
@@ -52,11 +117,11 @@ async def running_status(request: Request) -> Response:
     return json_response({"status": STATUS_ABNORMAL, "errors": [error]})
 
 
-@command_router.post("/v1/engine-server/fault-handling-command")
+@command_router.post("/v1/engine-server/fault-handling-command", openapi_extra=takes(FaultCommand))
 async def fault_handling_command(request: Request) -> Response:
     """Pause the engine, or start it again: ``{"cmd": 0}`` pauses, 1 sets up again, 2 starts, 3 pauses."""
     try:
-        command = _Command.model_validate(await read_object(request)).cmd
+        command = FaultCommand.model_validate(await read_object(request)).cmd
     except (InvalidRequest, ValidationError):
         return _error(422, "cmd must be necessary and data type must be integer.", "Input Validation Error")
     context = context_of(request)
@@ -84,66 +149,16 @@ async def _execute(context: ServerContext, command: int) -> bool:
     return True
 
 
-class _Command(BaseModel):
-    cmd: Annotated[int, Field(strict=True)]
-
-
-def _ipv4(value: Any) -> Any:
-    if isinstance(value, str):
-        ipaddress.IPv4Address(value)
-    return value
-
-
-_Ip = Annotated[str, BeforeValidator(_ipv4)]
-_Number = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
-
-
-class _Device(BaseModel):
-    device_logical_id: _Number
-    device_id: _Number
-    device_ip: _Ip
-    rank_id: _Number | None = None
-
-
-class _Node(BaseModel):
-    server_ip: _Ip
-    device: Annotated[list[_Device], Field(max_length=_MAX_PEERS)]
-    id: Annotated[int, Field(ge=0)] | None = None
-    host_ip: _Ip | None = None
-    p_percentage: Annotated[int, Field(ge=0, le=100)] | None = None
-
-
-class _RolesV1(BaseModel):
-    local: _Node
-    peers: Annotated[list[_Node], Field(max_length=_MAX_PEERS)] | None = None
-
-
-class _Instance(BaseModel):
-    dp_inst_id: Annotated[int, Field(ge=0)]
-    device: Annotated[list[_Device], Field(max_length=_MAX_PEERS)]
-
-
-class _NodeV2(BaseModel):
-    server_ip: _Ip
-    host_ip: _Ip
-    dp_inst_list: Annotated[list[_Instance], Field(max_length=_MAX_PEERS)]
-
-
-class _RolesV2(BaseModel):
-    local: Annotated[list[_NodeV2], Field(max_length=_MAX_PEERS)]
-    peers: Annotated[list[list[_NodeV2]], Field(max_length=_MAX_PEERS)] | None = None
-
-
-@command_router.post("/v1/role/{role}")
+@command_router.post("/v1/role/{role}", openapi_extra=takes(RolesV1))
 async def role_v1(request: Request) -> Response:
     """Say whether the server has this role: prefill, decode or flex."""
-    return await _role(request, _RolesV1, ("prefill", "decode", "flex"))
+    return await _role(request, RolesV1, ("prefill", "decode", "flex"))
 
 
-@command_router.post("/v2/role/{role}")
+@command_router.post("/v2/role/{role}", openapi_extra=takes(RolesV2))
 async def role_v2(request: Request) -> Response:
     """The same, with the later shape of the body; prefill or decode."""
-    return await _role(request, _RolesV2, ("prefill", "decode"))
+    return await _role(request, RolesV2, ("prefill", "decode"))
 
 
 async def _role(request: Request, shape: type[BaseModel], roles: tuple[str, ...]) -> Response:

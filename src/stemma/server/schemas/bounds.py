@@ -31,6 +31,8 @@ MAX_CHOICES = 8192
 """`n` and `best_of`; `--max-num-seqs` is the lower limit of most servers."""
 MAX_PROMPTS = 1024
 """Prompts of one completion request."""
+MAX_KEPT = 16
+"""Entries of `cache_retention`."""
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 """Parts of one message."""

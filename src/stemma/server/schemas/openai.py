@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import (
+    MAX_KEPT,
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TEMPLATE_CHARS,
@@ -97,6 +98,15 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
 
 
+class KeptTokens(RequestModel):
+    """A retention hint of a prompt's leading tokens."""
+
+    num_tokens: PositiveCount
+    """Leading tokens, as far as no entry before this one covers them."""
+    priority: Priority | None = None
+    cache_ttl_s: Ttl | None = None
+
+
 class OpenAIRequest(RequestModel):
     """Fields that chat and plain completions share. None: the checkpoint's default, then OpenAI's."""
 
@@ -154,6 +164,8 @@ class OpenAIRequest(RequestModel):
     """Retention hint for the blocks that this request leaves behind."""
     cache_ttl_s: Ttl | None = None
     """Retention hint: seconds of disuse after which those blocks go first."""
+    cache_retention: Annotated[list[KeptTokens], Field(fail_fast=True, max_length=MAX_KEPT)] | None = None
+    """Retention hints of leading tokens, ascending; the two above are those of the rest."""
     best_of: Choices | None = None
     """Generate so many and return the `n` with the highest mean log-probability; or the beam width."""
     use_beam_search: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from stemma.engine.api import CacheReport
 from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
 from stemma.server.apis.messages.blocks import chat_fields
-from stemma.server.apis.messages.marks import MARKED_PRIORITY, Marks, marks_of, num_shared
+from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
 from stemma.server.context import ServerContext, context_of
@@ -25,11 +25,11 @@ from stemma.server.operator.explain import explanation_of
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import Retention, retained
+from stemma.server.requests.retention import hinted
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import EventStream, event
-from stemma.types import FinishReason
+from stemma.types import FinishReason, RetentionRange
 
 router = APIRouter(route_class=AnthropicRoute)
 
@@ -43,11 +43,13 @@ async def create_message(request: Request) -> Response:
     marks = marks_of(body)
     chat = validate(ChatRequest, chat_fields(body))
     turn = await chat_turn(context, new_id("msg"), chat)
-    written = None
-    if marks is not None:
-        turn = _retained(body, marks, turn)
-        written = await _num_marked(context, body, marks, turn)
-    reply = _Reply(context, turn, written)
+    if marks:
+        ends = [await _num_marked(context, body, mark, turn) for mark in marks]
+        ranges = ranges_of(marks, ends)
+        turn = replace(turn, generation=hinted(turn.generation, body, ranges))
+    else:
+        ranges = ()
+    reply = _Reply(context, turn, ranges)
     if body.stream:
         outputs = await start(context, request, [turn.generation], "messages")
         return EventStream(reply.events(outputs), outputs)
@@ -66,21 +68,15 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": len(tokens)})
 
 
-def _retained(body: MessagesRequest, marks: Marks, turn: ChatTurn) -> ChatTurn:
-    """Return the turn with the marks' hint, unless the request brings its own."""
-    hint = Retention(MARKED_PRIORITY, marks.ttl_s)
-    return replace(turn, generation=retained(turn.generation, body, hint))
-
-
-async def _num_marked(context: ServerContext, body: MessagesRequest, marks: Marks, turn: ChatTurn) -> int:
-    """Return how many tokens lie before the last mark: those that a prompt which ends there has in common.
+async def _num_marked(context: ServerContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
+    """Return how many tokens lie before a mark: those that a prompt which ends there has in common.
 
     A mark on the tools or the system text counts up to the first turn.
     """
     tokens = turn.generation.prompt_token_ids
-    if marks.num_turns == len(body.messages):
+    if mark.num_turns == len(body.messages):
         return len(tokens)
-    head = body.messages[: marks.num_turns] or [Turn(role="user", content="")]
+    head = body.messages[: mark.num_turns] or [Turn(role="user", content="")]
     try:
         fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
@@ -113,10 +109,10 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ServerContext, turn: ChatTurn, num_marked: int | None) -> None:
+    def __init__(self, context: ServerContext, turn: ChatTurn, marked: Sequence[RetentionRange]) -> None:
         self._context = context
         self._turn = turn
-        self._num_marked = num_marked
+        self._marked = marked
 
     def whole(self, result: Collected) -> dict[str, Any]:
         """Return the message of a request that is complete."""
@@ -172,9 +168,12 @@ class _Reply:
     def _usage(self, cache: CacheReport, num_generated: int) -> dict[str, Any]:
         """Return Anthropic's counts: read from cache, written for later, and the rest, which add up."""
         read = cache.num_cached_tokens
-        written = max(0, (self._num_marked or 0) - read)
-        ttl_s = self._turn.generation.ttl_s or 0.0
-        for_an_hour = written if ttl_s > _SHORT_TTL_S else 0
+        written = for_an_hour = start = 0
+        for one in self._marked:
+            new = max(0, one.num_tokens - max(read, start))
+            written += new
+            for_an_hour += new if (one.ttl_s or 0.0) > _SHORT_TTL_S else 0
+            start = one.num_tokens
         return {
             "input_tokens": cache.num_prompt_tokens - read - written,
             "cache_read_input_tokens": read,

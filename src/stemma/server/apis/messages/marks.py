@@ -1,12 +1,12 @@
-"""``cache_control`` marks: how long to keep a prompt's blocks, and which tokens lie before the last mark.
+"""``cache_control`` marks: how long to keep a prompt's tokens, up to each mark.
 
-The engine takes one hint per request. So all blocks of the request get the longest time of any mark, even
-those after the last mark.
+What lies before a mark is kept at least as long as the mark says. So tokens between two marks have the
+longest time of those behind them, and what follows the last mark has no hint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,34 +15,47 @@ from pydantic import ValidationError
 
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.messages import CacheControl, CountTokensRequest
-from stemma.types import DEFAULT_PRIORITY, TokenArray
+from stemma.types import DEFAULT_PRIORITY, RetentionRange, TokenArray
 
 MAX_MARKS = 4
 MARKED_PRIORITY = DEFAULT_PRIORITY + 20
-"""Priority of the blocks of a request with a mark."""
+"""Priority of the blocks before a mark."""
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """The marks of one request."""
+class Mark:
+    """One mark, or several at the same place."""
 
-    ttl_s: float
-    """The longest time that one of them names."""
     num_turns: int
-    """Turns up to and including the last mark; 0: it is in the system text or the tools."""
+    """Turns up to and including the mark; 0: it is in the system text or the tools."""
+    ttl_s: float
 
 
-def marks_of(body: CountTokensRequest) -> Marks | None:
-    """Return the marks; None if there are none. Raises InvalidRequest naming a wrong one."""
+def marks_of(body: CountTokensRequest) -> list[Mark]:
+    """Return the marks in order, the longest of those at one place.
+
+    Raises InvalidRequest naming a wrong one.
+    """
     found = list(_marks(body))
     if len(found) > MAX_MARKS:
         raise InvalidRequest(
             f"at most {MAX_MARKS} blocks may have cache_control, found {len(found)}", param="cache_control"
         )
-    if not found:
-        return None
-    return Marks(max(_TTL_S[mark.ttl] for _, mark in found), max(turns for turns, _ in found))
+    longest: dict[int, float] = {}
+    for num_turns, mark in found:
+        longest[num_turns] = max(_TTL_S[mark.ttl], longest.get(num_turns, 0.0))
+    return [Mark(num_turns, longest[num_turns]) for num_turns in sorted(longest)]
+
+
+def ranges_of(marks: Sequence[Mark], ends: Sequence[int]) -> tuple[RetentionRange, ...]:
+    """Return the hints of a prompt in which `ends` tokens lie before each of the marks."""
+    ranges: list[RetentionRange] = []
+    for number, end in enumerate(ends):
+        ttl_s = max(mark.ttl_s for mark in marks[number:])
+        if end > (ranges[-1].num_tokens if ranges else 0):
+            ranges.append(RetentionRange(end, MARKED_PRIORITY, ttl_s))
+    return tuple(ranges)
 
 
 def _marks(body: CountTokensRequest) -> Iterator[tuple[int, CacheControl]]:
