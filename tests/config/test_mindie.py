@@ -122,6 +122,30 @@ def test_splitfuse_takes_its_own_number_of_tokens_a_step(load: Load) -> None:
     assert load(config(model, backend=backend)).engine.scheduler.max_batch_tokens == 256
 
 
+@pytest.mark.parametrize(
+    ("kind", "enabled", "says"),
+    [
+        ("deepseek_v3", True, None),
+        ("deepseek_v3", False, "MindIE wants it true for DeepSeek"),
+        ("qwen2", False, None),
+        ("qwen2", True, "not for qwen2"),
+    ],
+)
+def test_enable_nz_is_for_deepseek(
+    load: Load, notes: list[str], tmp_path: Path, kind: str, enabled: bool, says: str | None
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    model = {
+        "modelWeightPath": str(tmp_path / "model"),
+        "plugin_params": '{"plugin_type":"prefix_cache"}',
+        "models": {"deepseekv2": {"kv_cache_options": {"enable_nz": enabled}}},
+    }
+    load(config(model))
+    found = [line for line in notes if "MindIE wants" in line]
+    assert (says is None and not found) or (len(found) == 1 and says in found[0])
+
+
 @pytest.mark.parametrize("name", ["kv_cache_option", "kv_cache_options"])
 def test_both_names_of_the_kv_cache_options(load: Load, notes: list[str], name: str) -> None:
     load(config({"models": {"deepseekv2": {name: {"enable_nz": True}}}}))

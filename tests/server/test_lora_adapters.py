@@ -63,6 +63,28 @@ async def test_load_list_unload(open_client: httpx.AsyncClient, folder: Path) ->
     assert again.status_code == 404
 
 
+async def test_blocks_of_an_adapter_are_published_apart(
+    open_client: httpx.AsyncClient, engine: ScriptedEngine, folder: Path
+) -> None:
+    await load(open_client, "sql", folder / "sql")
+    prompt = "You turn questions into SQL. " * 20
+    made = await open_client.post("/admin/cache/publish", json={"prompt": prompt, "model": "sql"})
+    assert made.status_code == 200, made.text
+    prewarm = engine.requests[-1]
+    assert prewarm.namespace.is_public
+    assert prewarm.adapter is not None
+    assert prewarm.namespace.adapter == prewarm.adapter.key == made.json()["adapter"]
+
+    heads = []
+    for model in ("sql", "scripted"):
+        await open_client.post("/v1/completions", json={"model": model, "prompt": prompt + "Why?"})
+        heads.append(engine.requests[-1].namespace.head)
+    assert heads[0] is not None
+    assert heads[1] is None
+    wrong = await open_client.post("/admin/cache/publish", json={"prompt": prompt, "model": "none"})
+    assert wrong.status_code == 404
+
+
 PROTOCOLS = [
     ("/v1/chat/completions", {"model": "sql", "messages": [{"role": "user", "content": "hi"}]}),
     ("/v1/completions", {"model": "sql", "prompt": "hi", "max_tokens": 4}),

@@ -22,6 +22,7 @@ def publish_command(
         Path | None, typer.Option(help="File with a system message, which the chat template puts first.")
     ] = None,
     name: Annotated[str, typer.Option(help="What it is called in the list.")] = "",
+    model: Annotated[str | None, typer.Option(help="An adapter of the server; default: its model.")] = None,
     admin_key: AdminKey = None,
 ) -> None:
     """Let all tenants of a server share the blocks of a prefix, and compute them."""
@@ -31,7 +32,8 @@ def publish_command(
         body: dict[str, Any] = {"messages": [{"role": "system", "content": read_text(system_file)}]}
     else:
         body = {"prompt": read_prompt(prompt, prompt_file, token_ids)}
-    made = call(url, "POST", "/admin/cache/publish", {**body, "name": name}, admin_key)
+    body |= {"name": name} | ({} if model is None else {"model": model})
+    made = call(url, "POST", "/admin/cache/publish", body, admin_key)
     typer.echo(
         f"{made['publish_id']}: {made['num_public_tokens']} of {made['num_prompt_tokens']} tokens are public"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ MANAGEMENT_ADDRESS_VARIABLE = "MIES_CONTAINER_MANAGEMENT_IP"
 MAX_POOL_DEVICES = 512
 """Beyond it, the original's links between devices are torn down and rebuilt."""
 _REQUESTS_PER_LINK = 3
+_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+_MAX_CONFIG_BYTES = 1 << 20
 _TLS_PLANES = (("", "tls_"), ("management_", "management_tls_"), ("metrics_", "metrics_tls_"))
 
 
@@ -178,6 +181,8 @@ def _notes(file: MindIEFile, result: Translation) -> None:
         result.notes.append("accepted without effect: " + ", ".join(dict.fromkeys(file.without_effect)))
     if file.unknown:
         result.notes.append("unknown keys, ignored: " + ", ".join(file.unknown))
+    if (nz := _nz_note(model)) is not None:
+        result.notes.append(nz)
     if "enable_prefix_cache" in schedule.model_fields_set:
         result.notes.append(
             "enablePrefixCache is obsolete and ignored; plugin_params with prefix_cache turns the cache on"
@@ -190,3 +195,27 @@ def _notes(file: MindIEFile, result: Translation) -> None:
             f"{num_devices} devices share a pool: the original's links hold {MAX_POOL_DEVICES} at most, more "
             "are torn down and rebuilt; make pools of fewer devices"
         )
+
+
+def _nz_note(model: ModelConfig) -> str | None:
+    """Say where `enable_nz` isn't what MindIE wants: true for DeepSeek with the prefix cache, else false."""
+    kind = _model_type(Path(model.model_weight_path))
+    enabled = any(options.kv_cache_options.enable_nz for options in model.models.values())
+    if kind is None or enabled == (is_deepseek := kind in _DEEPSEEK):
+        return None
+    if is_deepseek and "prefix_cache" in model.plugin_params:
+        return "enable_nz is false; MindIE wants it true for DeepSeek with prefix_cache. KV is the same here"
+    if enabled:
+        return f"enable_nz is true; MindIE wants it for DeepSeek alone, not for {kind}. KV is the same here"
+    return None
+
+
+def _model_type(folder: Path) -> str | None:
+    """Return `model_type` of a checkpoint; None if that can't be told (loading it will say why)."""
+    try:
+        with open(folder / "config.json", "rb") as file:
+            found = json.loads(file.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    return kind[:64] if isinstance(kind, str) else None

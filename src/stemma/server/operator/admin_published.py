@@ -12,12 +12,14 @@ from starlette.responses import Response
 from stemma.engine.api import GenerationRequest
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
+from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import AdminRoute, json_response
 from stemma.server.openapi import takes
 from stemma.server.operator.admin import prompt_tokens
 from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import check_model
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Messages, Name
 from stemma.server.tenants.published import Published
@@ -33,6 +35,8 @@ class PublishRequest(RequestModel):
     messages: Messages | None = None
     name: Name = ""
     """For people."""
+    model: Name | None = None
+    """An adapter, whose blocks are to be shared; None: the model itself."""
 
     @model_validator(mode="after")
     def _one_of(self) -> PublishRequest:
@@ -53,10 +57,11 @@ async def publish(request: Request) -> Response:
     context, body = context_of(request), validate(PublishRequest, await read_object(request))
     if not context.settings.engine.cache.enable_prefix_cache:
         raise InvalidRequest("the prefix cache is off: there is nothing to share")
+    adapter = check_model(context, body.model)
     tokens = await prompt_tokens(context, body.prompt, body.messages, is_open=True)
-    made = await context.published.add(tokens, body.name)
+    made = await context.published.add(tokens, body.name, "" if adapter is None else adapter.key)
     answer = _as_json(made) | {"num_prompt_tokens": len(tokens), "is_kept": context.published.is_kept}
-    return json_response(answer | {"num_cached_tokens": await _prewarm(context, made)})
+    return json_response(answer | {"num_cached_tokens": await _prewarm(context, made, adapter)})
 
 
 @router.post("/unpublish", openapi_extra=takes(UnpublishRequest))
@@ -73,13 +78,14 @@ async def published(request: Request) -> Response:
     return json_response({"published": [_as_json(one) for one in known.prefixes], "is_kept": known.is_kept})
 
 
-async def _prewarm(context: ServerContext, made: Published) -> int:
+async def _prewarm(context: ServerContext, made: Published, adapter: Adapter | None) -> int:
     """Compute the prefix; return how many of its tokens were cached before."""
     wanted = GenerationRequest(
         request_id=new_request_id("publish"),
         prompt_token_ids=made.tokens,
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         namespace=Namespace(adapter=made.adapter, is_public=True),
+        adapter=adapter,
     )
     num_cached = 0
     async for output in context.engine.generate(wanted):
@@ -92,6 +98,7 @@ def _as_json(one: Published) -> dict[str, Any]:
     return {
         "publish_id": one.publish_id,
         "name": one.name,
+        "adapter": one.adapter,
         "num_public_tokens": len(one.tokens),
         "created_at": round(one.created_at, 3),
     }
