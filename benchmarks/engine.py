@@ -26,11 +26,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
-from benchmarks.light_client import stream_completion
+from benchmarks.light_client import stream_completions
 from benchmarks.peers import servers
 from benchmarks.workloads import decode_rate
 from stemma.cli.bench.driver import negotiate
-from stemma.cli.client import Answer, make_http
+from stemma.cli.client import make_http
 from stemma.config.sizes import parse_size
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import EngineParts, build_engine, make_index
@@ -298,12 +298,9 @@ async def _decode_rate_served(bench: Bench, server: servers.Running, batch: int)
     """Return the same of a server, as a client sees it that takes little of the cores they share."""
     async with make_http(server.base_url) as http:
         target = await negotiate(http, server.model, "completions")
-
-        async def one(tokens: TokenArray) -> Answer:
-            body = {"model": target.model, "max_tokens": _SERVED_TOKENS, **target.extra}
-            return await stream_completion(server.base_url, {**body, "prompt": tokens.tolist()})
-
-        answers = await asyncio.gather(*(one(bench.tokens(64)) for _ in range(batch)))
+    body = {"model": target.model, "max_tokens": _SERVED_TOKENS, **target.extra}
+    bodies = [{**body, "prompt": bench.tokens(64).tolist()} for _ in range(batch)]
+    answers = stream_completions(server.base_url, bodies)
     rate = decode_rate(answers)
     assert rate is not None
     return rate

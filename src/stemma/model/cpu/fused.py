@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,7 @@ class FusedDecoder:
         leave_file(hf_model)
         self._step = DecoderStep(kernels, layers, base.norm.weight, head, self._eps)
         self._num_layers, self._dtype = len(layers), base.norm.weight.dtype
+        self._args: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
         self._adaptable = adaptable(layers, self._num_heads, self._num_kv_heads, self._head_dim)
 
     def adaptable(self) -> dict[str, LinearShape]:
@@ -137,22 +139,24 @@ class FusedDecoder:
         kernels = self._kernels
         hidden = self._embed(batch.token_ids)
         cos, sin = self._angles.at(batch.positions, max(batch.context_lens))
-        rotate = self._rotate_args(batch, kv, cos, sin)
-        attend = self._attend_args(kv, hidden.dtype)
+        rotate, attend = self._args_over(kv)
+        rotate.cos, rotate.sin = cos.data_ptr(), sin.data_ptr()
+        rotate.slots, rotate.tokens = batch.slots.data_ptr(), len(batch.slots)
+        rotate.threads = torch.get_num_threads()
         plan = step.plan(self._num_kv_heads, self._num_heads // self._num_kv_heads).open(kernels)
         return self._step.forward(batch, kv, hidden, rotate, attend, plan)
 
-    def _rotate_args(
-        self, batch: ForwardBatch, kv: DeviceKV, cos: torch.Tensor, sin: torch.Tensor
-    ) -> RotateArgs:
-        """Return what all layers share; the cache's addresses are those of layer 0."""
+    def _args_over(self, kv: DeviceKV) -> tuple[RotateArgs, AttendArgs]:
+        """Return what all layers and steps over `kv` share: made again only where `kv` is another one."""
+        if self._args is None or self._args[0]() is not kv:
+            self._args = ref(kv), self._rotate_args(kv), self._attend_args(kv)
+        return self._args[1:]
+
+    def _rotate_args(self, kv: DeviceKV) -> RotateArgs:
+        """Return them without what a step brings; the cache's addresses are those of layer 0."""
         return RotateArgs(
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
             keys=kv.address(0, 0),
             values=kv.address(0, 1),
-            slots=batch.slots.data_ptr(),
-            tokens=len(batch.slots),
             block_stride=kv.block_stride,
             token_stride=kv.token_stride,
             head_stride=self._head_dim,
@@ -160,13 +164,12 @@ class FusedDecoder:
             kv_heads=self._num_kv_heads,
             dim=self._head_dim,
             block_size=kv.layout.block_size,
-            is_bf16=cos.dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
+            is_bf16=self._dtype == torch.bfloat16,
             eps=self._eps,
             format=native_format(kv.layout),
         )
 
-    def _attend_args(self, kv: DeviceKV, dtype: torch.dtype) -> AttendArgs:
+    def _attend_args(self, kv: DeviceKV) -> AttendArgs:
         return AttendArgs(
             query_token_stride=self._num_heads * self._head_dim,
             query_head_stride=self._head_dim,
@@ -175,7 +178,7 @@ class FusedDecoder:
             head_stride=self._head_dim,
             key_dim=self._head_dim,
             value_dim=self._head_dim,
-            is_bf16=dtype == torch.bfloat16,
+            is_bf16=self._dtype == torch.bfloat16,
             format=native_format(kv.layout),
         )
 
