@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stemma.cli.replay_replicas import replay_clusters, replica_table
 from stemma.errors import ConfigError
 from stemma.lab.admission import ADMISSIONS
-from stemma.lab.replay import MIN_POLICY, ReplayResult, known_policies, replay
+from stemma.lab.replay import BOUNDS, ReplayResult, known_policies, replay
 from stemma.lab.replicas import Cluster
 from stemma.lab.report import (
     Row,
@@ -41,7 +41,7 @@ LIMIT_OPTION = typer.Option("--limit", min=1, help="Read only the first N reques
 def replay_command(
     trace_path: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file, plain or .gz.")],
     policy: Annotated[
-        str, typer.Option(help="Policies, comma-separated; `min` is the clairvoyant bound.")
+        str, typer.Option(help="Policies, comma-separated; `min`, `oracle` and `oracle-crossed` are bounds.")
     ] = ("lru,hazard,min"),
     capacity: Annotated[
         str, typer.Option(help="Cache sizes in blocks of the trace, comma-separated; `unlimited` is one.")
@@ -235,7 +235,7 @@ def _replay_tiers(
         raise ConfigError("tiers need sizes, not `unlimited`")
     rows = []
     with _progress(console, "requests") as bar:
-        names = [name for name in policies if name != MIN_POLICY]
+        names = [name for name in policies if name not in BOUNDS]
         task = bar.add_task("replaying", total=len(names) * len(sizes) * trace.num_requests)
         for name in names:
             for size in sizes:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
-from stemma.lab.replay import MIN_POLICY
+from stemma.lab.replay import BOUNDS
 from stemma.lab.replicas import Cluster, ClusterResult, replay_replicas
 from stemma.lab.traces.columns import Trace
 
@@ -50,7 +50,7 @@ def replay_clusters(
     For each number of replicas, one replica with the memory of all comes first.
     """
     numbers, routers = parse_replicas(which[0]), parse_routers(which[1])
-    policies = [name for name in policies if name != MIN_POLICY]
+    policies = [name for name in policies if name not in BOUNDS]
     runs = len(policies) * len(sizes) * len(numbers) * (1 + len(routers))
     task = bar.add_task("replaying", total=runs * trace.num_requests)
     results = []

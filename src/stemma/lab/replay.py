@@ -9,13 +9,16 @@ live server needs for running requests is not part of `capacity_blocks`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from stemma.lab.clairvoyant import replay_min
+from stemma.lab.clairvoyant import Hits, replay_min
+from stemma.lab.class_oracle import replay_class_oracle
 from stemma.lab.savings import PrefillModel
 from stemma.lab.traces.columns import Trace
 from stemma.prefix.eviction.policy import BlockTraits
@@ -26,6 +29,14 @@ from stemma.types import BlockIds, Fingerprints
 
 MIN_POLICY = "min"
 """Name of the clairvoyant bound beside the real policies."""
+BOUNDS: Mapping[str, Callable[[Trace, int | None], Hits]] = MappingProxyType(
+    {
+        MIN_POLICY: replay_min,
+        "oracle": partial(replay_class_oracle, crossed=False),
+        "oracle-crossed": partial(replay_class_oracle, crossed=True),
+    }
+)
+"""What knows the future in whole or in part, by name: no server can run these."""
 
 Progress = Callable[[int], None]
 """Called with the number of requests served since the last call."""
@@ -144,13 +155,13 @@ def replay(
     costs: npt.NDArray[np.float32] | None = None,
     progress: Progress | None = None,
 ) -> ReplayResult:
-    """Replay the whole trace under one policy (`min` is the clairvoyant bound).
+    """Replay the whole trace under one policy (or one of `BOUNDS`).
 
     Raises ConfigError for an unknown policy.
     """
     started = time.perf_counter()
-    if policy == MIN_POLICY:
-        bound = replay_min(trace, capacity_blocks)
+    if policy in BOUNDS:
+        bound = BOUNDS[policy](trace, capacity_blocks)
         if progress is not None:
             progress(trace.num_requests)
         return ReplayResult(policy, capacity_blocks, bound.num_hit_blocks, 0, time.perf_counter() - started)
@@ -171,4 +182,4 @@ def replay(
 
 def known_policies() -> list[str]:
     """Return the names that `replay` takes."""
-    return [*policy_names(), MIN_POLICY]
+    return [*policy_names(), *BOUNDS]

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from stemma.errors import StorageError
-from stemma.lab.replay import MIN_POLICY, ReplayResult
+from stemma.lab.replay import BOUNDS, MIN_POLICY, ReplayResult
 from stemma.lab.savings import PrefillModel, Prices
 from stemma.lab.tiers import TierResult
 from stemma.lab.traces.columns import Trace
@@ -134,10 +134,10 @@ def hit_ratio_table(trace: Trace, rows: list[Row]) -> Table:
     by_key = {(row.policy, row.capacity_blocks): row for row in rows}
     best = {
         size: max(
-            row.block_hit_ratio for row in rows if row.capacity_blocks == size and row.policy != MIN_POLICY
+            row.block_hit_ratio for row in rows if row.capacity_blocks == size and row.policy not in BOUNDS
         )
         for size in sizes
-        if any(row.capacity_blocks == size and row.policy != MIN_POLICY for row in rows)
+        if any(row.capacity_blocks == size and row.policy not in BOUNDS for row in rows)
     }
     for policy in dict.fromkeys(row.policy for row in rows):
         cells = []

@@ -105,6 +105,11 @@ class Edge:
         return self._node.blocks[-1] if self._node.blocks else -1
 
     @property
+    def block_ids(self) -> list[int]:
+        """Ids of the blocks that it owns."""
+        return self._node.blocks.tolist()
+
+    @property
     def is_pinned(self) -> bool:
         """Whether its first block is pinned."""
         return bool(self._node.blocks) and self._index.is_pinned(self._node.blocks[0])

@@ -15,12 +15,12 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import torch
 
 from stemma.engine.core.engine import Engine
-from stemma.engine.core.tree_outline import TreeOutline, add_copies, outline_tree
+from stemma.engine.core.tree_outline import MAX_BELOW, TreeOutline, add_copies, add_lower, outline_tree
 from stemma.errors import InvalidRequest, Overloaded
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
-from stemma.prefix.keys import KeySpace, Namespace
+from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.types import BlockKey, Tier, TokenArray
 
 T = TypeVar("T")
@@ -102,9 +102,18 @@ class CacheControl:
         self._held: dict[str, _Held] = {}
 
     async def outline(self, max_nodes: int) -> TreeOutline:
-        """Return the tree on the device as numbers, with the copies that local tiers have."""
-        outline = await self._run(lambda: outline_tree(self._cache, max_nodes))
-        await asyncio.to_thread(add_copies, outline, self._cache.lookup_local)
+        """Return the tree as numbers: the device's nodes, their copies, and what only local tiers hold."""
+        outline, blocks = await self._run(lambda: outline_tree(self._cache, max_nodes))
+
+        def complete() -> None:
+            add_copies(outline, blocks, self._cache.lookup_local)
+            held = self._cache.held_locally(MAX_BELOW)
+            if DEFAULT_NAMESPACE not in outline.namespaces and any(held.values()):
+                outline.namespaces.append(DEFAULT_NAMESPACE)  # after a restart only the disk has anything
+            roots = {self._space.roots(one).first: n for n, one in enumerate(outline.namespaces)}
+            add_lower(outline, blocks, held, roots, max_nodes)
+
+        await asyncio.to_thread(complete)
         return outline
 
     async def lookup(self, namespace: Namespace, tokens: TokenArray) -> CacheLookup:

@@ -7,7 +7,7 @@ const MAX_ROWS = 50, TREE_EVERY_MS = 15000, RETRY_MS = 2000;
 const number = (n) => n.toLocaleString("en", { maximumFractionDigits: 0 });
 const percent = (part, whole) => `${(100 * part / Math.max(1, whole)).toFixed(1)} %`;
 const charts = new Charts();
-const tree = new Tree($("tree"), (text) => { $("node").textContent = text; });
+const tree = new Tree($("tree"), (text) => { $("node").textContent = text; }, listTree);
 const ended = [];
 let before = null, last = 0, hasBegun = false;
 window.stemmaTree = tree;
@@ -119,6 +119,25 @@ async function divergences() {
     }
     part.replaceChildren(list);
   } catch (problem) { part.textContent = problem.message; }
+}
+
+// The picture as a list, for who can't see it: the chosen node and its branches, each a button.
+function listTree(chosen) {
+  const node = tree.nodes[chosen], list = $("branches"), hadFocus = list.contains(document.activeElement);
+  const item = (label, to) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", textContent: label });
+    button.addEventListener("click", () => { tree.choose(to); tree.zoom(to); });
+    const entry = document.createElement("li");
+    entry.append(button);
+    return entry;
+  };
+  $("chosen").textContent = tree.sentence(chosen);
+  const entries = node.children.slice(0, MAX_ROWS).map((c) => item(tree.sentence(c), c));
+  if (node.parent >= 0) entries.unshift(item(`Back to ${JSON.stringify(tree.nodes[node.parent].label)}`, node.parent));
+  list.replaceChildren(...entries);
+  const left = node.children.length - MAX_ROWS;
+  $("branches-left").textContent = left > 0 ? `${number(left)} smaller branches are left out.` : "";
+  if (hadFocus) list.querySelector("button")?.focus();
 }
 
 async function readTree() {

@@ -44,10 +44,33 @@ export class Charts {
     try {
       for (const [id, make] of [["hits", hits], ["ttft", firstToken], ["fill", fill], ["flow", flow], ["evict", evict]]) {
         const { data, layout } = make(this);
+        const part = document.getElementById(id);
+        part.setAttribute("role", "img");
+        part.setAttribute("aria-label", inWords(part, data));
         await Plotly.react(id, data, { ...look(), ...layout }, { responsive: true, displayModeBar: false });
+        // Plotly measures texts in a drawing of its own.
+        for (const drawn of document.querySelectorAll(".chart svg, #js-plotly-tester")) drawn.setAttribute("aria-hidden", "true");
       }
     } finally { this.isDrawing = false; }
   }
+}
+
+// What a chart shows now, for who can't see it.
+function inWords(part, data) {
+  const title = part.closest("section").querySelector("h2").textContent;
+  const whole = (n) => Math.round(n).toLocaleString("en");
+  const said = data.map((one) => {
+    if (one.type === "sankey") return one.link.value.map((n, k) =>
+      `${whole(n)} from ${one.node.label[one.link.source[k]]} to ${one.node.label[one.link.target[k]]}`).join(", ");
+    if (one.type === "box") {
+      const sorted = one.y.toSorted((a, b) => a - b);
+      return `${one.name} cached: ${sorted.length ? `median ${whole(sorted[sorted.length >> 1])} ms` : "none"}`;
+    }
+    if (one.orientation === "h") return one.y.map((tier, k) => `${tier} ${one.name} ${whole(one.x[k])}`).join(", ");
+    if (one.type === "bar") return `${one.name} ${whole(one.y.reduce((a, b) => a + b, 0))}`;
+    return `${one.name} ${whole(one.y.at(-1) ?? 0)} blocks a second`;
+  });
+  return `${title}: ${said.join("; ") || "nothing yet"}`;
 }
 
 function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }

@@ -3,9 +3,11 @@
 const ROW = 26, MIN_PX = 0.5, MIN_TEXT_PX = 48, ZOOM_MS = 220, HOUR_S = 3600;
 
 export class Tree {
-  constructor(canvas, tell) {
+  // `tell` is given a sentence on a node, `list` the number of the chosen one.
+  constructor(canvas, tell, list) {
     this.canvas = canvas;
     this.tell = tell;
+    this.list = list;
     this.nodes = [];
     this.view = { from: 0, to: 1, row: 0 };
     this.chosen = 0;
@@ -29,11 +31,17 @@ export class Tree {
         children: [], row: 1, age: null, below: "" });
       root.children.push(nodes.length - 1);
     });
+    if (data.namespace.includes(data.namespaces.length)) { // nobody here knows what is before these blocks
+      nodes.push({ label: "beginning unknown", own: 0, parent: 0, children: [], row: 1, age: null, below: "" });
+      root.children.push(nodes.length - 1);
+    }
     const first = nodes.length;
     data.parent.forEach((parent, i) => {
       const up = parent < 0 ? 1 + data.namespace[i] : first + parent;
       nodes.push({ label: data.text[i] ?? "", own: data.tokens[i], parent: up, children: [], row: nodes[up].row + 1,
-        age: data.age_s[i], below: data.below[i], start: data.start[i], pinned: data.pinned[i] });
+        age: data.age_s[i], below: data.below[i], start: data.start[i], pinned: data.pinned[i],
+        onDevice: data.on_device?.[i] ?? true });
+      if (!nodes.at(-1).onDevice) nodes.at(-1).label = `only on ${data.below[i].replace(" ", " and ")}`;
       nodes[up].children.push(nodes.length - 1);
     });
     for (const node of nodes) node.total = node.own;
@@ -60,6 +68,7 @@ export class Tree {
     this.chosen = Math.min(this.chosen, nodes.length - 1);
     this.view = { from: 0, to: 1, row: 0 };
     this.draw();
+    this.list(this.chosen);
   }
 
   colours() {
@@ -118,9 +127,13 @@ export class Tree {
   box(pen, node, i, left, y, right, colours) {
     const w = right - left;
     this.numDrawn++;
-    const fill = heat(node.age, colours), writing = contrast(fill);
-    pen.fillStyle = fill;
-    pen.fillRect(left, y, Math.max(w - (w > 3 ? 1 : 0), MIN_PX), ROW - 1);
+    const isHollow = node.onDevice === false && w > 6;
+    const fill = heat(node.age, colours), writing = isHollow ? colours.ink : contrast(fill);
+    pen.fillStyle = pen.strokeStyle = fill;
+    if (isHollow) { // no bytes of it are on the device
+      pen.lineWidth = 2;
+      pen.strokeRect(left + 1, y + 1, w - 3, ROW - 3);
+    } else pen.fillRect(left, y, Math.max(w - (w > 3 ? 1 : 0), MIN_PX), ROW - 1);
     if (w > 6 && node.below) pattern(pen, node.below, left, y, w, writing);
     if (i === this.chosen) {
       pen.strokeStyle = colours.accent;
@@ -153,17 +166,20 @@ export class Tree {
     return i;
   }
 
-  choose(i) { if (i !== null) { this.chosen = i; this.say(i); this.draw(); } }
+  choose(i) { if (i !== null) { this.chosen = i; this.say(i); this.draw(); this.list(i); } }
 
-  say(i) {
+  say(i) { this.tell(this.sentence(i)); }
+
+  sentence(i) {
     const node = this.nodes[i];
     const parts = [`${node.total.toLocaleString()} tokens`];
-    if (node.own) parts.push(`${node.own.toLocaleString()} of its own from token ${node.start.toLocaleString()} on`);
+    const place = node.start === null ? "after tokens that nobody here knows" : `from token ${node.start?.toLocaleString()} on`;
+    if (node.own) parts.push(`${node.own.toLocaleString()} of its own ${place}`);
     if (node.children.length) parts.push(`${node.children.length.toLocaleString()} branches`);
     if (node.age !== null) parts.push(`used ${span(node.age)} ago`);
-    if (node.below) parts.push(`also on ${node.below.replace(" ", " and ")}`);
+    if (node.below && node.onDevice) parts.push(`also on ${node.below.replace(" ", " and ")}`);
     if (node.pinned) parts.push("pinned");
-    this.tell(`${JSON.stringify(node.label)}: ${parts.join(", ")}`);
+    return `${JSON.stringify(node.label)}: ${parts.join(", ")}`;
   }
 
   zoom(i) {

@@ -27,7 +27,7 @@ from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prompt_loads import PromptLoads
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import KVEventSink
-from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.block_store import BlockStore, HeldBlock
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.memory.tiers.transfer import TierTransfer
@@ -407,6 +407,10 @@ class PrefixCache:
     def lookup_local(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
         """Return, per lower tier of this machine, which keys it holds."""
         return {store.tier: store.exists_many(keys) for store in self.stores if store.is_local}
+
+    def held_locally(self, max_blocks: int) -> dict[Tier, list[HeldBlock]]:
+        """Return, per lower tier of this machine, the blocks that entered last, at most so many of each."""
+        return {store.tier: store.newest(max_blocks) for store in self.stores if store.is_local}
 
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
         """Forbid eviction from host and disk (on the device: `hold`); return which blocks each pinned."""

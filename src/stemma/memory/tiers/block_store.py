@@ -98,6 +98,17 @@ class Storable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """A block that a store holds, as an operator may see it."""
+
+    key: BlockKey
+    parent: BlockKey
+    """Key of the block before it, or the root of its namespace."""
+    age_s: float
+    """Seconds since it was last read or written there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loan:
     """Blocks read into the store's own memory, which stays untouched until `free` is called (once)."""
 
@@ -212,6 +223,10 @@ class BlockStore(ABC):
         return None
 
     # Only a store of this process alone (`is_local`) can do these; a shared one ignores them.
+
+    def newest(self, max_blocks: int) -> list[HeldBlock]:
+        """Return the blocks that entered last, at most so many, newest first; a shared store lists none."""
+        return []
 
     @property
     def num_blocks(self) -> int | None:

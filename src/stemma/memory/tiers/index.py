@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +90,11 @@ class TierIndex:
         """Yield (slot, key, parent) of every live block; the index must not change during this."""
         for key, slot in self._slot_of.items():
             yield slot, key, self._parent_of[slot]
+
+    def newest(self, max_blocks: int) -> list[tuple[int, BlockKey, BlockKey]]:
+        """Return (slot, key, parent) of the live blocks that entered last, newest first. O(max_blocks)."""
+        last = islice(reversed(self._slot_of.items()), max_blocks)
+        return [(slot, key, self._parent_of[slot]) for key, slot in last]
 
     def reserve(self, end: int | None = None) -> int | None:
         """Take a free slot for writing, or None if there is none below `end`: then call `evict`."""

@@ -17,6 +17,7 @@ from stemma.errors import StorageError
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, KVEventSink
 from stemma.memory.tiers.block_store import (
     BlockPut,
+    HeldBlock,
     LocalStore,
     PutResult,
     ReadResult,
@@ -252,6 +253,16 @@ class SlottedStore(LocalStore):
             oldest_first = slots[np.argsort(self._used_at[slots], kind="stable")].tolist()
             self._index.set_quotas(quotas, oldest_first)
             self._keep_quotas()
+
+    def newest(self, max_blocks: int) -> list[HeldBlock]:
+        """See `BlockStore`. Some 0.3 us a block under the lock."""
+        with self._lock:
+            self._check_open()
+            now = self._clock()
+            return [
+                HeldBlock(key, parent, max(0.0, now - self._used_at.item(slot)))
+                for slot, key, parent in self._index.newest(max_blocks)
+            ]
 
     def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
         """See `BlockStore`. Takes no lock."""

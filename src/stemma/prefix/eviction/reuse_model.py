@@ -1,10 +1,10 @@
 """ReuseModel: how likely a block is to be used again, by age and kind, learned online.
 
-A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by four features:
-how often the block was used, whether it is the last of its prompt, how long the prompt is, and the
-conversation's last pause. For each class the model keeps the hazard of reuse per second in age bins (log
-scale), as in actuarial life tables: reuses in a bin divided by the time at risk in it. Open lifetimes count
-as survivors up to their age.
+A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by five features:
+how often the block was used, whether it is the last of its prompt, how long the prompt is, how many of its
+blocks are new, and the conversation's last pause. For each class the model keeps the hazard of reuse per
+second in age bins (log scale), as in actuarial life tables: reuses in a bin divided by the time at risk in
+it. Open lifetimes count as survivors up to their age.
 
 Few classes have enough lifetimes of their own, so hazards are composed: a hazard common to all, times a
 factor per level and age bin of each feature (iterative proportional fitting; Deming and Stephan, 1940), each
@@ -18,8 +18,9 @@ hazard that first rises, as with humans who read and type, before the peak is re
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +38,14 @@ _EDGE_LIST = AGE_EDGES_S.tolist()
 _COUNT_EDGES = np.array([1, 2, 4, 8, 32])
 _LENGTH_EDGES = (4, 8, 16, 32, 64)
 _PAUSE_EDGES_S = (2.0, 10.0, 30.0, 90.0, 300.0)
+_NEW_EDGES = (2, 4, 10)
 NO_PAUSE = len(_PAUSE_EDGES_S) + 1
 """Level of a prompt that continues nothing."""
 
 # Levels of each feature and what one level adds to the class.
-_LEVELS = (len(_COUNT_EDGES) + 1, 2, len(_LENGTH_EDGES) + 1, NO_PAUSE + 1)
-_STRIDES = (_LEVELS[1] * _LEVELS[2] * _LEVELS[3], _LEVELS[2] * _LEVELS[3], _LEVELS[3], 1)
-NUM_CLASSES = _LEVELS[0] * _STRIDES[0]
+_LEVELS = (len(_COUNT_EDGES) + 1, 2, len(_LENGTH_EDGES) + 1, NO_PAUSE + 1, len(_NEW_EDGES) + 1)
+_STRIDES = tuple(prod(_LEVELS[place + 1 :]) for place in range(len(_LEVELS)))
+NUM_CLASSES = prod(_LEVELS)
 _COUNT_STEP: npt.NDArray[np.int32] = (
     np.searchsorted(_COUNT_EDGES, np.arange(_COUNT_EDGES[-1] + 2)) * _STRIDES[0]
 ).astype(np.int32)
@@ -74,10 +76,10 @@ def classify(counts: npt.NDArray[np.int32], num_prompt_blocks: int, pause: int) 
 
     `counts` are uses so far, this one included. `pause` is a level.
     """
-    length = 0
-    while length < len(_LENGTH_EDGES) and num_prompt_blocks > _LENGTH_EDGES[length]:
-        length += 1
-    classes = _COUNT_STEP[np.minimum(counts, len(_COUNT_STEP) - 1)] + np.int32(length * _STRIDES[2] + pause)
+    length = bisect_left(_LENGTH_EDGES, num_prompt_blocks)
+    num_new = bisect_left(_NEW_EDGES, int(np.count_nonzero(counts == 1)))
+    level = length * _STRIDES[2] + pause * _STRIDES[3] + num_new * _STRIDES[4]
+    classes = _COUNT_STEP[np.minimum(counts, len(_COUNT_STEP) - 1)] + np.int32(level)
     classes[-1] += _STRIDES[1]
     return classes
 
@@ -142,12 +144,11 @@ class ReuseModel:
         if not len(present):
             return
         reuses = reuses[present]
-        ended = reuses + waiting[present]
-        survivors = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
-        at_risk_s = (survivors + 0.5 * ended) * _WIDTHS_S
+        at_risk_s = time_at_risk_s(reuses, waiting[present])
         prior = _PRIOR_REUSES * max(self._typical_reuse, 1e-6)
-        common = _common_hazard(reuses.sum(axis=0), at_risk_s.sum(axis=0), prior)
-        hazards = _compose(common, present, reuses, at_risk_s, prior)
+        common = common_hazard(reuses.sum(axis=0), at_risk_s.sum(axis=0), prior)
+        levels = tuple(present // stride % span for span, stride in zip(_LEVELS, _STRIDES, strict=True))
+        hazards = compose_hazards(common, levels, reuses, at_risk_s, prior)
         index = gittins_index(np.vstack([hazards, common])).tolist()
         self._default = index.pop()
         self.is_fitted = True
@@ -185,7 +186,17 @@ class ReuseModel:
         return np.asarray(total.reshape(NUM_CLASSES, _NUM_BINS))
 
 
-def _common_hazard(reuses: Float64, at_risk_s: Float64, prior: float) -> Float64:
+def time_at_risk_s(reuses: Float64, waiting: Float64) -> Float64:
+    """Return the time at risk in each age bin; arguments and result have shape [num_classes, num_bins].
+
+    `reuses` and `waiting` are the weights of the lifetimes that ended by a reuse, or are open, in a bin.
+    """
+    ended = reuses + waiting
+    survivors = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
+    return (survivors + 0.5 * ended) * _WIDTHS_S
+
+
+def common_hazard(reuses: Float64, at_risk_s: Float64, prior: float) -> Float64:
     """Return the hazard of all classes together, shape [num_bins].
 
     Bins with little data continue the hazard of the previous bin, falling as 1 / age.
@@ -198,13 +209,18 @@ def _common_hazard(reuses: Float64, at_risk_s: Float64, prior: float) -> Float64
     return hazard
 
 
-def _compose(common: Float64, classes: Int64, reuses: Float64, at_risk_s: Float64, prior: float) -> Float64:
-    """Return hazards of `classes`, shape [num_classes, num_bins], as a product of factors per feature."""
-    hazards = np.repeat(common[None, :], len(classes), axis=0)
+def compose_hazards(
+    common: Float64, levels: tuple[Int64, ...], reuses: Float64, at_risk_s: Float64, prior: float
+) -> Float64:
+    """Return hazards of classes, shape [num_classes, num_bins], as a product of factors per feature.
+
+    `levels` holds the level of each class for each feature; `prior` weighs a factor of 1, in reuses.
+    """
+    hazards = np.repeat(common[None, :], len(reuses), axis=0)
     members = []
-    for levels, stride in zip(_LEVELS, _STRIDES, strict=True):
-        level = classes // stride % levels
-        members.append((level, (level[None, :] == np.arange(levels)[:, None]).astype(np.float64)))
+    for feature in levels:
+        span, level = np.unique(feature, return_inverse=True)
+        members.append((level, (level[None, :] == np.arange(len(span))[:, None]).astype(np.float64)))
     for _ in range(_NUM_SWEEPS):
         for level, member in members:
             observed = member @ reuses

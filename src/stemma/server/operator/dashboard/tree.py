@@ -1,4 +1,4 @@
-"""`/admin/tree`: the prefix tree as numbers, for a picture of it."""
+"""`/admin/tree`: the prefix tree as numbers, for a picture of it and a list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_TEXTS = 2000
     openapi_extra=parameter("max_nodes", {"type": "integer", "minimum": 1, "maximum": MAX_NODES}),
 )
 async def tree(request: Request) -> Response:
-    """Nodes of the device's prefix tree, parents first, as parallel lists; the first 10000 by depth."""
+    """Nodes of the prefix tree, parents first, as parallel lists, what only lower tiers hold last; 10000."""
     given = request.query_params.get("max_nodes", str(MAX_NODES))
     if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= MAX_NODES):
         raise InvalidRequest(f"max_nodes must be between 1 and {MAX_NODES}", param="max_nodes")
@@ -50,6 +50,7 @@ def _as_json(context: ServerContext, outline: TreeOutline) -> dict[str, Any]:
         "age_s": [None if age is None else round(age, 1) for age in outline.ages_s],
         "pinned": outline.pinned,
         "below": outline.below,
+        "on_device": outline.on_device,
         "text": [
             tokenizer.decode(ids, skip_special_tokens=False) for ids in outline.first_tokens[:_MAX_TEXTS]
         ],
