@@ -93,13 +93,15 @@ class GrammarState:
     def settle(self, ahead: Sequence[int], likeliest: int) -> int | None:
         """Return the most likely token that may follow the output and then `ahead`, where no mask is needed.
 
-        That is the forced one, or `likeliest`, the most likely of the whole vocabulary, where it is allowed.
-        Also where nothing after `ahead` will be used. None: it takes a mask to know.
+        That is `likeliest`, the most likely of the whole vocabulary, where it is allowed, or the forced one
+        then; also where nothing after `ahead` will be used. None: it takes a mask to know.
         """
         if not self._go(ahead):
             return likeliest
-        forced: list[int] = self._matcher.compute_ff_tokens()
-        token = forced[0] if forced else likeliest if self._matcher.validate_tokens([likeliest]) else None
+        token: int | None = None
+        if self._matcher.validate_tokens([likeliest]):
+            # What is forced is one token after another as the tokenizer cuts it, not any that would fit.
+            token = next(iter(self._matcher.compute_ff_tokens()), likeliest)
         self._go_back(ahead)
         return token
 
