@@ -72,3 +72,12 @@ def test_unknown_command() -> None:
     assert result.exit_code == 2
     assert "serve" in result.output
     assert isinstance(typer.main.get_command(make_app()), stemma.cli.LazyCommands)
+
+
+def test_a_server_without_a_ledger_needs_no_sqlalchemy() -> None:
+    code = "import sys, stemma.server.transport.runtime\nprint('sqlalchemy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "False"

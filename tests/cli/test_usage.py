@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.cli.usage import moment
 from stemma.errors import ConfigError
-from stemma.insight.ledger import Ledger, UsageRecord, sqlite_url
+from stemma.insight.ledger import Ledger, sqlite_url
+from stemma.insight.usage_record import UsageRecord
 from stemma.supervision import LoggingSupervisor
 from stemma.types import Tier
 

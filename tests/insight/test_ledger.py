@@ -14,8 +14,9 @@ import sqlalchemy as sa
 from tests.insight.postgres import Postgres, missing_for_postgres
 
 from stemma.errors import ConfigError, StorageError
-from stemma.insight.ledger import Ledger, UsageRecord, sqlite_url, total, usage
+from stemma.insight.ledger import Ledger, sqlite_url, total, usage
 from stemma.insight.prices import Price, PriceTable
+from stemma.insight.usage_record import UsageRecord
 from stemma.supervision import LoggingSupervisor
 from stemma.types import Tier
 
@@ -79,7 +80,8 @@ def test_a_row_is_in_the_file_once_its_future_is_done(url: str, tmp_path: Path):
     script = textwrap.dedent(
         f"""
         import os, sys
-        from stemma.insight.ledger import Ledger, UsageRecord
+        from stemma.insight.ledger import Ledger
+        from stemma.insight.usage_record import UsageRecord
         from stemma.supervision import LoggingSupervisor
         ledger = Ledger({url!r}, LoggingSupervisor())
         for number in range(100000):

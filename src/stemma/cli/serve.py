@@ -72,13 +72,14 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         _prepare_memory(settings)
     with _imports_uncollected():
         from stemma.engine.async_engine import AsyncEngine
-        from stemma.insight.ledger import check_ledger
         from stemma.server.access import Access, is_loopback
         from stemma.server.transport.planes import listen_planes
         from stemma.server.transport.runtime import listen, serve
 
     access = Access(settings.server)
     if settings.server.ledger is not None:
+        from stemma.insight.ledger import check_ledger
+
         check_ledger(settings.server.ledger)
 
     with listen_planes(settings, listen) as listeners:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from stemma.errors import ConfigError, StorageError
+from stemma.insight.usage_record import UsageRecord
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import Tier
 
@@ -52,24 +53,6 @@ _USAGE = sa.Table(
 )
 
 By = Literal["tenant", "day", "model"]
-
-
-@dataclass(frozen=True, slots=True)
-class UsageRecord:
-    """One finished request."""
-
-    request_id: str
-    finished_at: float
-    """Seconds since the epoch."""
-    tenant: str
-    model: str
-    api: str
-    """The plane: chat, completions, tgi and so on."""
-    outcome: str
-    """ok, aborted or error."""
-    hit_tokens: Mapping[Tier, int] = field(default_factory=dict)
-    miss_tokens: int = 0
-    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,17 @@ import logging
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stemma.engine.api import GenerationRequest, RequestOutput
-from stemma.insight.ledger import Ledger, UsageRecord, ledger_url
+from stemma.insight.usage_record import UsageRecord
 from stemma.server.operator.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from stemma.insight.ledger import Ledger  # needs SQLAlchemy, a tenth of a second of the start
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +35,21 @@ _RECORDED = ("aborted", "error")
 class UsageLedger(Collector):
     """The ledger of one server, or none. For one event loop."""
 
-    def __init__(self, url: str | None, model: str) -> None:
-        """Open the database at `url`. Raises ConfigError or StorageError."""
+    def __init__(self, given: str | None, model: str) -> None:
+        """Open the database that a setting names. Raises ConfigError or StorageError."""
         self._model = model
         self._failure: str | None = None
         self.num_late = 0
-        self._ledger = None if url is None else Ledger(url, self)
+        self._ledger: Ledger | None = None
+        if given is not None:
+            from stemma.insight.ledger import Ledger, ledger_url
+
+            self._ledger = Ledger(ledger_url(given), self)
 
     @classmethod
     def of(cls, given: str | None, model: str, metrics: ServerMetrics) -> UsageLedger:
         """Return the ledger that a setting names, shown by `metrics`. Raises ConfigError or StorageError."""
-        ledger = cls(None if given is None else ledger_url(given), model)
+        ledger = cls(given, model)
         metrics.register(ledger)
         return ledger
 
