@@ -223,6 +223,12 @@ REFUSED_CASES: list[dict[str, object]] = [
     {"device": "cuda", "kv_cache_dtype": "int8"},
     {"device": "cuda", "speculation": "mtp"},
     {"device": "cuda", "quantize": "int8"},
+    {"tensor_parallel_size": 2, "pool": "redis"},
+    {"tensor_parallel_size": 2, "memory_limit": "8GB"},
+    {"tensor_parallel_size": 2, "quantize": "int4"},
+    {"tensor_parallel_size": 2, "lora": {"one": "adapter"}},
+    {"tensor_parallel_size": 2, "speculation": "mtp"},
+    {"tensor_parallel_size": 2, "overlap_schedule": "on"},
 ]
 """One for each entry of `REFUSED`, in its order."""
 
@@ -233,7 +239,7 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
     with pytest.raises(ConfigError) as caught:
         check_combinations(settings, str(fields.get("device", "cpu")))
     assert str(caught.value) == refused.message.format(
-        role=settings.role, kv=settings.cache.kv_cache_dtype, quantize=settings.model.quantize
+        role=settings.role, kv=settings.cache.kv_cache_dtype, quantize=settings.model.quantize, ranks=2
     )
 
 
@@ -245,6 +251,7 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
         {"role": "prefill", "pool": "redis"},
         {"role": "decode", "pool": "redis", "enable_prefix_cache": False},
         {"kv_cache_dtype": "int8", "quantize": "int4"},
+        {"tensor_parallel_size": 2, "kv_cache_dtype": "int8", "host_cache": "1GB", "disk_cache": "blocks"},
     ],
 )
 def test_what_goes_together(fields: dict[str, object]) -> None:
@@ -261,4 +268,4 @@ def test_quantized_weights_arent_quantized_again(tmp_path: Path) -> None:
 def test_the_document_has_every_refusal() -> None:
     document = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
     for refused in REFUSED:
-        assert f"`{refused.message.format(role='ROLE', kv='DTYPE', quantize='KIND')}`" in document
+        assert f"`{refused.message.format(role='ROLE', kv='DTYPE', quantize='KIND', ranks='N')}`" in document

@@ -160,10 +160,11 @@ def _summary(parts: EngineParts, settings: Settings) -> str:
     size = format_size(num_blocks * layout.block_bytes)
     formats = f" ({parts.model.info.formats})" if parts.model.info.formats else ""
     reuse = f"{cache.index} index, {cache.eviction} eviction" if cache.enable_prefix_cache else "cache off"
+    ranks = f" on each of {parts.num_ranks} ranks" if parts.num_ranks > 1 else ""
     kind = "" if layout.stored == "plain" else f"{layout.stored} "
     return (
         f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
-        f"weights {format_size(parts.model.weight_bytes)}{formats}; "
+        f"weights {format_size(parts.model.weight_bytes)}{formats}{ranks}; "
         f"{kind}KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; {_tiers(settings)}"
         f"context {parts.engine.limits.max_tokens}"
     )

@@ -216,6 +216,25 @@ class SpeculationSettings(SettingsModel):
     """n-grams kept for each first token."""
 
 
+class ParallelSettings(SettingsModel):
+    """One model on several processes of this machine (docs/cluster.md)."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Ranks: processes that each hold a part of every layer and of every block's KV."""
+    expert_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Of a mixture of experts: groups of ranks that the experts are divided over. 1: all ranks split each
+    expert."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.tensor_parallel_size % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size {self.expert_parallel_size} doesn't divide tensor_parallel_size "
+                f"{self.tensor_parallel_size}"
+            )
+        return self
+
+
 class LoraSettings(SettingsModel):
     """Adapters (LoRA) served beside the model (docs/lora.md)."""
 
@@ -388,6 +407,7 @@ class EngineSettings(SettingsModel):
     scheduler: SchedulerSettings = SchedulerSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     lora: LoraSettings = LoraSettings()
+    parallel: ParallelSettings = ParallelSettings()
 
 
 class Settings(SettingsModel):

@@ -97,7 +97,9 @@ class AsyncEngine:
         self.default_sampling: Mapping[str, float | int] = self.parts.model.default_sampling
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
-        self.cache_control = CacheControl(engine, self.parts.device, self.parts.key_space, self._call)
+        self.cache_control = CacheControl(
+            engine, self.parts.device, self.parts.key_space, self._call, num_ranks=self.parts.num_ranks
+        )
         self._engine: Engine = engine
         self._processor = OutputProcessor(self.parts.tokenizer)
         self.supervisor.start("stemma-outputs", self._run_outputs)
@@ -171,7 +173,7 @@ class AsyncEngine:
     async def attach_pool(self, settings: PoolSettings) -> None:
         """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
         if self.pool is None:
-            raise ConfigError("a pool needs the prefix cache, which is off")
+            raise ConfigError("there can be no pool: the prefix cache is off, or there are several ranks")
         await self.pool.attach(settings, self._call)
 
     async def detach_pool(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +23,29 @@ from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
 from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.operator.pool_attachment import PoolAttachment
+from stemma.engine.ranks.execution import LeadingDecoder, LeadingKV
+from stemma.engine.ranks.leader import Ranks
+from stemma.engine.ranks.messages import Open
+from stemma.engine.ranks.settings import rank_key_space
+from stemma.engine.ranks.tiers import RankedTiers
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV, num_blocks_for
+from stemma.memory.device.layout import KVLayout
 from stemma.memory.device.sizing import num_device_blocks
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
+from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
 from stemma.model.demo import is_demo, resolve_checkpoint
-from stemma.model.directory import is_gguf
+from stemma.model.directory import check_directory, is_gguf
 from stemma.model.loading import Progress, load_model, resolve_device
+from stemma.model.parallel.share import Share
+from stemma.model.pretrained import check_cut, load_config
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
@@ -67,9 +78,10 @@ class EngineParts:
     key_space: KeySpace
     adapters: AdapterRegistry
     pool: PoolAttachment | None = None
-    """None: the prefix cache is off, and without it there can be no pool."""
+    """None: there can be no pool, because the prefix cache is off or there are several ranks."""
     kv_events: KVEventPublisher | None = None
     """Tells others what the cache holds; None: nobody asked for it."""
+    num_ranks: int = 1
 
 
 def build_engine(
@@ -83,8 +95,26 @@ def build_engine(
     supervisor = supervisor or LoggingSupervisor()
     check_combinations(settings, resolve_device(settings.model.device).type)
     settings = with_checkpoint(settings, progress)
+    if settings.parallel.tensor_parallel_size == 1:
+        return _build(settings, progress, supervisor, None)
+    parallel = settings.parallel
+    share = Share(0, parallel.tensor_parallel_size, parallel.expert_parallel_size)
+    check_directory(settings.model.path)
+    check_cut(settings.model, load_config(settings.model), share)  # before processes are started for nothing
+    ranks = Ranks(settings, supervisor)
+    with ranks.closing_on_error():
+        return _build(ranks.settings, progress, supervisor, ranks)
+
+
+def _build(
+    settings: EngineSettings, progress: Progress | None, supervisor: Supervisor, ranks: Ranks | None
+) -> EngineParts:
+    """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
-    model = load_model(settings.model, progress, predicts=predicts)
+    group = None if ranks is None else ranks.group
+    model = load_model(settings.model, progress, predicts=predicts, group=group)
+    if ranks is not None:
+        model.decoder = LeadingDecoder(model.decoder, ranks)
     tokenizer = Tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
     trim_heap()
     name = settings.model.served_name or served_name(settings.model.path)
@@ -96,26 +126,32 @@ def build_engine(
         num_blocks = num_blocks_for(layout, memory.kv_bytes)
     else:
         num_blocks = num_device_blocks(settings.cache, layout, model.device)
-    kv = DeviceKV(layout, num_blocks, model.device)
     kv_layout = layout.describe()
     if not settings.cache.share_across_levels:
         kv_layout += f":{model.numeric_path}"
     if predicts:
         kv_layout += ":mtp"  # what the last layer of a block holds
+    if ranks is not None:
+        kv_layout += f":tp{ranks.share.size}:ep{ranks.share.expert_size}"
     key_space = KeySpace(model.fingerprint, kv_layout, layout.block_size)
+    kv = make_kv(layout, num_blocks, model.device, key_space, ranks)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
-    lower = None
+    lower: LowerTiers | None = None
+    own_tiers: TierTransfer | None = None
+    own_space = key_space if ranks is None else rank_key_space(key_space, ranks.share)
     if index is not None or settings.role == "decode":
-        lower = open_tiers(
+        lower = own_tiers = open_tiers(
             settings.tiers,
             device,
-            key_space,
+            own_space,
             eviction=settings.cache.eviction,
             pool=settings.cache.pool,
             role=settings.role,
             supervisor=supervisor,
         )
+        if ranks is not None:
+            lower = RankedTiers(own_tiers, ranks)
     cache = PrefixCache(
         kv,
         index,
@@ -124,7 +160,7 @@ def build_engine(
         lower=lower,
         takes_tails=settings.role == "decode",
         block_costs=device_block_costs(settings.cache, kv.num_blocks),
-        other_models=known_models(settings.tiers.disk_cache, key_space),
+        other_models=known_models(settings.tiers.disk_cache, own_space),
     )
     eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
@@ -146,10 +182,37 @@ def build_engine(
         memory=memory,
         grammars=GrammarCompiler(tokenizer.transformers_tokenizer, model.vocab_size, sorted(eos_token_ids)),
         max_adapters=settings.lora.max_loras,
-        close_events=(lambda: None) if publisher is None else publisher.close,
+        on_close=_closing(publisher, ranks),
     )
-    pool = None if lower is None else PoolAttachment(lower, key_space, layout, settings.role)
-    return EngineParts(engine, model, tokenizer, name, device, key_space, adapters, pool, publisher)
+    pool = None
+    if own_tiers is not None and ranks is None:
+        pool = PoolAttachment(own_tiers, key_space, layout, settings.role)
+    num_ranks = 1 if ranks is None else ranks.share.size
+    return EngineParts(
+        engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks
+    )
+
+
+def make_kv(
+    layout: KVLayout, num_blocks: int, device: torch.device, key_space: KeySpace, ranks: Ranks | None
+) -> DeviceKV:
+    """Return the device tier; on several ranks every rank has one of these blocks, and its tiers are open."""
+    if ranks is None:
+        return DeviceKV(layout, num_blocks, device)
+    ranks.open(Open(num_blocks, key_space, layout.describe()))
+    return LeadingKV(layout, num_blocks, device, ranks)
+
+
+def _closing(publisher: KVEventPublisher | None, ranks: Ranks | None) -> Callable[[], None]:
+    """Return what is to be closed after the cache."""
+
+    def close() -> None:
+        if publisher is not None:
+            publisher.close()
+        if ranks is not None:
+            ranks.close()
+
+    return close
 
 
 def load_adapters(settings: LoraSettings, model: CausalLM, model_name: str) -> AdapterRegistry:
@@ -192,9 +255,12 @@ def make_runner(
 def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | None:
     """Return the queue of overlapping steps; None if steps run in turn.
 
-    With mtp every step needs the host: the model's own layer runs between two steps.
+    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks take one
+    step after the other.
     """
     if settings.speculation.mode == "mtp":
+        return None
+    if settings.parallel.tensor_parallel_size > 1:
         return None
     wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
     if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):

@@ -21,7 +21,7 @@ class Refused:
     applies: Callable[[EngineSettings, str], bool]
     """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
     message: str
-    """Says what doesn't go together, and what to do; ``{role}``, ``{kv}``, ``{quantize}``: the settings."""
+    """What to do instead; ``{role}``, ``{kv}``, ``{quantize}`` and ``{ranks}`` stand for settings."""
 
 
 REFUSED: tuple[Refused, ...] = (
@@ -59,6 +59,35 @@ REFUSED: tuple[Refused, ...] = (
         "quantize {quantize} runs on CPU only: the products of CUDA take weights in the model's dtype; leave "
         "quantize none",
     ),
+    Refused(
+        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.cache.pool is not None,
+        "tensor_parallel_size {ranks} doesn't go with a pool: each rank holds a part of a block; leave "
+        "pool out and take host_cache or disk_cache",
+    ),
+    Refused(
+        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.cache.memory_limit is not None,
+        "tensor_parallel_size {ranks} doesn't go with memory_limit, which measures one process; give "
+        "kv_cache_memory, the bytes of each rank",
+    ),
+    Refused(
+        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.model.quantize != "none",
+        "tensor_parallel_size {ranks} doesn't go with quantize {quantize}: quantized weights aren't cut for "
+        "ranks; leave quantize none",
+    ),
+    Refused(
+        lambda s, _device: s.parallel.tensor_parallel_size > 1 and bool(s.lora.adapters),
+        "tensor_parallel_size {ranks} doesn't go with adapters, which aren't cut for ranks; leave lora out",
+    ),
+    Refused(
+        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.speculation.mode == "mtp",
+        "tensor_parallel_size {ranks} doesn't go with speculation mtp, whose layer isn't cut for ranks; take "
+        "another speculation, e.g. auto",
+    ),
+    Refused(
+        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.scheduler.overlap_schedule == "on",
+        "tensor_parallel_size {ranks} doesn't go with overlap_schedule on: ranks take steps in turn; "
+        "leave it auto",
+    ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""
 
@@ -72,6 +101,9 @@ def check_combinations(settings: EngineSettings, device: str) -> None:
         if refused.applies(settings, device):
             raise ConfigError(
                 refused.message.format(
-                    role=settings.role, kv=settings.cache.kv_cache_dtype, quantize=settings.model.quantize
+                    role=settings.role,
+                    kv=settings.cache.kv_cache_dtype,
+                    quantize=settings.model.quantize,
+                    ranks=settings.parallel.tensor_parallel_size,
                 )
             )

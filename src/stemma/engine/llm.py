@@ -89,9 +89,16 @@ class LLM:
         """What the checkpoint's `generation_config.json` recommends."""
         self._processor = OutputProcessor(parts.tokenizer)
         self._num_requests = 0
+        self._is_closed = False
 
     def close(self) -> None:
-        """Write what the lower tiers have queued, close them, end the thread. Optional without tiers."""
+        """Write what the lower tiers have queued, close them, end the thread and other ranks.
+
+        Optional without tiers. A second call does nothing.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._thread.call(self.engine.close)
         self._thread.close()
         self._supervisor.close()

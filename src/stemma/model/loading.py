@@ -33,6 +33,8 @@ from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format
 from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
+from stemma.model.parallel.group import RankGroup
+from stemma.model.parallel.sums import add_sums
 from stemma.model.prediction import PredictingDecoder, add_prediction_layer
 from stemma.model.pretrained import (
     Progress,
@@ -61,9 +63,16 @@ __all__ = ["Progress", "load_model", "probe", "resolve_device"]
 
 
 def load_model(
-    settings: ModelSettings, progress: Progress | None = None, *, predicts: bool = False
+    settings: ModelSettings,
+    progress: Progress | None = None,
+    *,
+    predicts: bool = False,
+    group: RankGroup | None = None,
 ) -> CausalLM:
     """Load the checkpoint that `settings` name; with `predicts`, its layer for multi-token prediction too.
+
+    With a `group` of ranks, load this rank's share, while the others load theirs: the checks at the end are
+    steps of all. Only rank 0 reads the fingerprint; that of the others is empty.
 
     Raises ModelError if it is missing, broken or no causal LM, UnsupportedModel if its architecture can't be
     served, ConfigError if a setting contradicts it.
@@ -80,9 +89,13 @@ def load_model(
     # Compiling takes five seconds, once per machine; hashing reads the same files. Both run during the load.
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
-        hashing = beside.submit(model_fingerprint, path, remote_code=runs_remote_code(settings))
+        is_first = group is None or group.share.rank == 0
+        hashing = beside.submit(
+            lambda: model_fingerprint(path, remote_code=runs_remote_code(settings)) if is_first else ""
+        )
+        share = None if group is None else group.share
         spared = TESTED if compiling and _keeps_codes(settings, config) and compiling.result() else ()
-        hf_model, counts = load_weights(settings, config, device, report, spared)
+        hf_model, counts = load_weights(settings, config, device, report, spared, share)
         if predicts:
             add_prediction_layer(settings, config, hf_model)
         report("reading the fingerprint", 0.0)
@@ -101,7 +114,9 @@ def load_model(
         numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
     packing = None if kernels is None else Packing(kernels, dtype, rounding)
-    model = _make_servable(hf_model, info, device, packing, settings, report)
+    if group is not None:
+        add_sums(hf_model, group)
+    model = _make_servable(hf_model, info, device, packing, settings, report, is_whole=group is None)
     num_packed = 0 if packing is None else packing.num_quantized
     formats = counts.describe(str(dtype).removeprefix("torch."), num_packed)
     model.info = replace(model.info, formats=formats)
@@ -121,8 +136,13 @@ def _make_servable(
     packing: Packing | None,
     settings: ModelSettings,
     report: Progress,
+    *,
+    is_whole: bool,
 ) -> CausalLM:
-    """Check a model, put our attention into it and choose how it runs; it is taken apart."""
+    """Check a model, put our attention into it and choose how it runs; it is taken apart.
+
+    One that isn't whole is a rank's share.
+    """
     checkpoint = MappedFiles(weight_files(settings.path))
 
     def reporting(stage: str) -> Callable[[float], None]:
@@ -149,13 +169,13 @@ def _make_servable(
     if hasattr(hf_model, "stemma_prediction"):
         kv_shape = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
     with large_blocks_apart(), weights_together():
-        decoder = _make_decoder(hf_model, calls, packing, reporting("packing weights"))
+        decoder = _make_decoder(hf_model, calls, packing, reporting("packing weights"), may_fuse=is_whole)
     trim_heap()
     if packing is not None:
         info = replace(info, weight_bytes=info.weight_bytes - packing.saved_bytes)
     if device.type == "cuda" and all(call.sinks is None for call in calls):  # Triton's kernels know no sinks
         decoder = make_cuda_decoder(
-            hf_model, device, max_context=info.max_model_len, use_graphs=settings.cuda_graphs
+            hf_model, device, max_context=info.max_model_len, use_graphs=settings.cuda_graphs and is_whole
         )
     model = CausalLM(decoder, info, kv_shape, device, hf_model.dtype)
     report("self-check", 0.0)
@@ -231,10 +251,15 @@ def _rope_parameters(rope: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _make_decoder(
-    hf_model: Any, calls: list[AttentionCall], packing: Packing | None, report: Callable[[float], None]
+    hf_model: Any,
+    calls: list[AttentionCall],
+    packing: Packing | None,
+    report: Callable[[float], None],
+    *,
+    may_fuse: bool,
 ) -> Decoder:
     """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
-    if packing is not None and follows_pattern(hf_model):
+    if packing is not None and may_fuse and follows_pattern(hf_model):
         return FusedDecoder(hf_model, calls, packing, report)
     if packing is not None:
         pack_experts(hf_model, packing)

@@ -29,6 +29,8 @@ from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.parallel.cutting import cut_class, read_share
+from stemma.model.parallel.share import Share, check_share, num_experts_of
 from stemma.model.quantization.attach import attach, plain_weights, spares_stay
 from stemma.model.quantization.stored import StoredWeights
 
@@ -130,10 +132,12 @@ def load_weights(
     device: torch.device,
     report: Progress,
     spared: Collection[str] = (),
+    share: Share | None = None,
 ) -> tuple[Any, FormatCounts]:
     """Return the model of transformers on `device`, with all weights of the file; raise ModelError.
 
-    A model of a class that `spared` names has spares for quantized weights that are going to be packed.
+    A model of a class that `spared` names has spares for quantized weights that are going to be packed. With
+    a `share` it holds this part of the weights, and no more is read.
 
     Beside it stands what the file's weights were; nothing is counted where transformers reads them.
     """
@@ -144,6 +148,8 @@ def load_weights(
     quantization = quantization_of(config)
     format_name = find_format(path, quantization)
     method = format_name or _check_method(settings, quantization)
+    if share is not None:
+        check_cut(settings, config, share)
     dtype = _dtype(settings, config, stored)
     if format_name is not None and dtype == torch.float16 and settings.dtype == "auto":
         dtype = torch.bfloat16  # our products know no float16
@@ -157,6 +163,9 @@ def load_weights(
             weights, counts = _read(settings, config, format_name, quantization, dtype)
             spares = _model_class(config).__name__ in spared
             model, loaded = _from_tensors(config, plain_weights(weights, dtype, spares=spares), dtype)
+        elif share is not None:
+            own = read_share(path, share, num_experts_of(config.get_text_config()))
+            model, loaded = _from_tensors(config, own, dtype, share)
         else:
             auto: Any = AutoModelForCausalLM
             model, loaded = auto.from_pretrained(
@@ -199,18 +208,38 @@ def _read(
     return read_quantized(settings.path, format_name, quantization, config, dtype)
 
 
+def check_cut(settings: ModelSettings, config: Any, share: Share) -> None:
+    """Raise UnsupportedModel or ConfigError for a checkpoint that can't be cut for several ranks."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    quantization = quantization_of(config)
+    if quantization or find_format(settings.path, quantization) is not None:
+        kind = "a GGUF file" if is_gguf(settings.path) else "quantized"
+        raise UnsupportedModel(
+            f"{settings.path} is {kind}: only plain safetensors are cut for several ranks; leave "
+            "tensor_parallel_size 1, or take the unquantized checkpoint"
+        )
+    if runs_remote_code(settings):
+        raise UnsupportedModel(f"{settings.path} brings its own code, which isn't cut for several ranks")
+    architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type))
+    check_share(architecture, config.get_text_config(), share)
+
+
 def _from_tensors(
-    config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype
+    config: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype, share: Share | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model of transformers with these weights, and what fitted."""
     plain = copy.deepcopy(config)
     for field in ("quantization_config", "compression_config"):
         if hasattr(plain, field):
             delattr(plain, field)
+    model_class = _model_class(config)
+    built_as = model_class if share is None else cut_class(model_class, share)
     with spares_stay():
-        model, loaded = _model_class(config).from_pretrained(
+        model, loaded = built_as.from_pretrained(
             None, config=plain, state_dict=weights, **_loading_options(dtype)
         )
+    model.__class__ = model_class
     # Some quantizers write zeros for the biases that a model doesn't have.
     loaded["unexpected_keys"] = {
         name for name in loaded["unexpected_keys"] if not _is_zero_bias(weights, name)

@@ -54,13 +54,13 @@ class Engine:
         memory: MemoryPlan | None = None,
         grammars: GrammarCompiler | None = None,
         max_adapters: int = 1,
-        close_events: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`queue`: runs steps beside the host, so that they overlap; None: steps run in turn.
 
         `memory`: keeps the process below a limit; None: no limit. `grammars`: None refuses requests for
-        structured output. `max_adapters`: in a step. `close_events` ends the publication of KV events, after
-        the cache is closed.
+        structured output. `max_adapters`: in a step. `on_close` is called once the cache is
+        closed.
         """
         self.cache = cache
         self.limits = limits
@@ -71,7 +71,7 @@ class Engine:
         self._drafter = drafter
         self._model_drafts = model_drafts
         self._grammars = grammars
-        self._close_events = close_events
+        self._on_close = on_close
         self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
         self._sampler = Sampler()
         self._scheduler = Scheduler(
@@ -273,7 +273,7 @@ class Engine:
         if self._ahead is not None:
             self._ahead.close()
         self.cache.close()
-        self._close_events()
+        self._on_close()
         self._tally.close()
 
     def flush_cache(self) -> int:

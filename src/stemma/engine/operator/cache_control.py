@@ -92,12 +92,15 @@ class CacheControl:
         device: DeviceCopy,
         key_space: KeySpace,
         run: RunBetweenSteps,
+        *,
+        num_ranks: int = 1,
     ) -> None:
         self._engine = engine
         self._cache = engine.cache
         self._device = device
         self._space = key_space
         self._run = run
+        self._num_ranks = num_ranks
         self._background: set[asyncio.Future[Any]] = set()
         self._held: dict[str, _Held] = {}
 
@@ -217,8 +220,9 @@ class CacheControl:
     ) -> int:
         """Write the cached leading blocks of a prompt to a file, signed with `key`; return how many.
 
-        See `memory/tiers/bundle.py`.
+        See `memory/tiers/bundle.py`. Raises InvalidRequest on several ranks.
         """
+        self._check_whole()
         lease = await self._borrow(lambda: self._cache.hold(namespace, tokens))
         assert lease is not None
         root = self._space.root(namespace)
@@ -245,8 +249,9 @@ class CacheControl:
 
         Raises UntrustedFile unless `trust` covers the file, StorageMismatch if the blocks belong to another
         model or namespace, StorageError if one is damaged (those before it stay), Overloaded if there is no
-        room.
+        room, InvalidRequest on several ranks.
         """
+        self._check_whole()
         header = await asyncio.to_thread(read_header, file, trust)
         header.check(
             self._space,
@@ -282,6 +287,13 @@ class CacheControl:
         finally:
             await self._give_up(lease, num_good * size)
         return header, num_good - first
+
+    def _check_whole(self) -> None:
+        if self._num_ranks > 1:
+            raise InvalidRequest(
+                f"this server has {self._num_ranks} ranks, which each hold a part of every block: prefixes "
+                "can't be exported or imported; its disk tier keeps them across restarts"
+            )
 
     async def _borrow(self, take: Callable[[], Lease | None]) -> Lease | None:
         """Take a lease for the time of a command. If the caller is cancelled meanwhile, it is freed."""

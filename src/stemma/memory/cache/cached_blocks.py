@@ -19,7 +19,7 @@ from stemma.memory.cache.lease import Lease
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
-from stemma.memory.tiers.transfer import TierTransfer
+from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import owner_tag, partial_key
@@ -46,7 +46,7 @@ class CachedBlocks:
         self,
         index: PrefixIndex,
         allocator: BlockAllocator,
-        lower: TierTransfer | None,
+        lower: LowerTiers | None,
         *,
         policy_name: str,
         block_costs: npt.NDArray[np.float32] | None,

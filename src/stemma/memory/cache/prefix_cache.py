@@ -29,8 +29,8 @@ from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockStore, HeldBlock
 from stemma.memory.tiers.loads import Prefetch
+from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.tier_stats import TransferStats
-from stemma.memory.tiers.transfer import TierTransfer
 from stemma.prefix.explain import DISABLED_MISS, RECOMPUTED_MISS, Miss, MissReason, load_failed
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace, owner_tag
@@ -85,7 +85,7 @@ class PrefixCache:
         key_space: KeySpace,
         *,
         policy_name: str = "lru",
-        lower: TierTransfer | None = None,
+        lower: LowerTiers | None = None,
         takes_tails: bool = False,
         block_costs: npt.NDArray[np.float32] | None = None,
         other_models: OtherModels | None = None,

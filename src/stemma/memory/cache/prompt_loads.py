@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stemma.errors import StorageError
 from stemma.memory.cache.lease import Lease, PendingLoad
 from stemma.memory.tiers.loads import Prefetch
-from stemma.memory.tiers.transfer import TierTransfer
+from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.explain import Miss, load_passed_over
 from stemma.prefix.index import Match
 from stemma.prefix.keys import KeySpace, Namespace, owner_tag, partial_key
@@ -15,9 +15,9 @@ from stemma.types import BlockKey, Tier, TokenArray
 
 
 class PromptLoads:
-    """Asks `TierTransfer` for the blocks of a prompt that the device lacks. Not thread-safe."""
+    """Asks the lower tiers for the blocks of a prompt that the device lacks. Not thread-safe."""
 
-    def __init__(self, lower: TierTransfer, key_space: KeySpace, *, takes_tails: bool) -> None:
+    def __init__(self, lower: LowerTiers, key_space: KeySpace, *, takes_tails: bool) -> None:
         """`takes_tails`: also ask for the block of the last token, which a prefill server publishes."""
         self._lower = lower
         self._key_space = key_space

@@ -48,3 +48,5 @@ class TransferStats:
     """Blocks not copied down because staging was full."""
     compute_s_per_block: float | None
     """Estimated cost of computing a block; nothing is loaded from a slower tier."""
+    missing_by_rank: Mapping[int, int] = field(default_factory=dict)
+    """On several ranks: blocks that a rank lacked and another had as a prompt asked; they are computed."""

@@ -198,15 +198,17 @@ class TierTransfer:
         Counts as a use in the host tier, so that making room for this load doesn't evict the blocks it is
         about to load.
         """
-        found = self._locate(keys)
-        if self._policy.prefetch == "best_effort":
-            found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
+        found = self._loadable(keys)
         if not self._policy.load_always:
             found = found[: self.estimator.num_worth_loading(found, self._loads.num_queued_blocks)]
         in_host = [key for key, tier in zip(keys, found, strict=False) if tier is Tier.HOST]
         if self._host is not None and in_host:
             self._host.touch(in_host)
         return [self._whereabouts.origin(key, tier) for key, tier in zip(keys, found, strict=False)]
+
+    def num_held(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading keys `match` finds, worth loading or not."""
+        return len(self._loadable(keys))
 
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
         """Return what the tiers have of `keys`, which `match` left out; None if not even the first."""
@@ -246,6 +248,13 @@ class TierTransfer:
             parent, keys, self._policy.load_timeout_s, probe=self.must_probe, owners=owners
         )
         return Prefetch(task.probe, task.stop)
+
+    def _loadable(self, keys: Sequence[BlockKey]) -> list[Tier]:
+        """Return the tiers of the leading keys that requests may wait for."""
+        found = self._locate(keys)
+        if self._policy.prefetch == "best_effort":
+            found = found[: next((n for n, tier in enumerate(found) if tier is not Tier.HOST), len(found))]
+        return found
 
     def _locate(self, keys: Sequence[BlockKey]) -> list[Tier]:
         found: list[Tier] = []

@@ -82,6 +82,13 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
         ("stemma_dropped_writes", "Blocks not copied down: staging full", stats.num_dropped_writes),
     ):
         yield CounterMetricFamily(name, text, value=number)
+    if stats.missing_by_rank:
+        missing = CounterMetricFamily(
+            "stemma_rank_missing_blocks", "Blocks that a rank lacked and another had", labels=["rank"]
+        )
+        for rank, count in stats.missing_by_rank.items():
+            missing.add_metric([str(rank)], count)
+        yield missing
     if stats.compute_s_per_block is not None:
         yield GaugeMetricFamily(
             "stemma_compute_seconds_per_block",
@@ -103,6 +110,7 @@ def tiers_as_json(stats: TransferStats) -> dict[str, Any]:
         "lost_blocks": {f"{tier.value}:{result.value}": n for (tier, result), n in loads.lost_blocks.items()},
         "num_dropped_writes": stats.num_dropped_writes,
         "compute_s_per_block": stats.compute_s_per_block,
+        "missing_by_rank": {str(rank): n for rank, n in stats.missing_by_rank.items()},
     }
 
 

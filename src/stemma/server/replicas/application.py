@@ -37,6 +37,7 @@ def check_cluster(cluster: ClusterFile) -> ClusterFile:
         "kv_events": engine.cache.kv_events is not None,
         "record_trace": engine.cache.record_trace is not None,
         "ledger": settings.server.ledger is not None,
+        "tensor_parallel_size": engine.parallel.tensor_parallel_size > 1,
     }
     for name, is_given in refused.items():
         if is_given:

@@ -1,0 +1,42 @@
+"""The settings of one rank, from those of the whole engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from stemma.config.settings import EngineSettings
+from stemma.model.loading import resolve_device
+from stemma.model.parallel.share import Share
+from stemma.prefix.keys import KeySpace
+
+
+def settings_of_rank(settings: EngineSettings, share: Share) -> EngineSettings:
+    """Return what differs by rank: its device or share of the cores, of the free memory, its directory."""
+    model: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
+    if resolve_device(settings.model.device).type == "cuda":
+        model["device"] = f"cuda:{share.rank}"
+    else:
+        cache["kv_cache_fraction"] = settings.cache.kv_cache_fraction / share.size
+        if settings.model.num_threads is None:
+            model["num_threads"] = max(1, len(os.sched_getaffinity(0)) // share.size)
+    tiers: dict[str, Any] = {}
+    if settings.tiers.disk_cache is not None:
+        tiers["disk_cache"] = settings.tiers.disk_cache / f"rank-{share.rank}-of-{share.size}"
+    return settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update=model),
+            "cache": settings.cache.model_copy(update=cache),
+            "tiers": settings.tiers.model_copy(update=tiers),
+        }
+    )
+
+
+def rank_key_space(key_space: KeySpace, share: Share) -> KeySpace:
+    """Return the name under which a rank's disk tier keeps its blocks.
+
+    Keys are the same on all ranks; bytes aren't. So the directory of another rank must not be taken for ours.
+    """
+    return replace(key_space, kv_layout=f"{key_space.kv_layout}:rank{share.rank}")

@@ -1,0 +1,221 @@
+"""The tiers below the device on all ranks, as one: a prefix counts only as far as every rank has it.
+
+Each rank has host and disk tiers of its own, which hold its part of a block under the same key. They are told
+of the same commits, hits and evictions in the same order, but evict, fail and lose blocks by themselves. So
+what they hold is asked of all, and the shortest answer counts. What one rank lacks and another has is counted
+by rank; it is computed, and then written again by the ranks that lack it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from stemma.engine.ranks.leader import Ranks
+from stemma.engine.ranks.messages import StartPrefetch, StopPrefetch, Tell
+from stemma.errors import EngineFailed
+from stemma.memory.kv_events import KVEventSink
+from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.loads import Prefetch
+from stemma.memory.tiers.tier_stats import TransferStats
+from stemma.memory.tiers.transfer import PassedOver, TierTransfer
+from stemma.types import BlockKey, Tier
+
+_SLOW_TIMEOUT_S = 120.0
+"""For what an operator asks of all ranks."""
+
+
+class RankedTiers:
+    """`LowerTiers` over rank 0's own tiers and those of the other ranks."""
+
+    def __init__(self, own: TierTransfer, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self._missing: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def stores(self) -> tuple[BlockStore, ...]:
+        """Those of rank 0."""
+        return self._own.stores
+
+    @property
+    def must_probe(self) -> bool:
+        """See `TierTransfer.must_probe`."""
+        return self._own.must_probe
+
+    def watch(self, sink: KVEventSink) -> None:
+        """Tell nothing: what rank 0's tiers hold isn't what the engine can load."""
+
+    def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
+        """Return the tiers, on rank 0, of the leading keys that all ranks have and that are worth loading."""
+        if not keys or not self._own.stores:
+            return ()
+        asked = self._ranks.ask("num_held", list(keys))
+        own = self._own.match(keys)
+        counts = [self._own.num_held(keys), *(self._ranks.result(one) for one in asked)]
+        self._note(counts)
+        return own[: min(counts)]
+
+    def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
+        """See `TierTransfer.passed_over`; counts what all ranks have."""
+        left = self._own.passed_over(keys)
+        if left is None:
+            return None
+        held = min(self._ranks.result(one) for one in self._ranks.ask("num_held", list(keys)))
+        return replace(left, num_blocks=min(left.num_blocks, held)) if held else None
+
+    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
+        """See `TierTransfer.load`; the result is what arrived on every rank, once all of them are done."""
+        parts = self._ranks.load(list(keys), list(block_ids))
+        return _together([self._own.load(keys, block_ids), *parts], self._note)
+
+    def prefetch(
+        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
+    ) -> Prefetch | None:
+        """See `TierTransfer.prefetch`; each rank promotes its own blocks."""
+        started = self._own.prefetch(parent, keys, owners)
+        if started is None:
+            return None
+        number = self._ranks.next_number()
+        self._ranks.tell(StartPrefetch(number, parent, list(keys), list(owners)))
+
+        def stop() -> None:
+            started.stop()
+            self._tell_if_alive(StopPrefetch(number))
+
+        return Prefetch(started.probe, stop)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """See `TierTransfer.observe_prefill`: rank 0 decides what is worth loading."""
+        self._own.observe_prefill(num_tokens, seconds)
+
+    def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
+        """See `TierTransfer.on_commit`."""
+        self._moved("on_commit", blocks)
+
+    def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
+        """See `TierTransfer.on_hit`."""
+        self._moved("on_hit", blocks)
+
+    def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
+        """See `TierTransfer.on_evict`."""
+        self._moved("on_evict", blocks)
+
+    def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
+        """See `TierTransfer.set_quotas`: of each rank."""
+        self._ranks.tell(Tell("set_quotas", (quotas,)))
+        self._own.set_quotas(quotas)
+
+    def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
+        """Return, per tier, which keys it holds on every rank."""
+        asked = self._ranks.ask("lookup", list(keys))
+        found = [self._own.lookup(keys), *(self._result(one) for one in asked)]
+        return {tier: [all(one[tier][n] for one in found) for n in range(len(keys))] for tier in found[0]}
+
+    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
+        """See `TierTransfer.pin`; a block is pinned where every rank's tier holds it, else nowhere."""
+        asked = self._ranks.ask("pin", list(keys))
+        pinned = [self._own.pin(keys), *(self._result(one) for one in asked)]
+        common = {
+            tier: [key for key in held if all(key in one[tier] for one in pinned[1:])]
+            for tier, held in pinned[0].items()
+        }
+        surplus = [
+            {tier: [key for key in held if key not in common[tier]] for tier, held in one.items()}
+            for one in pinned
+        ]
+        self._ranks.tell_each([Tell("unpin", (one,)) for one in surplus[1:]])
+        self._own.unpin(surplus[0])
+        return common
+
+    def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
+        """See `TierTransfer.unpin`."""
+        self._ranks.tell(Tell("unpin", (dict(pinned),)))
+        self._own.unpin(pinned)
+
+    def read(self, key: BlockKey, into: memoryview) -> bool:
+        """Return False: a block lies in parts, of which this would read one."""
+        return False
+
+    def flush(self) -> dict[Tier, int]:
+        """See `TierTransfer.flush`; returns what rank 0 dropped."""
+        asked = self._ranks.ask("flush")
+        dropped = self._own.flush()
+        for one in asked:
+            self._result(one)
+        return dropped
+
+    def drain(self, timeout_s: float) -> bool:
+        """See `TierTransfer.drain`."""
+        asked = self._ranks.ask("drain", timeout_s)
+        return self._own.drain(timeout_s) & all([self._result(one) for one in asked])
+
+    def stats(self) -> TransferStats:
+        """Return those of rank 0, and the blocks that each rank lacked."""
+        with self._lock:
+            missing = {rank: self._missing[rank] for rank in range(self._ranks.share.size)}
+        return replace(self._own.stats(), missing_by_rank=missing)
+
+    def check(self) -> None:
+        """See `TierTransfer.check`."""
+        asked = self._ranks.ask("check")
+        self._own.check()
+        for one in asked:
+            self._result(one)
+
+    def close(self) -> None:
+        """Close rank 0's tiers; the others close theirs with `Ranks.close`."""
+        self._own.close()
+
+    def _moved(self, method: str, blocks: Sequence[DeviceBlock]) -> None:
+        if self._own.stores and len(blocks):
+            self._ranks.tell(Tell(method, (list(blocks),)))
+            getattr(self._own, method)(blocks)
+
+    def _note(self, counts: Sequence[int]) -> None:
+        """Count what each rank lacks of what the best one has."""
+        longest = max(counts)
+        with self._lock:
+            for rank, held in enumerate(counts):
+                if held < longest:
+                    self._missing[rank] += longest - held
+
+    def _result(self, future: Future[Any]) -> Any:
+        return self._ranks.result(future, _SLOW_TIMEOUT_S)
+
+    def _tell_if_alive(self, message: object) -> None:
+        with suppress(EngineFailed):  # the engine ends anyway
+            self._ranks.tell(message)
+
+
+def _together(parts: Sequence[Future[int]], note: Callable[[Sequence[int]], None]) -> Future[int]:
+    """Return the least result of all, once all are done, or the first rank's error."""
+    least: Future[int] = Future()
+    least.set_running_or_notify_cancel()  # the other ranks write into these blocks: it can't be cancelled
+    lock = threading.Lock()
+    num_left = len(parts)
+
+    def on_done(_part: Future[int]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            if num_left:
+                return
+        error = next((e for e in (part.exception() for part in parts) if e is not None), None)
+        if error is not None:
+            least.set_exception(error)
+            return
+        counts = [part.result() for part in parts]
+        note(counts)
+        least.set_result(min(counts))
+
+    for part in parts:
+        part.add_done_callback(on_done)
+    return least

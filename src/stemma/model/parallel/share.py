@@ -1,0 +1,138 @@
+"""Which part of a model a rank holds: tensor parallel, and expert parallel for mixtures of experts.
+
+Column-parallel layers (query, key, value, gate, up, and what expands a latent) hold some of their outputs,
+row-parallel ones (attention's output, down) the inputs that belong to them, as in Megatron-LM
+(arXiv:1909.08053, section 3). Each row-parallel layer's results are then partial sums. Embedding, output
+head, norms, routers and the projections to a cached latent are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from stemma.errors import ConfigError, UnsupportedModel
+
+SERVED = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Gemma2ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Architectures that the tests compare with one process."""
+
+COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
+ROWS = frozenset({"o_proj", "down_proj"})
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of one rank."""
+
+    rank: int
+    size: int
+    """Ranks."""
+    expert_size: int = 1
+    """Groups of ranks that the experts are divided over; the ranks of a group split each of its experts."""
+
+    @property
+    def ranks_per_expert(self) -> int:
+        """Ranks that split an expert."""
+        return self.size // self.expert_size
+
+    def experts(self, count: int) -> range:
+        """Return the experts, of `count`, that this rank has a part of."""
+        each = count // self.expert_size
+        first = self.rank // self.ranks_per_expert * each
+        return range(first, first + each)
+
+    def part(self, length: int, *, of_expert: bool = False) -> range:
+        """Return this rank's part of a dimension that is cut, of `length`."""
+        size = self.ranks_per_expert if of_expert else self.size
+        each = length // size
+        first = self.rank % size * each
+        return range(first, first + each)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What of a stored tensor a rank reads."""
+
+    name: str
+    """Under which the rank's smaller model knows it: its experts are counted from 0."""
+    axis: int | None = None
+    """The dimension that is cut; None: the tensor is whole."""
+    part: range = range(0)
+    is_zero: bool = False
+    """Another rank adds it: zeros here."""
+
+
+def cut_of(name: str, shape: tuple[int, ...], share: Share, num_experts: int) -> Cut | None:
+    """Return what a rank reads of a tensor of the checkpoint; None: nothing, it is of another's expert."""
+    expert = _EXPERT.search(name)
+    if expert is not None:
+        own = share.experts(num_experts)
+        number = int(expert[1])
+        if number not in own:
+            return None
+        name = f"{name[: expert.start(1)]}{number - own.start}{name[expert.end(1) :]}"
+    layer, _, kind = name.rpartition(".")
+    leaf = layer.rpartition(".")[2]
+    if leaf in ROWS and kind == "bias":
+        return Cut(name, is_zero=share.rank > 0)
+    axis = 0 if leaf in COLUMNS else 1 if leaf in ROWS and kind == "weight" else None
+    if axis is None or axis >= len(shape):
+        return Cut(name)
+    return Cut(name, axis, share.part(shape[axis], of_expert=expert is not None))
+
+
+def num_experts_of(config: Any) -> int:
+    """Return the routed experts of a layer; 0: the model is no mixture of experts."""
+    for field in ("num_local_experts", "num_experts", "n_routed_experts"):
+        count = getattr(config, field, None)
+        if count:
+            return int(count)
+    return 0
+
+
+def check_share(architecture: str, config: Any, share: Share) -> None:
+    """Raise UnsupportedModel or ConfigError unless the model can be cut for so many ranks."""
+    if architecture not in SERVED:
+        raise UnsupportedModel(
+            f"{architecture} isn't served on several ranks; leave tensor_parallel_size 1. Those that are: "
+            f"{', '.join(sorted(SERVED))}"
+        )
+    size = share.size
+    _check(architecture, "attention heads", config.num_attention_heads, size)
+    if not getattr(config, "kv_lora_rank", None):
+        _check(architecture, "KV heads", config.num_key_value_heads, size)
+    _check(architecture, "intermediate_size", config.intermediate_size, size)
+    num_experts = num_experts_of(config)
+    if not num_experts:
+        if share.expert_size > 1:
+            raise ConfigError(
+                f"expert_parallel_size is {share.expert_size}, but {architecture} has no experts; leave it 1"
+            )
+        return
+    _check(architecture, "experts", num_experts, share.expert_size, "expert_parallel_size")
+    inner = config.moe_intermediate_size
+    _check(architecture, "moe_intermediate_size", inner, share.ranks_per_expert)
+    if shared := getattr(config, "n_shared_experts", None):
+        _check(architecture, "inner size of the shared experts", shared * inner, size)
+
+
+def _check(
+    architecture: str, what: str, count: int, size: int, setting: str = "tensor_parallel_size"
+) -> None:
+    if count % size:
+        raise ConfigError(
+            f"{setting} {size} doesn't divide {architecture}'s {what} ({count}); choose a divisor of {count}"
+        )

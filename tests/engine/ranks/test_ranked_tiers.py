@@ -1,0 +1,147 @@
+"""The tiers of two ranks as one. Rank 1 is a second set of tiers in this process, called as it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from stemma.engine.ranks.messages import Tell
+from stemma.engine.ranks.tiers import RankedTiers
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers.device_block import DeviceBlock
+from stemma.memory.tiers.host_store import HostStore
+from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
+from stemma.model.parallel.share import Share
+from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.types import BlockKey, Tier
+
+LAYOUT = KVLayout(1, 2, 4, 1, 4, "float32")
+KEYS = [BlockKey(bytes([n]) * 32) for n in range(1, 7)]
+BLOCKS = [
+    DeviceBlock(n, key, KEYS[n - 1] if n else BlockKey(bytes(32)), 4, 50, None) for n, key in enumerate(KEYS)
+]
+WAIT_S = 20.0
+
+
+class Rank:
+    """Device and tiers of one rank; its blocks hold its own bytes."""
+
+    def __init__(self, rank: int, num_host_blocks: int) -> None:
+        self.kv = DeviceKV(LAYOUT, 16)
+        for block in BLOCKS:
+            self.kv.block_bytes_view(block.block_id).fill_(10 * rank + block.block_id)
+        size = LAYOUT.block_bytes
+        self.host = HostStore(size, num_host_blocks * size, LRUPolicy(), time.monotonic)
+        self.tiers = TierTransfer(
+            DeviceCopy(self.kv),
+            self.host,
+            [],
+            TransferPolicy({Tier.HOST: "write_through"}, load_always=True, load_timeout_s=WAIT_S),
+            time.monotonic,
+            block_size=4,
+            staging_bytes=16 * size,
+        )
+
+    def first_byte(self, block_id: int) -> int:
+        return int(self.kv.block_bytes_view(block_id)[0])
+
+
+class OtherRank:
+    """Stands for `Ranks`: does at once, with rank 1's tiers, what a rank would do when told."""
+
+    share = Share(0, 2)
+
+    def __init__(self, other: TierTransfer) -> None:
+        self._other = other
+
+    def tell(self, message: Any) -> None:
+        self.tell_each([message])
+
+    def tell_each(self, messages: Sequence[Any]) -> None:
+        [message] = messages
+        assert isinstance(message, Tell)
+        getattr(self._other, message.method)(*message.arguments)
+
+    def ask(self, method: str, *arguments: Any) -> list[Future[Any]]:
+        answer: Future[Any] = Future()
+        answer.set_result(getattr(self._other, method)(*arguments))
+        return [answer]
+
+    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Future[int]]:
+        return [self._other.load(keys, block_ids)]
+
+    def result(self, future: Future[Any], timeout_s: float = WAIT_S) -> Any:
+        return future.result(timeout_s)
+
+
+@pytest.fixture
+def ranks() -> Iterator[tuple[Rank, Rank, RankedTiers]]:
+    """Rank 1's host tier holds fewer blocks."""
+    first, second = Rank(0, 8), Rank(1, 4)
+    other: Any = OtherRank(second.tiers)
+    yield first, second, RankedTiers(first.tiers, other)
+    for one in (first, second):
+        one.tiers.check()
+        one.tiers.close()
+
+
+def test_the_shortest_prefix_counts(ranks: tuple[Rank, Rank, RankedTiers]) -> None:
+    first, second, tiers = ranks
+    tiers.on_commit(BLOCKS)
+    held = [len(first.tiers.match(KEYS)), len(second.tiers.match(KEYS))]
+    assert held[0] == 6 > held[1] > 0
+    assert len(tiers.match(KEYS)) == held[1]
+    assert tiers.stats().missing_by_rank == {0: 0, 1: 6 - held[1]}
+    assert tiers.lookup(KEYS)[Tier.HOST].count(True) == held[1]
+    left = tiers.passed_over(KEYS)
+    assert left is not None
+    assert left.num_blocks == held[1]
+
+
+def test_nothing_counts_that_one_rank_has_lost(ranks: tuple[Rank, Rank, RankedTiers]) -> None:
+    first, second, tiers = ranks
+    tiers.on_commit(BLOCKS[:3])
+    second.host.remove(KEYS[:3])
+    assert tiers.match(KEYS[:3]) == []
+    assert tiers.passed_over(KEYS[:3]) is None
+    tiers.on_commit(BLOCKS[:3])  # computed again: written by who lacks them
+    first.host.remove(KEYS[2:3])
+    assert len(tiers.match(KEYS[:3])) == 2
+    assert tiers.stats().missing_by_rank == {0: 1, 1: 3}
+
+
+def test_each_rank_loads_its_own_bytes(ranks: tuple[Rank, Rank, RankedTiers]) -> None:
+    first, second, tiers = ranks
+    tiers.on_commit(BLOCKS[:3])
+    assert tiers.load(KEYS[:3], [9, 10, 11]).result(WAIT_S) == 3
+    assert [first.first_byte(n) for n in (9, 10, 11)] == [0, 1, 2]
+    assert [second.first_byte(n) for n in (9, 10, 11)] == [10, 11, 12]
+
+
+def test_a_load_that_fails_on_one_rank_is_shorter(ranks: tuple[Rank, Rank, RankedTiers]) -> None:
+    _, second, tiers = ranks
+    tiers.on_commit(BLOCKS[:3])
+    second.host.remove(KEYS[1:3])
+    loading = tiers.load(KEYS[:3], [9, 10, 11])
+    assert not loading.cancel()  # the other rank writes into the blocks
+    assert loading.result(WAIT_S) == 1
+    assert tiers.stats().missing_by_rank == {0: 0, 1: 2}
+
+
+def test_pins_hold_where_all_ranks_have_the_block(ranks: tuple[Rank, Rank, RankedTiers]) -> None:
+    first, second, tiers = ranks
+    tiers.on_commit(BLOCKS[:3])
+    second.host.remove(KEYS[2:3])
+    pinned = tiers.pin(KEYS[:3])
+    assert pinned == {Tier.HOST: KEYS[:2]}
+    assert tiers.flush() == {Tier.HOST: 1}
+    assert first.host.num_blocks == second.host.num_blocks == 2
+    tiers.unpin(pinned)
+    assert tiers.flush() == {Tier.HOST: 2}
+    assert second.host.num_blocks == 0

@@ -1,0 +1,206 @@
+"""One engine on several processes: text as of one, bits that don't depend on the cache, ends and restarts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stemma import LLM, SamplingParams
+from stemma.engine.llm import Generation
+from stemma.errors import EngineFailed, StemmaError
+from stemma.prefix.keys import Namespace
+from stemma.types import Tier
+from tests.checkpoints import build
+from tests.engine.ranks.processes import rank_processes
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
+LONG = [(11 * i * i + 5 * i) % 400 + 3 for i in range(70)]
+OTHER = [(7 * i * i + 3 * i) % 400 + 3 for i in range(75)]
+SMALL: dict[str, Any] = {"block_size": 8, "num_threads": 1, "kv_cache_memory": "2MB"}
+TIERS: dict[str, Any] = {"disk_cache_size": "20MB", "load_when": "always", "load_timeout_s": 20.0}
+
+
+def tokens(found: Generation) -> list[int]:
+    return found.completions[0].token_ids
+
+
+def bits(found: Generation) -> list[tuple[int, float]]:
+    return [(one.token_id, one.logprob) for one in found.completions[0].logprobs]
+
+
+def in_one_process(checkpoint: Path, **settings: Any) -> list[list[int]]:
+    llm = LLM(checkpoint, **(SMALL | settings))
+    try:
+        return [tokens(found) for found in llm.generate([LONG, OTHER], GREEDY)]
+    finally:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen3-moe", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def start(checkpoint: Path, disk: Path) -> Iterator[Callable[[], LLM]]:
+    """Return what starts the engine on two ranks, each with half of the experts."""
+    started: list[LLM] = []
+
+    def make() -> LLM:
+        settings = SMALL | TIERS | {"kv_cache_memory": "96KB", "host_cache": "1MB", "disk_cache": disk}
+        started.append(LLM(checkpoint, tensor_parallel_size=2, expert_parallel_size=2, **settings))
+        return started[-1]
+
+    yield make
+    for llm in started:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[[], LLM]) -> LLM:
+    return start()
+
+
+def test_the_text_is_that_of_one_process(llm: LLM, checkpoint: Path) -> None:
+    assert [tokens(found) for found in llm.generate([LONG, OTHER], GREEDY)] == in_one_process(checkpoint)
+    llm.engine.check()
+
+
+def test_what_is_cached_doesnt_change_a_bit(llm: LLM) -> None:
+    uncached = llm.generate(LONG, GREEDY, namespace=Namespace(salt="nobody's"))[0]
+    assert uncached.cache.num_cached_tokens == 0
+    cached, again = llm.generate(LONG, GREEDY)[0], llm.generate([OTHER, LONG], GREEDY)[1]
+    assert cached.cache.num_cached_tokens > 0
+    assert again.cache.num_cached_tokens > 0
+    assert bits(uncached) == bits(cached) == bits(again)
+
+
+def test_what_left_the_device_comes_back_on_all_ranks(llm: LLM) -> None:
+    expected = bits(llm.generate(LONG, GREEDY)[0])
+    for salt in "ab":  # each takes most of the device tier
+        llm.generate([LONG, OTHER], GREEDY, namespace=Namespace(salt=salt))
+    found = llm.generate(LONG, GREEDY)[0]
+    assert found.cache.cached_by_tier[Tier.HOST] > 0
+    assert found.cache.num_cached_tokens >= 64
+    assert bits(found) == expected
+    llm.engine.check()
+
+
+def test_answers_share_their_prompt(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=4, temperature=0.0, ignore_eos=True)
+    answers = llm.generate(LONG, params)[0].completions
+    assert len({tuple(one.token_ids) for one in answers}) == 1
+    assert llm.beam_search(LONG, 2, 3, ignore_eos=True)[0].completions[0].token_ids
+    llm.engine.check()
+
+
+def test_a_rank_that_dies_ends_the_engine_and_a_restart_is_warm(
+    llm: LLM, start: Callable[[], LLM], disk: Path
+) -> None:
+    expected = bits(llm.generate(LONG, GREEDY)[0])
+    assert llm.engine.cache.drain(20.0)
+    [process] = rank_processes(os.getpid())
+    os.kill(process, signal.SIGKILL)
+    reason = rf"rank 1 \(process {process}\) was ended by SIGKILL"
+    with pytest.raises(StemmaError, match=reason):
+        llm.generate(OTHER, GREEDY)
+    with pytest.raises(EngineFailed, match=reason):
+        llm.generate(OTHER, GREEDY)
+    llm.close()
+    assert rank_processes(os.getpid()) == []
+
+    again = start()
+    found = again.generate(LONG, GREEDY)[0]
+    assert found.cache.cached_by_tier == {Tier.DISK: 64}
+    assert bits(found) == expected
+    transfer = again.stats().transfer
+    assert transfer is not None
+    assert transfer.missing_by_rank == {0: 0, 1: 0}
+    again.close()
+
+
+@pytest.mark.slow
+def test_one_rank_has_lost_its_disk(checkpoint: Path, tmp_path: Path) -> None:
+    settings = SMALL | TIERS | {"disk_cache": tmp_path, "tensor_parallel_size": 2}
+    llm = LLM(checkpoint, **settings)
+    expected = bits(llm.generate(LONG, GREEDY)[0])
+    llm.close()
+    [theirs] = tmp_path.glob("rank-1-of-2")
+    shutil.rmtree(theirs)
+    for num_cached, missing in ((0, 8), (64, 0)):  # what is computed again is whole again
+        llm = LLM(checkpoint, **settings)
+        found = llm.generate(LONG, GREEDY)[0]
+        assert found.cache.num_cached_tokens == num_cached
+        assert bits(found) == expected
+        transfer = llm.stats().transfer
+        assert transfer is not None
+        assert transfer.missing_by_rank == {0: 0, 1: missing}
+        llm.engine.check()
+        llm.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "expert_size"),
+    [("llama", 1), ("gemma2", 1), ("qwen2", 1), ("mistral-sliding", 1), ("qwen3-moe", 1), ("qwen3-moe", 2),
+     ("deepseek-v3", 1), ("deepseek-v3", 2), ("deepseek-v2", 2)],
+)  # fmt: skip
+def test_families(family: str, expert_size: int, size: int, tmp_path: Path) -> None:
+    checkpoint = build(family, tmp_path / "model", num_key_value_heads=4)
+    ranks = {"tensor_parallel_size": size, "expert_parallel_size": expert_size}
+    expected = in_one_process(checkpoint)
+    settings = SMALL | TIERS | ranks | {"disk_cache": tmp_path / "disk"}
+    for hits in (0, 64):
+        llm = LLM(checkpoint, **settings)
+        found = llm.generate([LONG, OTHER], GREEDY)
+        assert [tokens(one) for one in found] == expected
+        assert found[0].cache.num_cached_tokens == hits
+        uncached = llm.generate(LONG, GREEDY, namespace=Namespace(salt="nobody's"))[0]
+        assert bits(uncached) == bits(found[0])
+        llm.engine.check()
+        llm.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"speculation": "la"}, {"index": "hash"}])
+def test_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = build("llama", tmp_path)
+    expected = in_one_process(checkpoint, **settings)
+    llm = LLM(checkpoint, tensor_parallel_size=2, **(SMALL | settings))
+    for _ in range(2):
+        assert [tokens(one) for one in llm.generate([LONG, OTHER], GREEDY)] == expected
+    llm.engine.check()
+    llm.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stemma.model.parallel.group.STEP_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("stemma.engine.ranks.leader._END_TIMEOUT_S", 2.0)
+    llm = LLM(build("llama", tmp_path), tensor_parallel_size=2, **SMALL)
+    [process] = rank_processes(os.getpid())
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(StemmaError, match=r"a step failed on rank 0: .*[Tt]imed out"):
+        llm.generate(LONG, GREEDY)
+    llm.close()
+    assert rank_processes(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_open_is_said_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank-1-of-2").write_text("no directory")
+    with pytest.raises(StemmaError, match="rank-1-of-2"):
+        LLM(checkpoint, tensor_parallel_size=2, disk_cache=tmp_path, **SMALL)
+    assert rank_processes(os.getpid()) == []

@@ -1,0 +1,86 @@
+"""What each rank reads of a checkpoint, and what can't be cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from stemma.config.settings import ModelSettings
+from stemma.errors import ConfigError, UnsupportedModel
+from stemma.model.parallel.cutting import read_share
+from stemma.model.parallel.share import Share, check_share, cut_of, num_experts_of
+from stemma.model.pretrained import check_cut, load_config
+from tests.checkpoints import CONFIGS, build
+from tests.quantized_files import gptq, rewrite
+
+
+def shares(size: int, expert_size: int = 1) -> list[Share]:
+    return [Share(rank, size, expert_size) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "expert_size"), [("qwen2", 2, 1), ("deepseek-v3", 4, 2), ("qwen3-moe", 2, 2)]
+)
+def test_the_parts_are_the_whole(family: str, size: int, expert_size: int, tmp_path: Path) -> None:
+    path = build(family, tmp_path)
+    whole = load_file(path / "model.safetensors")
+    num_experts = num_experts_of(AutoConfig.from_pretrained(path))
+    parts = [read_share(path, share, num_experts) for share in shares(size, expert_size)]
+    for name, tensor in whole.items():
+        cuts = [cut_of(name, tuple(tensor.shape), share, num_experts) for share in shares(size, expert_size)]
+        held = [(cut, part[cut.name]) for cut, part in zip(cuts, parts, strict=True) if cut is not None]
+        axis = held[0][0].axis
+        if axis is not None:
+            joined = torch.cat([part for _, part in held], dim=axis)
+            assert torch.equal(joined, tensor), name
+        else:
+            assert all(torch.equal(part, tensor) for _, part in held), name
+    if ".experts." in "".join(whole):
+        assert any(".experts.0." in name for name in parts[-1])  # counted from 0 on every rank
+    read = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
+    assert max(read) < 0.8 * sum(tensor.nbytes for tensor in whole.values())
+
+
+def test_one_rank_adds_the_bias() -> None:
+    name = "model.layers.0.self_attn.o_proj.bias"
+    cuts = [cut_of(name, (64,), share, 0) for share in shares(2)]
+    assert [cut is not None and cut.is_zero for cut in cuts] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "share", "message"),
+    [
+        ("llama", {}, Share(0, 3), "tensor_parallel_size 3 doesn't divide .* attention heads \\(4\\)"),
+        ("llama", {}, Share(0, 4), "tensor_parallel_size 4 doesn't divide .* KV heads \\(2\\)"),
+        ("llama", {"intermediate_size": 97}, Share(0, 2), "intermediate_size \\(97\\)"),
+        ("llama", {}, Share(0, 2, 2), "expert_parallel_size is 2, but LlamaForCausalLM has no experts"),
+        ("qwen3-moe", {"num_experts": 7}, Share(0, 2, 2), "expert_parallel_size 2 .* experts \\(7\\)"),
+        ("qwen3-moe", {"moe_intermediate_size": 33}, Share(0, 2), "moe_intermediate_size \\(33\\)"),
+    ],
+)
+def test_what_doesnt_divide(family: str, fields: dict[str, Any], share: Share, message: str) -> None:
+    config = CONFIGS[family]()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    architecture = {"llama": "LlamaForCausalLM", "qwen3-moe": "Qwen3MoeForCausalLM"}[family]
+    with pytest.raises(ConfigError, match=message):
+        check_share(architecture, config, share)
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    settings = ModelSettings(path=build("gpt-oss", tmp_path))
+    with pytest.raises(UnsupportedModel, match="GptOssForCausalLM isn't served on several ranks"):
+        check_cut(settings, load_config(settings), Share(0, 2))
+
+
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    twin = rewrite(tmp_path, gptq(4, 32, zero=True), {"quantization_config": config})
+    settings = ModelSettings(path=twin.quantized)
+    with pytest.raises(UnsupportedModel, match="is quantized: only plain safetensors are cut"):
+        check_cut(settings, load_config(settings), Share(0, 2))
