@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from types import FrameType
+from typing import Literal, NoReturn
 
 import yaml
 from rich.console import Console
@@ -30,6 +32,9 @@ def run_prefill_decode(cluster: ClusterFile) -> None:
     """Start the engines, serve the proxy until a signal, end the engines. Raises StemmaError."""
     server = cluster.settings.server
     console = Console(soft_wrap=True, highlight=False)
+    # uvicorn raises the signal that ended it once more: as an exception, so that the engines end too.
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
     with _engines(cluster) as groups:
         for number, (prefills, decodes) in enumerate(groups):
             console.print(f"pool {number}: prefill {', '.join(prefills)}; decode {', '.join(decodes)}")
@@ -90,6 +95,10 @@ def _groups(
         return [one.url for one, (its_side, rank) in both if its_side == side and rank % num_pools == pool]
 
     return [(of("prefill", pool), of("decode", pool)) for pool in range(num_pools)]
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
 
 
 def _stop(engine: ServerProcess) -> None:

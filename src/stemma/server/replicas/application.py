@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -10,7 +11,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 
 from stemma.cluster.serve_router import KVEventRouter
-from stemma.config.cluster import ClusterFile, Replicas
+from stemma.config.cluster import ClusterFile, Replicas, read_cluster_file
 from stemma.engine.build import with_checkpoint
 from stemma.errors import ConfigError
 from stemma.server.access import Access
@@ -65,11 +66,24 @@ def start_ray(replicas: Replicas) -> None:
     )
 
 
-def deploy(cluster: ClusterFile) -> Any:
-    """Start the application, or replace it replica by replica; return once it takes requests."""
+def deploy(cluster: ClusterFile, router: RequestRouterConfig | None = None) -> Any:
+    """Start the application, or replace it replica by replica; return once it takes requests.
+
+    `router` takes the place of the file's.
+    """
     server = cluster.settings.server
     serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
-    return serve.run(application(cluster), name=NAME, route_prefix="/")
+    return serve.run(application(cluster, router), name=NAME, route_prefix="/")
+
+
+def from_file(args: dict[str, str]) -> Any:
+    """Return the application that a cluster file describes, for Ray Serve's own configuration: ``file``.
+
+    Raises ConfigError.
+    """
+    if set(args) != {"file"}:
+        raise ConfigError("the application takes one argument, file: the cluster file")
+    return application(check_cluster(read_cluster_file(Path(args["file"]), os.environ)))
 
 
 def stop(cluster: ClusterFile) -> None:
@@ -79,8 +93,8 @@ def stop(cluster: ClusterFile) -> None:
     ray.shutdown()
 
 
-def application(cluster: ClusterFile) -> Any:
-    """Return the application as `serve.run` takes it."""
+def application(cluster: ClusterFile, router: RequestRouterConfig | None = None) -> Any:
+    """Return the application as `serve.run` takes it; see `deploy`."""
     replicas = cluster.replicas
     assert replicas is not None
     autoscaling = replicas.autoscaling
@@ -88,11 +102,12 @@ def application(cluster: ClusterFile) -> Any:
     if autoscaling is not None:
         scale = {"autoscaling_config": autoscaling.model_dump(exclude_none=True)}
     options: dict[str, Any] = {}
-    if replicas.router != "power-of-two":
-        config = RequestRouterConfig(
+    if router is None and replicas.router != "power-of-two":
+        router = RequestRouterConfig(
             request_router_class=KVEventRouter, request_router_kwargs={"router": replicas.router}
         )
-        options["request_router_config"] = config
+    if router is not None:
+        options["request_router_config"] = router
     engines = serve.deployment(
         Replica,
         name=REPLICAS,
