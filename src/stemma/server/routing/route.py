@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 ServerGroup = tuple[Sequence[str], Sequence[str]]
 """URLs of prefill servers and of decode servers that share a pool."""
 _NOBODY = 503
+_GROUP_HEAD = 256
+"""Bytes of the beginning that choose a group: few, so that the second round of a dialogue that was sent as
+plain text finds the pool of its first. Within a group the pool has what another server computed."""
 
 
 class RouteStats:
@@ -160,7 +163,8 @@ class Groups:
     async def generate(self, request: Request, content: bytes) -> Response:
         """Prefill on one server of a group, decode on another. A client that leaves ends the work on both."""
         answer = nobody_answers()
-        for name in self._balance.order(head_of(await read_body(request, content))):
+        head = head_of(await read_body(request, content))[:_GROUP_HEAD]
+        for name in self._balance.order(head):
             ended = partial(self._balance.end, name)
             self._balance.begin(name)
             try:
