@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +83,29 @@ def test_wrong_settings_stop_the_server_and_are_named(tmp_path: Path):
     with pytest.raises(AssertionError), run_vllm(checkpoint, log, transfer={"hots": "1GB"}):
         pass
     assert "kv_connector_extra_config: hots: Extra inputs are not permitted" in log.read_text()
+
+
+def test_many_requests_in_little_memory_get_the_same_answers(tmp_path: Path):
+    """Blocks are evicted, requests preempted, and loads run beside steps; nobody's blocks get mixed up."""
+    vllm_python()
+    checkpoint = build("qwen3", tmp_path / "model", head_dim=32)
+    transfer = {"host_cache": "2MB", "disk_cache": str(tmp_path / "disk"), "disk_cache_size": "500MB"}
+    transfer["load_when"] = "always"
+    # 3 MB are 91 blocks; eight prompts of 500 to 628 tokens and their answers want 160.
+    small = ("--kv-cache-memory-bytes", "3000000", "--max-num-seqs", "8")
+    prompts = [
+        [*prompt(seed)[:500], *prompt(100 + seed + more)[: 32 * more]]
+        for seed in range(6)
+        for more in range(5)
+    ]
+    with run_vllm(checkpoint, tmp_path / "log", *small, transfer=transfer) as server:
+        alone = [server.complete(one, num_tokens=48)[0] for one in prompts]
+        for _ in range(2):
+            with ThreadPoolExecutor(8) as threads:
+                together = list(threads.map(lambda one: server.complete(one, num_tokens=48)[0], prompts))
+            assert together == alone
+        server.complete([7, 8, 9], num_tokens=1)
+        for tier in ("host", "disk"):
+            assert server.metric("stemma_connector_loaded_blocks_total", tier=tier) > 0
+        assert server.metric("stemma_connector_lost_blocks_total") == 0
+        assert server.metric("vllm:num_preemptions_total") > 0
