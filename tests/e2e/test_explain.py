@@ -7,10 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.server.tenants.keyfile import add_key
+from tests.adapters import write_adapter
 from tests.e2e.conftest import Served, start_server
 
 SYSTEM = "You are the assistant of the harbour library. Today is 2026-11-"
@@ -130,5 +133,31 @@ def test_rounded_reports_name_no_place(tiny_model: Path) -> None:
         found = why(ask(served, NEW, stemma={"explain": True}))
         assert found["cached_tokens"] % 16 == 0
         assert found["parts_at"] is None
+    finally:
+        stop()
+
+
+def test_a_prompt_cached_for_an_adapter_says_so_over_http(tiny_model: Path, tmp_path: Path) -> None:
+    """An adapter in PEFT's format is loaded over HTTP and asked; then the model without it."""
+    layer = "model.layers.0.self_attn.q_proj"
+    weight = AutoModelForCausalLM.from_pretrained(tiny_model).get_submodule(layer).weight
+    made = torch.Generator().manual_seed(3)
+    halves = (
+        torch.randn(4, weight.shape[1], generator=made),
+        torch.randn(weight.shape[0], 4, generator=made),
+    )
+    write_adapter(tmp_path / "poet", {layer: halves})
+    served, stop = start_server(tiny_model, lora_directories=[tmp_path])
+    try:
+        loaded = served.post("/v1/load_lora_adapter", lora_name="poet", lora_path=str(tmp_path / "poet"))
+        assert loaded.status_code == 200, loaded.text
+        asked = {"headers": {"x-stemma-explain": "1"}}
+        assert why(ask(served, SECRET, model="poet", **asked))["reason"] == "cold"
+        found = why(ask(served, SECRET, **asked))
+        assert (found["reason"], found["cached_tokens"]) == ("other_adapter", 0)
+        assert "an adapter changes the KV of every token" in found["detail"]
+        back = why(ask(served, SECRET, model="poet", **asked))
+        assert back["cached_tokens"] == back["prompt_tokens"] - 1
+        assert why(ask(served, "Nobody has sent this prompt before, to anyone.", **asked))["reason"] == "cold"
     finally:
         stop()

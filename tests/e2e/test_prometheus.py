@@ -146,6 +146,45 @@ def test_the_rules_are_loaded_and_their_own_tests_pass(prometheus: str) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+PANELS = {"stat", "timeseries"}
+"""Types of panels used here: core ones of Grafana."""
+UNITS = {"percentunit", "percent", "s", "ms", "bytes", "decbytes", "Bps", "short", "none", "reqps", "ops"}
+"""Ids of Grafana's units."""
+
+
+def test_the_dashboard_keeps_grafanas_rules() -> None:
+    """What Grafana's published JSON model asks for. The file has never been loaded in a Grafana."""
+    variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["datasource"]["query"] == "prometheus"
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert variables["job"]["datasource"] == source
+    assert isinstance(DASHBOARD["schemaVersion"], int)
+    assert re.fullmatch(r"[A-Za-z0-9_-]{1,40}", DASHBOARD["uid"])
+    assert DASHBOARD.get("id") is None  # an import must not name a row of somebody else's database
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] in PANELS, panel["title"]
+        assert panel["datasource"] == source
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        columns, rows = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        cells = {(x, y) for x in columns for y in rows}
+        assert cells, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        unit = panel["fieldConfig"]["defaults"].get("unit", "none")
+        assert unit in UNITS, unit
+        assert panel["targets"]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        for target in panel["targets"]:
+            assert target.get("datasource", source) == source
+            used = set(re.findall(r"\$\{?(\w+)", target["expr"])) - {"__rate_interval"}
+            assert used <= variables.keys(), target["expr"]
+
+
 def test_dashboard_and_rules_name_only_metrics_that_exist() -> None:
     """Without Prometheus too: all are in docs/metrics.md, which a test compares with the server."""
     documented = (MONITORING.parents[1] / "docs" / "metrics.md").read_text()
