@@ -93,16 +93,26 @@ struct PlainTile {
 template <int32_t stored>
 struct CodedTile {
     const uint8_t *key_codes[TILE], *value_codes[TILE];
-    float key_scales[2][TILE], value_scales[TILE];
+    alignas(64) float key_scales[2][TILE], value_scales[TILE];
     int first, n;  // key dimensions under the first scale: all, or a multiple of 16
 
-    CodedTile(const AttendArgs& args, const TileTokens& tokens, int kv_head, int num_tokens) : n(num_tokens) {
+    CodedTile(const AttendArgs& args, const TileTokens& tokens, int kv_head, int num_tokens)
+        : first(std::min(args.format.first_dims, args.key_dim)), n(num_tokens) {
+        const bool two = first < args.key_dim;
+        const int64_t codes_at = kv_head * args.head_stride;
+        const int64_t scale_at = args.format.scale_offset + kv_head * args.format.num_scales * int64_t(sizeof(bf16));
+        alignas(64) uint16_t scales[3][TILE];
         for (int t = 0; t < n; t++) {
-            const CodedRow key(args.format, tokens.keys[t], kv_head, args.head_stride, args.key_dim);
-            const CodedRow value(args.format, tokens.values[t], kv_head, args.head_stride, args.value_dim);
-            key_codes[t] = key.codes, key_scales[0][t] = key.scales[0], key_scales[1][t] = key.scales[1];
-            value_codes[t] = value.codes, value_scales[t] = value.scales[0];
-            first = key.first;
+            const uint8_t *key = (const uint8_t*)tokens.keys[t], *value = (const uint8_t*)tokens.values[t];
+            key_codes[t] = key + codes_at, value_codes[t] = value + codes_at;
+            std::memcpy(&scales[0][t], key + scale_at, 2);
+            std::memcpy(&scales[1][t], value + scale_at, 2);
+            if (two) std::memcpy(&scales[2][t], key + scale_at + 2, 2);
+        }
+        for (int t = 0; t < n; t += LANES) {
+            store(key_scales[0] + t, load((const bf16*)scales[0] + t));
+            store(value_scales + t, load((const bf16*)scales[1] + t));
+            if (two) store(key_scales[1] + t, load((const bf16*)scales[2] + t));
         }
     }
 
