@@ -57,9 +57,10 @@ class ModelSettings(SettingsModel):
     isa: Literal["auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = "auto"
     """Instruction-set level of the CPU kernels; `auto` is the highest that the processor has. A higher one is
     an error. `amx_emulated` is for tests: the code for AMX, slowly, on a processor without it."""
-    quantize: Literal["none", "int8", "int4"] = "none"
+    quantize: Literal["none", "int8", "int4", "inputs"] = "none"
     """On CPU, round weights to integers as they are loaded, and activations to int8: half or a third of the
-    bytes. Output heads become int8 with `int4` too."""
+    bytes. Output heads become int8 with `int4` too. `inputs` keeps the weights of a quantized checkpoint and
+    rounds activations alone, where the checkpoint leaves them as they are."""
     quantize_group_size: Literal[32, 64, 128] | None = None
     """Inputs of a weight that share a scale; half of it, and so on, where it doesn't divide a layer's inputs.
     Default: 128 for `int8`, 32 for `int4`."""

@@ -45,7 +45,7 @@ from stemma.model.pretrained import (
     runs_remote_code,
 )
 from stemma.model.quantization.attach import detach, has_attached, stacked_spares_rest
-from stemma.model.quantization.quantize import RoundToNearest
+from stemma.model.quantization.quantize import RoundInputs, RoundToNearest
 from stemma.model.selfcheck import (
     TESTED,
     Reference,
@@ -184,17 +184,27 @@ def _make_servable(
     return model
 
 
-def _rounding(settings: ModelSettings, hf_model: Any, kernels: Kernels | None) -> RoundToNearest | None:
-    """Return how plain weights are to be rounded. Raises ConfigError where they can't be."""
+def _rounding(
+    settings: ModelSettings, hf_model: Any, kernels: Kernels | None
+) -> RoundToNearest | RoundInputs | None:
+    """Return how plain weights, or inputs, are to be rounded. Raises ConfigError where they can't be."""
     if settings.quantize == "none":
         return None
     if kernels is None:
         raise ConfigError(
             f"quantize is {settings.quantize}, which needs the CPU kernels; stemma doctor says what is wrong"
         )
+    if settings.quantize == "inputs":
+        if has_attached(hf_model):
+            return RoundInputs()
+        raise ConfigError(
+            "quantize is inputs, which keeps a checkpoint's quantized weights and rounds what they are "
+            "multiplied with, but this checkpoint's weights are plain; take int8 or int4, or leave it out"
+        )
     if has_attached(hf_model):
         raise ConfigError(
-            f"quantize is {settings.quantize}, but the checkpoint is quantized already; leave it out"
+            f"quantize is {settings.quantize}, but the checkpoint is quantized already; leave it out, or "
+            "take inputs"
         )
     bits = 8 if settings.quantize == "int8" else 4
     return RoundToNearest(bits, settings.quantize_group_size or (128 if bits == 8 else 32))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import gguf_files
 from tests.checkpoints import build
 from tests.model.conftest import MODULES, NATIVE, LoadFamily
 from tests.model.paging import PagedSequences
@@ -122,6 +123,26 @@ def test_rounding_takes_fewer_bytes_and_changes_the_fingerprint(load_family: Loa
     assert len({model.fingerprint for model in models}) == len(models)
     int8, int4 = models[1].weight_bytes, models[2].weight_bytes
     assert int4 < int8 < plain.weight_bytes
+
+
+@pytest.mark.parametrize("kind", [gguf_files.Kind.Q8_0, gguf_files.Kind.Q4_0, gguf_files.Kind.Q4_1])
+def test_inputs_of_quantized_weights_are_rounded_alone(kind: gguf_files.Kind, tmp_path: Path) -> None:
+    file = gguf_files.build("llama", tmp_path, kind)
+    settings = ModelSettings(path=file.path, dtype="float32", device="cpu")
+    plain, rounded = load_model(settings), load_model(settings.model_copy(update={"quantize": "inputs"}))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.plain, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode(), QuantizedInputs(set(), 32):
+        check(served_logits(rounded), model(torch.tensor(PROMPTS), use_cache=False).logits)
+    assert plain.fingerprint != rounded.fingerprint
+    assert plain.weight_bytes == rounded.weight_bytes
+
+
+def test_there_are_no_inputs_to_round_beside_plain_weights(tmp_path: Path) -> None:
+    path = build("llama", tmp_path)
+    with pytest.raises(ConfigError, match="this checkpoint's weights are plain"):
+        load_model(ModelSettings(path=path, device="cpu", quantize="inputs"))
 
 
 def test_without_kernels_rounding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from stemma.model.cpu.codes import can_pack_codes
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.quantization.attach import attached
 from stemma.model.quantization.joining import alike
-from stemma.model.quantization.quantize import RoundToNearest, quantize
+from stemma.model.quantization.quantize import RoundInputs, RoundToNearest, quantize
 from stemma.model.quantization.weights import QuantizedWeight
 from stemma.native.library import Kernels
 
@@ -29,11 +29,14 @@ HEAD_BITS = 8
 class Packing:
     """Packs a model's weights for the kernels."""
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, how: RoundToNearest | None = None) -> None:
-        """Pack for inputs of `dtype`; `how` plain weights are rounded, None: they stay plain."""
+    def __init__(
+        self, kernels: Kernels, dtype: torch.dtype, how: RoundToNearest | RoundInputs | None = None
+    ) -> None:
+        """Pack for inputs of `dtype`; `how` plain weights, or inputs of quantized ones, are rounded."""
         self.kernels = kernels
         self._dtype = dtype
-        self._how = how
+        self._how = how if isinstance(how, RoundToNearest) else None
+        self._inputs = how if isinstance(how, RoundInputs) else None
         self.fewest_bits: int | None = None
         """Of the weights packed so far; None: all are plain."""
         self.num_quantized = 0
@@ -108,6 +111,8 @@ class Packing:
             stored = quantize(plain, how)
         if stored is None:
             return plain
+        if self._inputs is not None:
+            stored = self._inputs.apply(stored)
         return stored if can_pack_codes(stored) else stored.dequantize(self._dtype)
 
 

@@ -8,7 +8,7 @@ before codes are chosen, so that nothing is lost when they are packed.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,24 @@ class RoundToNearest:
         return hashlib.sha256(
             f"{plain} rounded {_VERSION} {self.bits} {self.group_size}".encode()
         ).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInputs:
+    """Weights stay as the checkpoint quantized them; inputs that it leaves as they are become int8 per group.
+
+    It is how llama.cpp multiplies: integers with integers, a scale for each group on both sides.
+    """
+
+    def fingerprint(self, plain: str) -> str:
+        """Return the fingerprint of a checkpoint whose own one is `plain` once it is served so."""
+        return hashlib.sha256(f"{plain} inputs {_VERSION}".encode()).hexdigest()
+
+    def apply(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return the weight, multiplied with int8 inputs unless its checkpoint says how already."""
+        if weight.activations is not ActivationScheme.NONE:
+            return weight
+        return replace(weight, activations=ActivationScheme.DYNAMIC_GROUP)
 
 
 def fitting_group(num_inputs: int, group_size: int) -> int | None:
