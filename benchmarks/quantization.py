@@ -153,14 +153,17 @@ def openvino_export(python: Path, checkpoint: Path) -> Path:
 
 
 def llama_rows(python: Path, checkpoint: Path, threads: int, turns: int) -> list[Row]:
-    """Time llama.cpp and ourselves on the same GGUF files: a decode step at batch 1, and a prompt."""
+    """Time llama.cpp and ourselves on the same GGUF files: a decode step at batch 1, and a prompt.
+
+    llama.cpp rounds inputs to int8, as `--quantize inputs` does here; `exact` leaves them.
+    """
     files = {kind: checkpoint.with_name(f"{checkpoint.name}-{kind}.gguf") for kind in LLAMA_KINDS}
     for kind, file in files.items():
         if not file.exists():
             convert(checkpoint, file, kind)
     rows = []
     for kind, file in files.items():
-        bench = Bench({"stemma": (file, "none")}, threads)
+        bench = Bench({"exact": (file, "none"), "inputs": (file, "inputs")}, threads)
         steps = [bench.decode(1, LLAMA_CONTEXT, turns)]
         prompts = [bench.prefill(LLAMA_PROMPT, 1 + turns // 2)]
         command = [str(python), str(PEERS / "llama_speed.py"), str(file)]
@@ -170,8 +173,8 @@ def llama_rows(python: Path, checkpoint: Path, threads: int, turns: int) -> list
         steps.append(bench.decode(1, LLAMA_CONTEXT, turns))
         prompts.append(bench.prefill(LLAMA_PROMPT, 1 + turns // 2))
         for ours, name, unit in ((steps, "step_ms", 1), (prompts, "prompt_ms", LLAMA_PROMPT)):
-            mean = statistics.mean(row.ms["stemma"] for row in ours)
-            rows.append(Row(f"{kind}: {ours[0].name}", {"stemma": mean, "llama.cpp": peer[name]}, unit))
+            means = {way: statistics.mean(row.ms[way] for row in ours) for way in bench.ways}
+            rows.append(Row(f"{kind}: {ours[0].name}", means | {"llama.cpp": peer[name]}, unit))
     return rows
 
 
