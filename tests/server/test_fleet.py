@@ -78,6 +78,16 @@ async def test_a_server_that_is_down_is_replaced(servers: list[Upstream], proxy:
     assert (await proxy.post("/v1/completions", json={"prompt": TOKENS})).status_code == 503
 
 
+async def test_a_server_that_cannot_be_reached_is_asked_last_for_a_while(
+    servers: list[Upstream], proxy: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stemma.server.routing.fleet.DOWN_S", 1000.0)
+    first = await served_by(proxy, TOKENS)
+    next(server for server in servers if server.name == first).stop()
+    assert first not in {await served_by(proxy, TOKENS) for _ in range(5)}
+    assert (await proxy.get("/health")).json()["num_retries"] == 1
+
+
 async def test_who_drains_is_passed_over_and_a_bad_request_is_not_repeated(
     servers: list[Upstream], proxy: httpx.AsyncClient
 ) -> None:

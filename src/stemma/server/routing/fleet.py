@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _NO_RESPONSE = b"previous_response_id"
 """Stands in the refusal of a server that hasn't stored that response."""
+DOWN_S = 2.0
+"""How long a server that couldn't be reached is asked last."""
 _DOWN_STATUSES = (502, 503, 504)
 """Answers of a server that can't serve now: the next one is tried."""
 
@@ -100,6 +103,7 @@ class Fleet:
         self._encoder = None if tokenizer is None else PromptEncoder(tokenizer)
         self._block_size = block_size
         self._followers: list[Any] = []
+        self._down_until: dict[int, float] = {}
 
     @property
     def block_size(self) -> int:
@@ -151,13 +155,17 @@ class Fleet:
         body = await read_body(request, content)
         headers, path = kept_headers(request), path_of(request)
         ask = ask_of(body, await self._tokens(body, headers), self.block_size)
+        now = time.monotonic()
         order = self.placements.order(ask)
+        order.sort(key=lambda replica: self._down_until.get(replica, 0.0) > now)  # else as it was
         for replica in order:
             placement = self.placements.begin(ask, replica)
             try:
                 answer = await self.relay.ask(self.servers[replica].url + path, content, headers)
             except httpx.HTTPError as error:
                 self.placements.end(placement)
+                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    self._down_until[replica] = time.monotonic() + DOWN_S
                 self.num_retries += 1
                 _log.warning("%s: %s", self.servers[replica].url, str(error) or type(error).__name__)
                 continue
