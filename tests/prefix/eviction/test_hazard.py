@@ -38,18 +38,11 @@ class TestClasses:
 
     def test_classes_are_distinct_and_in_range(self):
         seen = {
-            int(classify(np.array([count] + [1] * num_new + [count], dtype=np.int32), length, pause)[place])
-            for count in (2, 3, 5, 9, 33)
-            for num_new in (2, 4, 10, 11)
+            int(classify(np.array([count, count], dtype=np.int32), length, pause)[place])
+            for count in (1, 2, 3, 5, 9, 33)
             for length in (1, 5, 9, 17, 33, 65)
             for pause in range(NO_PAUSE + 1)
-            for place in (0, -1)
-        } | {
-            int(classify(np.ones(num_new, dtype=np.int32), length, pause)[place])
-            for num_new in (2, 4, 10, 11)
-            for length in (1, 5, 9, 17, 33, 65)
-            for pause in range(NO_PAUSE + 1)
-            for place in (0, -1)
+            for place in (0, 1)
         }
         assert seen == set(range(NUM_CLASSES))
 

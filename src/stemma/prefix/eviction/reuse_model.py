@@ -1,10 +1,10 @@
 """ReuseModel: how likely a block is to be used again, by age and kind, learned online.
 
-A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by five features:
-how often the block was used, whether it is the last of its prompt, how long the prompt is, how many of its
-blocks are new, and the conversation's last pause. For each class the model keeps the hazard of reuse per
-second in age bins (log scale), as in actuarial life tables: reuses in a bin divided by the time at risk in
-it. Open lifetimes count as survivors up to their age.
+A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by four features:
+how often the block was used, whether it is the last of its prompt, how long the prompt is, and the
+conversation's last pause. For each class the model keeps the hazard of reuse per second in age bins (log
+scale), as in actuarial life tables: reuses in a bin divided by the time at risk in it. Open lifetimes count
+as survivors up to their age.
 
 Few classes have enough lifetimes of their own, so hazards are composed: a hazard common to all, times a
 factor per level and age bin of each feature (iterative proportional fitting; Deming and Stephan, 1940), each
@@ -38,12 +38,11 @@ _EDGE_LIST = AGE_EDGES_S.tolist()
 _COUNT_EDGES = np.array([1, 2, 4, 8, 32])
 _LENGTH_EDGES = (4, 8, 16, 32, 64)
 _PAUSE_EDGES_S = (2.0, 10.0, 30.0, 90.0, 300.0)
-_NEW_EDGES = (2, 4, 10)
 NO_PAUSE = len(_PAUSE_EDGES_S) + 1
 """Level of a prompt that continues nothing."""
 
 # Levels of each feature and what one level adds to the class.
-_LEVELS = (len(_COUNT_EDGES) + 1, 2, len(_LENGTH_EDGES) + 1, NO_PAUSE + 1, len(_NEW_EDGES) + 1)
+_LEVELS = (len(_COUNT_EDGES) + 1, 2, len(_LENGTH_EDGES) + 1, NO_PAUSE + 1)
 _STRIDES = tuple(prod(_LEVELS[place + 1 :]) for place in range(len(_LEVELS)))
 NUM_CLASSES = prod(_LEVELS)
 _COUNT_STEP: npt.NDArray[np.int32] = (
@@ -77,8 +76,7 @@ def classify(counts: npt.NDArray[np.int32], num_prompt_blocks: int, pause: int) 
     `counts` are uses so far, this one included. `pause` is a level.
     """
     length = bisect_left(_LENGTH_EDGES, num_prompt_blocks)
-    num_new = bisect_left(_NEW_EDGES, int(np.count_nonzero(counts == 1)))
-    level = length * _STRIDES[2] + pause * _STRIDES[3] + num_new * _STRIDES[4]
+    level = length * _STRIDES[2] + pause * _STRIDES[3]
     classes = _COUNT_STEP[np.minimum(counts, len(_COUNT_STEP) - 1)] + np.int32(level)
     classes[-1] += _STRIDES[1]
     return classes
