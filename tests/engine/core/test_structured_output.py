@@ -137,9 +137,9 @@ def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer, mon
     state = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0]).compile(OBJECT).start()
     one = Constraints(SamplingParams(temperature=0.0, grammar=OBJECT), vocab_size, state)
     brace, digit = (tokenizer.encode(text)[0] for text in ("{", "7"))
-    assert one.most_likely(torch.zeros(vocab_size), [], brace) == brace
+    assert one.most_likely(np.zeros(vocab_size, np.float32), [], brace) == brace
     with pytest.raises(AssertionError, match="a mask"):
-        one.most_likely(torch.zeros(vocab_size), [brace], digit)
+        one.most_likely(np.zeros(vocab_size, np.float32), [brace], digit)
 
 
 @pytest.mark.parametrize("text", [json.dumps(SCHEMA), '{"type": "object"}'])
@@ -161,7 +161,7 @@ def test_the_likeliest_allowed_token_is_that_of_the_mask(tokenizer, text):
             favoured = int(rng.choice(np.flatnonzero(allowed)))
             logits[favoured] += float(rng.choice([0.0, 9.0]))
             expected = int(np.where(allowed, logits.numpy(), -np.inf).argmax())
-            assert one.most_likely(logits, ahead, int(logits.argmax())) == expected
+            assert one.most_likely(logits.numpy(), ahead, int(logits.argmax())) == expected
             state.append(expected)
             ahead.append(expected)
 

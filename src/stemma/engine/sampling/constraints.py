@@ -92,10 +92,10 @@ class Constraints:
         """Return the tokens that must follow the output because the grammar leaves no choice."""
         return self._grammar.forced() if self._grammar is not None and self.is_grammar_alone else []
 
-    def most_likely(self, logits: torch.Tensor, ahead: Sequence[int], likeliest: int) -> int:
+    def most_likely(self, logits: npt.NDArray[np.float32], ahead: Sequence[int], likeliest: int) -> int:
         """Return the most likely token that the grammar allows after the output and then `ahead`.
 
-        `logits` [V] float32 on CPU, `likeliest`: the most likely token of all. Only where `is_grammar_alone`.
+        `logits` [V], `likeliest`: the most likely token of all. Only where `is_grammar_alone`.
         Models mostly follow a grammar that they were told of, so the mask is seldom computed.
         """
         assert self._grammar is not None
@@ -106,7 +106,7 @@ class Constraints:
         if mask is None or not mask.any():
             return likeliest
         ids = np.flatnonzero(unpack(mask, self._vocab_size))
-        return int(ids[logits.numpy()[ids].argmax()])
+        return int(ids[logits[ids].argmax()])
 
     def append(self, token_id: int) -> None:
         """Record a token of the output."""

@@ -273,8 +273,7 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool | N
         settled = [i for i, row in enumerate(some) if may_wait and _needs_grammar_alone(row)]
         masked = _with_masks_and_penalties(own, some, set(settled))
         parts.append(_choose(masked, some, may_wait=may_wait))
-        for i in settled:
-            parts[-1][i] = _most_likely(own[i], some[i], int(parts[-1][i]))
+        _settle(parts[-1], own, some, settled)
         logprobs += _logprobs(own, some, parts[-1], start)
     token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
     return Draw(token_ids, token_ids.to("cpu", non_blocking=True), logprobs)
@@ -295,10 +294,25 @@ def _needs_grammar_alone(row: Row) -> bool:
     return constraints.is_grammar_alone
 
 
-def _most_likely(logits: torch.Tensor, row: Row, likeliest: int) -> int:
-    """Return the most likely token that the row's grammar allows, given the most likely one of all."""
-    assert row.state.constraints is not None
-    return row.state.constraints.most_likely(logits, row.ahead, likeliest)
+def _settle(
+    token_ids: torch.Tensor, logits: torch.Tensor, rows: Sequence[Row], settled: Sequence[int]
+) -> None:
+    """Put the most likely token that its grammar allows into `token_ids` [R] int64 for each row in `settled`.
+
+    Given are the most likely of all, and logits [R, V] float32 on CPU.
+    """
+    if not settled:
+        return
+    ids, values = (
+        token_ids.tolist(),
+        logits.numpy(),
+    )  # a tensor's own indexing costs more than a grammar's answer
+    for i in settled:
+        constraints = rows[i].state.constraints
+        assert constraints is not None
+        token = constraints.most_likely(values[i], rows[i].ahead, ids[i])
+        if token != ids[i]:
+            token_ids[i] = token
 
 
 def _with_masks_and_penalties(
