@@ -223,7 +223,6 @@ REFUSED_CASES: list[dict[str, object]] = [
     {"device": "cuda", "kv_cache_dtype": "int8"},
     {"device": "cuda", "speculation": "mtp"},
     {"device": "cuda", "quantize": "int8"},
-    {"tensor_parallel_size": 2, "pool": "redis"},
     {"tensor_parallel_size": 2, "memory_limit": "8GB"},
     {"tensor_parallel_size": 2, "quantize": "int4"},
     {"tensor_parallel_size": 2, "lora": {"one": "adapter"}},
@@ -252,6 +251,7 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
         {"role": "decode", "pool": "redis", "enable_prefix_cache": False},
         {"kv_cache_dtype": "int8", "quantize": "int4"},
         {"tensor_parallel_size": 2, "kv_cache_dtype": "int8", "host_cache": "1GB", "disk_cache": "blocks"},
+        {"tensor_parallel_size": 2, "pool": "redis", "role": "prefill"},
     ],
 )
 def test_what_goes_together(fields: dict[str, object]) -> None:

@@ -173,7 +173,7 @@ class AsyncEngine:
     async def attach_pool(self, settings: PoolSettings) -> None:
         """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
         if self.pool is None:
-            raise ConfigError("there can be no pool: the prefix cache is off, or there are several ranks")
+            raise ConfigError("there can be no pool: the prefix cache is off")
         await self.pool.attach(settings, self._call)
 
     async def detach_pool(self) -> bool:

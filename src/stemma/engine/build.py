@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings
+from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, Role
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
 from stemma.engine.combinations import check_combinations
@@ -26,7 +26,8 @@ from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.ranks.execution import LeadingDecoder, LeadingKV
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
-from stemma.engine.ranks.settings import rank_key_space
+from stemma.engine.ranks.pool import OtherPools
+from stemma.engine.ranks.settings import pool_part, rank_key_space
 from stemma.engine.ranks.tiers import RankedTiers
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
@@ -78,7 +79,7 @@ class EngineParts:
     key_space: KeySpace
     adapters: AdapterRegistry
     pool: PoolAttachment | None = None
-    """None: there can be no pool, because the prefix cache is off or there are several ranks."""
+    """None: there can be no pool, because the prefix cache is off."""
     kv_events: KVEventPublisher | None = None
     """Tells others what the cache holds; None: nobody asked for it."""
     num_ranks: int = 1
@@ -147,6 +148,7 @@ def _build(
             own_space,
             eviction=settings.cache.eviction,
             pool=settings.cache.pool,
+            part=(0, 1) if ranks is None else pool_part(ranks.share),
             role=settings.role,
             supervisor=supervisor,
         )
@@ -185,8 +187,8 @@ def _build(
         on_close=_closing(publisher, ranks),
     )
     pool = None
-    if own_tiers is not None and ranks is None:
-        pool = PoolAttachment(own_tiers, key_space, layout, settings.role)
+    if own_tiers is not None:
+        pool = open_attachment(own_tiers, key_space, layout, settings.role, ranks)
     num_ranks = 1 if ranks is None else ranks.share.size
     return EngineParts(
         engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks
@@ -201,6 +203,16 @@ def make_kv(
         return DeviceKV(layout, num_blocks, device)
     ranks.open(Open(num_blocks, key_space, layout.describe()))
     return LeadingKV(layout, num_blocks, device, ranks)
+
+
+def open_attachment(
+    tiers: TierTransfer, key_space: KeySpace, layout: KVLayout, role: Role, ranks: Ranks | None
+) -> PoolAttachment:
+    """Return what attaches pools while the engine runs, on all ranks."""
+    if ranks is None:
+        return PoolAttachment(tiers, key_space, layout, role)
+    part = pool_part(ranks.share)
+    return PoolAttachment(tiers, key_space, layout, role, others=OtherPools(ranks), part=part)
 
 
 def _closing(publisher: KVEventPublisher | None, ranks: Ranks | None) -> Callable[[], None]:

@@ -60,11 +60,6 @@ REFUSED: tuple[Refused, ...] = (
         "quantize none",
     ),
     Refused(
-        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.cache.pool is not None,
-        "tensor_parallel_size {ranks} doesn't go with a pool: each rank holds a part of a block; leave "
-        "pool out and take host_cache or disk_cache",
-    ),
-    Refused(
         lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.cache.memory_limit is not None,
         "tensor_parallel_size {ranks} doesn't go with memory_limit, which measures one process; give "
         "kv_cache_memory, the bytes of each rank",

@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stemma.engine.ranks.messages import Tell
+from stemma.config.settings import PoolSettings
+from stemma.engine.ranks.messages import StopPrefetch, Tell
 from stemma.engine.ranks.tiers import RankedTiers
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
+from stemma.memory.tiers.block_store import PutResult, ReadResult
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.host_store import HostStore
+from stemma.memory.tiers.loads import Prefetch
+from stemma.memory.tiers.pool.keys import PoolKeys
+from stemma.memory.tiers.pool.pool_store import PoolStore
+from stemma.memory.tiers.pool.shared_directory import open_backend
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.model.parallel.share import Share
 from stemma.prefix.eviction.lru import LRUPolicy
@@ -32,21 +39,27 @@ WAIT_S = 20.0
 class Rank:
     """Device and tiers of one rank; its blocks hold its own bytes."""
 
-    def __init__(self, rank: int, num_host_blocks: int) -> None:
+    def __init__(self, rank: int, num_host_blocks: int, pool: Path | None = None) -> None:
         self.kv = DeviceKV(LAYOUT, 16)
         for block in BLOCKS:
             self.kv.block_bytes_view(block.block_id).fill_(10 * rank + block.block_id)
         size = LAYOUT.block_bytes
-        self.host = HostStore(size, num_host_blocks * size, LRUPolicy(), time.monotonic)
+        self.host = HostStore(size, max(1, num_host_blocks) * size, LRUPolicy(), time.monotonic)
         self.tiers = TierTransfer(
             DeviceCopy(self.kv),
-            self.host,
+            self.host if num_host_blocks else None,
             [],
             TransferPolicy({Tier.HOST: "write_through"}, load_always=True, load_timeout_s=WAIT_S),
             time.monotonic,
             block_size=4,
             staging_bytes=16 * size,
         )
+
+        if pool is not None:
+            settings = PoolSettings(name="directory", deadline_s=WAIT_S)
+            names = PoolKeys("tiny", rank, 2)
+            self.pool = PoolStore(open_backend({"path": str(pool)}), names, size, settings)
+            self.tiers.attach(self.pool)
 
     def first_byte(self, block_id: int) -> int:
         return int(self.kv.block_bytes_view(block_id)[0])
@@ -59,12 +72,16 @@ class OtherRank:
 
     def __init__(self, other: TierTransfer) -> None:
         self._other = other
+        self._prefetches: dict[int, Prefetch] = {}
 
     def tell(self, message: Any) -> None:
         self.tell_each([message])
 
     def tell_each(self, messages: Sequence[Any]) -> None:
         [message] = messages
+        if isinstance(message, StopPrefetch):
+            self._prefetches.pop(message.number).stop()
+            return
         assert isinstance(message, Tell)
         getattr(self._other, message.method)(*message.arguments)
 
@@ -75,6 +92,14 @@ class OtherRank:
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> list[Future[int]]:
         return [self._other.load(keys, block_ids)]
+
+    def prefetch(
+        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str]
+    ) -> tuple[int, list[Future[None]]]:
+        started = self._other.prefetch(parent, keys, owners)
+        assert started is not None
+        self._prefetches[7] = started
+        return 7, [started.probe]
 
     def result(self, future: Future[Any], timeout_s: float = WAIT_S) -> Any:
         return future.result(timeout_s)
@@ -145,3 +170,82 @@ def test_pins_hold_where_all_ranks_have_the_block(ranks: tuple[Rank, Rank, Ranke
     tiers.unpin(pinned)
     assert tiers.flush() == {Tier.HOST: 2}
     assert second.host.num_blocks == 0
+
+
+@pytest.fixture
+def pooled(tmp_path: Path) -> Iterator[tuple[Rank, Rank, RankedTiers]]:
+    """Two ranks with nothing but one pool, which holds their parts of three blocks."""
+    first, second = Rank(0, 0, tmp_path), Rank(1, 0, tmp_path)
+    other: Any = OtherRank(second.tiers)
+    tiers = RankedTiers(first.tiers, other)
+    tiers.on_commit(BLOCKS[:3])
+    for one in (first, second):
+        assert one.tiers.drain(WAIT_S)
+    tiers.flush()  # forget what was written there
+    yield first, second, tiers
+    for one in (first, second):
+        one.tiers.close()
+
+
+def probed(tiers: RankedTiers) -> int:
+    """Let both ranks ask the pool; return how many of three blocks they have."""
+    started = tiers.prefetch(BlockKey(bytes(32)), KEYS[:3])
+    assert started is not None
+    started.probe.result(WAIT_S)
+    started.stop()
+    return len(tiers.match(KEYS[:3]))
+
+
+def test_each_rank_has_its_part_in_the_pool(pooled: tuple[Rank, Rank, RankedTiers]) -> None:
+    first, second, tiers = pooled
+    assert tiers.match(KEYS[:3]) == []  # nobody has asked
+    assert probed(tiers) == 3
+    assert tiers.load(KEYS[:3], [9, 10, 11]).result(WAIT_S) == 3
+    assert [first.first_byte(n) for n in (9, 10, 11)] == [0, 1, 2]
+    assert [second.first_byte(n) for n in (9, 10, 11)] == [10, 11, 12]
+    assert tiers.stats().missing_by_rank == {0: 0, 1: 0}
+
+
+def test_a_part_that_is_missing_in_the_pool_is_a_miss_of_that_rank(
+    pooled: tuple[Rank, Rank, RankedTiers],
+) -> None:
+    _, second, tiers = pooled
+    second.pool.remove(KEYS[1:2])
+    assert probed(tiers) == 1
+    assert tiers.stats().missing_by_rank == {0: 0, 1: 2}
+    tiers.on_commit(BLOCKS[:3])  # computed again: the rank that lacks it writes it
+    assert second.tiers.drain(WAIT_S)
+    assert second.pool.counters.puts[PutResult.STORED] >= 4
+    tiers.flush()
+    assert probed(tiers) == 3
+
+
+def test_a_part_that_is_damaged_in_the_pool_is_never_used(
+    pooled: tuple[Rank, Rank, RankedTiers], tmp_path: Path
+) -> None:
+    first, second, tiers = pooled
+    [file] = tmp_path.rglob(f"{KEYS[1].hex()}_1_2_*")
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    [other] = tmp_path.rglob(f"{KEYS[2].hex()}_0_2_*")
+    [theirs] = tmp_path.rglob(f"{KEYS[2].hex()}_1_2_*")
+    theirs.write_bytes(other.read_bytes())  # another rank's bytes under this rank's name
+    assert probed(tiers) == 3
+    assert tiers.load(KEYS[:3], [9, 10, 11]).result(WAIT_S) == 1
+    assert tiers.stats().missing_by_rank == {0: 0, 1: 2}
+    assert second.pool.counters.reads[ReadResult.CORRUPT] >= 1
+    assert (first.first_byte(9), second.first_byte(9)) == (0, 10)
+
+
+def test_a_probe_waits_for_every_rank(pooled: tuple[Rank, Rank, RankedTiers]) -> None:
+    _, _, tiers = pooled
+    theirs: Future[None] = Future()
+
+    def prefetch(*_arguments: object) -> tuple[int, list[Future[None]]]:
+        return 1, [theirs]
+
+    tiers._ranks.prefetch = prefetch  # type: ignore[method-assign, assignment]
+    started = tiers.prefetch(BlockKey(bytes(32)), KEYS[:3])
+    assert started is not None
+    assert not started.probe.done()
+    theirs.set_result(None)
+    started.probe.result(WAIT_S)

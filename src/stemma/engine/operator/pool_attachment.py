@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from stemma.config.settings import PoolSettings, Role
 from stemma.engine.operator.cache_control import RunBetweenSteps
+from stemma.engine.ranks.pool import OtherPools
 from stemma.errors import ConfigError, StemmaError
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.pool.opening import open_pool
@@ -26,8 +27,20 @@ WRITE_TIMEOUT_S = 30.0
 class PoolAttachment:
     """Of one engine. Methods are for one event loop."""
 
-    def __init__(self, transfer: TierTransfer, key_space: KeySpace, layout: KVLayout, role: Role) -> None:
+    def __init__(
+        self,
+        transfer: TierTransfer,
+        key_space: KeySpace,
+        layout: KVLayout,
+        role: Role,
+        *,
+        others: OtherPools | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`others`: of the other ranks; `part`: see `open_pool`."""
         self._transfer = transfer
+        self._others = others
+        self._part = part
         self._key_space = key_space
         self._layout = layout
         self._role = role
@@ -39,7 +52,7 @@ class PoolAttachment:
         return next((store for store in self._transfer.stores if isinstance(store, PoolStore)), None)
 
     def status(self) -> PoolStatus | None:
-        """Return the status of the attached pool; None: there is none."""
+        """Return the status of the attached pool, on rank 0; None: there is none."""
         store = self.store
         return None if store is None else store.status()
 
@@ -52,16 +65,37 @@ class PoolAttachment:
         async with self._changing:
             if self.store is not None:
                 raise ConfigError("there is a pool already; detach it first")
-            pins = self._transfer.pins_memory
-            store = await asyncio.to_thread(
-                open_pool, settings, self._key_space, self._layout.block_bytes, pin_memory=pins
-            )
+            store = await asyncio.to_thread(self._open, settings)
+
+            def swap() -> None:
+                if self._others is not None:
+                    self._others.attach(settings.write)
+                self._transfer.attach(store, settings.write)
+
             try:
-                await asyncio.to_thread(self._transfer.introduce, store)
-                await between_steps(lambda: self._transfer.attach(store, settings.write))
+                await between_steps(swap)
             except StemmaError:
-                await asyncio.to_thread(store.close)
+                await asyncio.to_thread(self._drop, store)
                 raise
+
+    def _drop(self, store: PoolStore) -> None:
+        """Close what `_open` opened. Slow."""
+        store.close()
+        if self._others is not None:
+            self._others.drop()
+
+    def _open(self, settings: PoolSettings) -> PoolStore:
+        """Open the pool on all ranks. Slow."""
+        block_bytes, pins = self._layout.block_bytes, self._transfer.pins_memory
+        store = open_pool(settings, self._key_space, block_bytes, pin_memory=pins, part=self._part)
+        try:
+            self._transfer.introduce(store)
+            if self._others is not None:
+                self._others.open(settings)
+        except StemmaError:
+            store.close()
+            raise
+        return store
 
     async def detach(self, between_steps: RunBetweenSteps) -> bool:
         """Stop using the pool, write what is queued and close it; return whether there was one."""
@@ -71,6 +105,8 @@ class PoolAttachment:
             rest = self._transfer.detach(Tier.POOL)
             if rest is not None:
                 finish.append(rest)
+                if self._others is not None:
+                    finish.append(self._others.detach())
 
         async with self._changing:
             await between_steps(swap)
@@ -88,3 +124,5 @@ class PoolAttachment:
             return
         await between_steps(lambda: None)  # a sequence ended by its stop string is freed only now
         await asyncio.to_thread(self._transfer.wait_for_queued, Tier.POOL, WRITE_TIMEOUT_S)
+        if self._others is not None:
+            await asyncio.to_thread(self._others.wait_for_queued, WRITE_TIMEOUT_S)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.ranks.messages import (
     Answer,
     Ask,
@@ -34,22 +35,27 @@ from stemma.engine.ranks.messages import (
     StopPrefetch,
     Tell,
 )
-from stemma.engine.ranks.settings import rank_key_space, settings_of_rank
+from stemma.engine.ranks.settings import pool_part, rank_key_space, settings_of_rank
 from stemma.errors import EngineFailed, StemmaError
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.opening import open_tiers
+from stemma.memory.tiers.pool.opening import open_pool
+from stemma.memory.tiers.pool.pool_store import PoolStore
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.batch import ForwardBatch
 from stemma.model.loading import load_model, resolve_device
 from stemma.model.parallel.group import STEP_TIMEOUT_S, RankGroup
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
+from stemma.types import Tier
 
 logger = logging.getLogger(__name__)
 _TOLD = frozenset({"on_commit", "on_hit", "on_evict", "set_quotas", "unpin"})
-_ASKED = frozenset({"lookup", "pin", "flush", "drain", "check"})
+_ASKED = frozenset({"lookup", "pin", "flush", "drain", "check", "wait_for_queued"})
+_NUM_BESIDE = 4
+"""Threads for what may take long: one that waits for a pool doesn't hold up the others."""
 
 
 class Follower:
@@ -59,6 +65,7 @@ class Follower:
         """Load this rank's share, together with the other ranks. Raises as `load_model`."""
         self._link = link
         self._share = start.share
+        self._part = pool_part(start.share)
         self._settings = settings_of_rank(start.settings, start.share)
         device = resolve_device(self._settings.model.device)
         link.send(Reached("started"))
@@ -68,7 +75,9 @@ class Follower:
         link.send(Reached("loaded"))
         self._prefetches: dict[int, Prefetch] = {}
         # What may take long isn't done between two steps, which all ranks take together.
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="stemma-answer")
+        self._beside = ThreadPoolExecutor(_NUM_BESIDE, thread_name_prefix="stemma-answer")
+        self._opened: PoolStore | None = None
+        """A pool that isn't attached yet."""
 
     def open(self, message: Open) -> None:
         """Allocate KV and open the tiers. Raises EngineFailed if blocks differ from those of rank 0."""
@@ -76,6 +85,7 @@ class Follower:
         layout = self._model.layout(cache.block_size, cache.kv_cache_dtype)
         if layout.describe() != message.layout:
             raise EngineFailed(f"blocks are {layout.describe()} here, {message.layout} on rank 0")
+        self._key_space, self._block_bytes = message.key_space, layout.block_bytes
         self._kv = DeviceKV(layout, message.num_blocks, self._model.device)
         self._tiers: TierTransfer = open_tiers(
             # Rank 0 decides what is worth loading.
@@ -83,6 +93,9 @@ class Follower:
             DeviceCopy(self._kv, copy_function(self._settings.model.isa)),
             rank_key_space(message.key_space, self._share),
             eviction=cache.eviction,
+            pool=cache.pool,
+            part=self._part,
+            role=self._settings.role,
             supervisor=_EndingSupervisor(self._link),
         )
         self._group.end_loading()
@@ -97,6 +110,7 @@ class Follower:
             logger.warning("rank 0 has ended")
         finally:
             self._tiers.close()
+            self._drop_pool()
 
     def _handle(self, message: object) -> None:
         match message:
@@ -109,13 +123,24 @@ class Follower:
             case Ask(number, "num_held", (keys,)):
                 self._link.send(Answer(number, len(self._tiers.match(keys))))
             case Ask(number, method, arguments) if method in _ASKED:
-                asked: Future[Any] = self._beside.submit(getattr(self._tiers, method), *arguments)
-                asked.add_done_callback(partial(self._answer, number))
+                self._answer_later(number, partial(getattr(self._tiers, method), *arguments))
+            case Ask(number, "open_pool", (settings,)):
+                self._answer_later(number, partial(self._open_pool, settings))
+            case Ask(number, "drop_pool", ()):
+                self._answer_later(number, self._drop_pool)
+            case Tell("attach_pool", (write,)):
+                self._attach_pool(write)
+            case Ask(number, "detach_pool", ()):
+                rest = self._tiers.detach(Tier.POOL)
+                self._answer_later(number, rest or (lambda: None))
             case LoadBlocks(number, keys, block_ids):
                 self._tiers.load(keys, block_ids).add_done_callback(partial(self._answer, number))
             case StartPrefetch(number, parent, keys, owners):
                 if (started := self._tiers.prefetch(parent, keys, owners)) is not None:
                     self._prefetches[number] = started
+                    started.probe.add_done_callback(partial(self._answer, number))
+                else:
+                    self._link.send(Answer(number, None))
             case StopPrefetch(number):
                 if (stopped := self._prefetches.pop(number, None)) is not None:
                     stopped.stop()
@@ -134,6 +159,33 @@ class Follower:
             logits_rows=torch.empty(0, dtype=torch.int64, device=device),
         )
         self._model.forward(batch, self._kv)
+
+    def _open_pool(self, settings: PoolSettings) -> None:
+        """Open a pool that rank 0 is about to attach. Errors as `open_pool`."""
+        pins = self._tiers.pins_memory
+        store = open_pool(settings, self._key_space, self._block_bytes, pin_memory=pins, part=self._part)
+        try:
+            self._tiers.introduce(store)
+        except StemmaError:
+            store.close()
+            raise
+        self._opened = store
+
+    def _attach_pool(self, write: WritePolicy) -> None:
+        if self._opened is None:
+            raise EngineFailed("rank 0 attaches a pool that was not opened here")
+        self._tiers.attach(self._opened, write)
+        self._opened = None
+
+    def _drop_pool(self) -> None:
+        """Close a pool that was opened and isn't attached."""
+        store, self._opened = self._opened, None
+        if store is not None:
+            store.close()
+
+    def _answer_later(self, number: int, function: Callable[[], Any]) -> None:
+        asked: Future[Any] = self._beside.submit(function)
+        asked.add_done_callback(partial(self._answer, number))
 
     def _answer(self, number: int, future: Future[Any]) -> None:
         error = future.exception()

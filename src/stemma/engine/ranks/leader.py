@@ -30,6 +30,7 @@ from stemma.engine.ranks.messages import (
     Open,
     Reached,
     Start,
+    StartPrefetch,
 )
 from stemma.engine.ranks.settings import settings_of_rank
 from stemma.errors import EngineFailed, StemmaError
@@ -172,6 +173,13 @@ class Ranks:
         number = next(self._numbers)
         return self._expect(number, LoadBlocks(number, keys, block_ids))
 
+    def prefetch(
+        self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str]
+    ) -> tuple[int, list[Future[None]]]:
+        """Let the other ranks prefetch; return the number to stop it by, and their probes, from rank 1 on."""
+        number = next(self._numbers)
+        return number, self._expect(number, StartPrefetch(number, parent, keys, owners))
+
     def result(self, future: Future[Any], timeout_s: float = STEP_TIMEOUT_S) -> Any:
         """Wait for an answer. Raises EngineFailed if the rank ends, or doesn't answer: then all end."""
         try:
@@ -221,10 +229,6 @@ class Ranks:
         for thread in self._threads:
             thread.join()
         self._folder.cleanup()
-
-    def next_number(self) -> int:
-        """Return a number that no message has had."""
-        return next(self._numbers)
 
     def _expect(self, number: int, message: object) -> list[Future[Any]]:
         futures: list[Future[Any]] = []

@@ -91,7 +91,7 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefetch:
-    """See `TierTransfer.prefetch`."""
+    """See `TierTransfer.prefetch`; answer once the probe is done, if there is one."""
 
     number: int
     parent: BlockKey
@@ -120,7 +120,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To `Ask` or `LoadBlocks`: a value, or the exception."""
+    """To `Ask`, `LoadBlocks` or `StartPrefetch`: a value, or the exception."""
 
     number: int
     value: Any

@@ -34,6 +34,14 @@ def settings_of_rank(settings: EngineSettings, share: Share) -> EngineSettings:
     )
 
 
+def pool_part(share: Share) -> tuple[int, int]:
+    """Return which part of a block a rank keeps in the pool, of how many.
+
+    No two ranks of an engine may have the same one: a pool's keys are the same on all, bytes aren't.
+    """
+    return share.rank, share.size
+
+
 def rank_key_space(key_space: KeySpace, share: Share) -> KeySpace:
     """Return the name under which a rank's disk tier keeps its blocks.
 

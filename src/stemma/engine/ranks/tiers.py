@@ -1,6 +1,7 @@
 """The tiers below the device on all ranks, as one: a prefix counts only as far as every rank has it.
 
-Each rank has host and disk tiers of its own, which hold its part of a block under the same key. They are told
+Each rank has host and disk tiers of its own, which hold its part of a block under the same key; in a pool the
+part has a name of its own (`pool/keys.py`). Tiers are told
 of the same commits, hits and evictions in the same order, but evict, fail and lose blocks by themselves. So
 what they hold is asked of all, and the shortest answer counts. What one rank lacks and another has is counted
 by rank; it is computed, and then written again by the ranks that lack it.
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from stemma.engine.ranks.leader import Ranks
-from stemma.engine.ranks.messages import StartPrefetch, StopPrefetch, Tell
+from stemma.engine.ranks.messages import StopPrefetch, Tell
 from stemma.errors import EngineFailed
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockStore
@@ -79,18 +80,21 @@ class RankedTiers:
     def prefetch(
         self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
     ) -> Prefetch | None:
-        """See `TierTransfer.prefetch`; each rank promotes its own blocks."""
+        """See `TierTransfer.prefetch`; each rank promotes its own blocks, and asks the pool for its parts.
+
+        The probe is done when all ranks' are: then `match` has complete information.
+        """
         started = self._own.prefetch(parent, keys, owners)
         if started is None:
             return None
-        number = self._ranks.next_number()
-        self._ranks.tell(StartPrefetch(number, parent, list(keys), list(owners)))
+        number, probes = self._ranks.prefetch(parent, list(keys), list(owners))
+        probe = _all_over([started.probe, *probes]) if self.must_probe else started.probe
 
         def stop() -> None:
             started.stop()
             self._tell_if_alive(StopPrefetch(number))
 
-        return Prefetch(started.probe, stop)
+        return Prefetch(probe, stop)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """See `TierTransfer.observe_prefill`: rank 0 decides what is worth loading."""
@@ -193,6 +197,25 @@ class RankedTiers:
     def _tell_if_alive(self, message: object) -> None:
         with suppress(EngineFailed):  # the engine ends anyway
             self._ranks.tell(message)
+
+
+def _all_over(parts: Sequence[Future[None]]) -> Future[None]:
+    """Return a future that is done once all are, whether they failed or not."""
+    over: Future[None] = Future()
+    lock = threading.Lock()
+    num_left = len(parts)
+
+    def on_done(_part: Future[None]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            is_last = num_left == 0
+        if is_last:
+            over.set_result(None)
+
+    for part in parts:
+        part.add_done_callback(on_done)
+    return over
 
 
 def _together(parts: Sequence[Future[int]], note: Callable[[Sequence[int]], None]) -> Future[int]:

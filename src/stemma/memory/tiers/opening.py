@@ -26,11 +26,13 @@ def open_tiers(
     *,
     eviction: str = "lru",
     pool: PoolSettings | None = None,
+    part: tuple[int, int] = (0, 1),
     role: Role = "both",
     supervisor: Supervisor | None = None,
 ) -> TierTransfer:
     """Open the tiers that the settings name, each with a policy `eviction` of its own.
 
+    `part`: see `open_pool`; host and disk know it from `key_space`.
     Without any, the transfer does nothing; a pool may be attached later. Errors in the threads of the tiers
     go to `supervisor`. Raises ConfigError if a tier is too small for a block, StorageError (StorageLocked,
     StorageMismatch) if the disk directory can't be used or the pool doesn't answer.
@@ -64,7 +66,7 @@ def open_tiers(
     )
     if pool is not None:
         try:
-            store = open_pool(pool, key_space, block_bytes, pin_memory=transfer.pins_memory)
+            store = open_pool(pool, key_space, block_bytes, pin_memory=transfer.pins_memory, part=part)
         except StemmaError:
             transfer.close()
             raise

@@ -34,7 +34,6 @@ def test_names_are_short_and_safe_as_file_names(space: PoolKeys) -> None:
 def test_shape_of_a_name() -> None:
     key = key_of("a")
     assert PoolKeys("org/Qwen_2", 1, 4).own(key) == f"{key.hex()}_1_4_org%2FQwen%5F2"
-    assert PoolKeys("m", 1, 2).all_ranks(key) == [f"{key.hex()}_0_2_m", f"{key.hex()}_1_2_m"]
 
 
 def test_a_rank_outside_the_group_is_misuse() -> None:

@@ -232,20 +232,26 @@ def test_a_probe_stops_at_the_batch_with_a_gap(backend: FaultyBackend, clock: Cl
     assert backend.num_asked("exists") == 128
 
 
-def test_a_block_is_present_only_while_every_rank_holds_its_part(tmp_path: Path, clock: Clock) -> None:
+def test_each_rank_has_its_own_part_of_a_block(tmp_path: Path, clock: Clock) -> None:
     def rank(number: int) -> PoolStore:
         pool = open_backend({"path": str(tmp_path)})
         return PoolStore(pool, PoolKeys("tiny", number, 2), BLOCK_BYTES, SYNC, clock=clock)
 
     first, second = rank(0), rank(1)
-    blocks = chain("a", 2)
+    blocks, others = chain("a", 2), chain("b", 2)
+    theirs = [replace(block, data=other.data) for block, other in zip(blocks, others, strict=True)]
     first.put_many(blocks)
-    assert first.exists_many(keys(blocks)) == [False, False]
-    second.put_many(blocks)
+    assert second.exists_many(keys(blocks)) == [False, False]
+    assert second.put_many(theirs) == [PutResult.STORED] * 2
     clock.now = 1.0
     assert first.exists_many(keys(blocks)) == second.exists_many(keys(blocks)) == [True, True]
+    for store, expected in ((first, blocks), (second, theirs)):
+        into = [memoryview(bytearray(BLOCK_BYTES)) for _ in blocks]
+        assert store.get_many(keys(blocks), into) == [ReadResult.HIT] * 2
+        assert into == [block.data for block in expected]
     second.remove([blocks[1].key])
-    assert first.exists_many(keys(blocks)) == [True, False]
+    assert second.exists_many(keys(blocks)) == [True, False]
+    assert first.exists_many(keys(blocks)) == [True, True]
 
 
 def test_a_missing_answer_is_a_failed_call(backend: FaultyBackend, clock: Clock) -> None:

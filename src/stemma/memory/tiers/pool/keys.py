@@ -1,9 +1,10 @@
 """Names of blocks in a pool: ``{block key as hex}_{tp_rank}_{tp_size}_{model}``.
 
 The block key already binds everything that KV depends on (`prefix/keys.py`). Rank and size say which part of
-the heads a value holds; the model's name is for people who look into the pool. No two blocks share a name:
-the first three fields are hex digits and decimal numbers without ``_``, so the first three ``_`` always end
-them, and the last field is an injective encoding of the model's name (long names: a SHA-256).
+a block a value holds: one process has the whole (rank 0 of 1); the model's name is for people who look into
+the pool. No two blocks share a name: the first three fields are hex digits and decimal numbers without ``_``,
+so the first three ``_`` always end them, and the last field is an injective encoding of the model's name
+(long names: a SHA-256).
 """
 
 from __future__ import annotations
@@ -33,14 +34,7 @@ class PoolKeys:
 
     def own(self, key: BlockKey) -> str:
         """Return the name of this rank's part of a block."""
-        return self._name(key, self.tp_rank)
-
-    def all_ranks(self, key: BlockKey) -> list[str]:
-        """Return the names of every rank's part; the block is present only while all of them are."""
-        return [self._name(key, rank) for rank in range(self.tp_size)]
-
-    def _name(self, key: BlockKey, rank: int) -> str:
-        return f"{key.hex()}_{rank}_{self.tp_size}_{_encoded(self.model)}"
+        return f"{key.hex()}_{self.tp_rank}_{self.tp_size}_{_encoded(self.model)}"
 
 
 def is_value_name(name: str) -> bool:

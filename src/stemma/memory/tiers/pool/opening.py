@@ -11,16 +11,23 @@ from stemma.prefix.keys import KeySpace
 
 
 def open_pool(
-    settings: PoolSettings, key_space: KeySpace, block_bytes: int, *, pin_memory: bool
+    settings: PoolSettings,
+    key_space: KeySpace,
+    block_bytes: int,
+    *,
+    pin_memory: bool,
+    part: tuple[int, int] = (0, 1),
 ) -> PoolStore:
     """Open the backend that `settings` name; may block for seconds. `pin_memory`: blocks are for CUDA.
+
+    `part`: which of how many processes, each with its part of every block, this one is.
 
     Values are named by the model's content, not its directory: servers that load the same weights from
     different directories share blocks. Raises ConfigError, or StorageError if the pool can't be reached.
     """
     backend = open_pool_backend(settings.name, read_pool_config(settings.config))
     try:
-        names = PoolKeys(key_space.model_fingerprint)
+        names = PoolKeys(key_space.model_fingerprint, *part)
         return PoolStore(backend, names, block_bytes, settings, pin_memory=pin_memory)
     except StemmaError:  # it refuses our staging memory, or that can't be pinned
         backend.close()

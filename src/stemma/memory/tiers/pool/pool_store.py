@@ -104,7 +104,7 @@ class PoolStore(BlockStore):
             self._registered.add(memory)
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Probe a prompt's chain of keys, in order; every tensor-parallel rank must hold its part.
+        """Probe a prompt's chain of keys, in order, for this rank's part of each block.
 
         Asks for 64 blocks at a time. After a batch with a gap the later blocks count as absent without being
         asked for: they couldn't be used, and a probe has a cost (Mooncake can't evict probed keys for 10 s).
@@ -160,7 +160,7 @@ class PoolStore(BlockStore):
             self._guard.count_reason("over_quota", len(keys))
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Drop this rank's part of each block, which makes the block absent for all ranks."""
+        """Drop this rank's part of each block, without which no rank can use theirs."""
         self._require_open()
         if not keys or not self._guard.admits():
             return 0
@@ -190,15 +190,14 @@ class PoolStore(BlockStore):
         if not self._guard.admits():
             self._guard.count_reason("circuit_open", len(asked))
             return False
-        names = [name for at in asked for name in self._names.all_ranks(keys[at])]
+        names = [self._names.own(keys[at]) for at in asked]
         call = self._guard.start(self._guard.backend.exists_many, names)
         answer = self._guard.finish(call, len(asked))
         if answer.value is None:
             return False
-        size = self._names.tp_size
-        for number, at in enumerate(asked):
-            present[at] = all(answer.value[number * size : (number + 1) * size])
-            if not present[at]:
+        for at, is_there in zip(asked, answer.value, strict=True):
+            present[at] = is_there
+            if not is_there:
                 self._absent.add(keys[at], ABSENT_FOR_S)
         return all(present[at] for at in asked)
 
