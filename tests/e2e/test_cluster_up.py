@@ -1,4 +1,4 @@
-"""`stemma cluster up`: two data-parallel ranks of prefill and of decode over two pools, from one file."""
+"""`stemma cluster up`: the pooling example of MindIE's manual, dp 2 and tp 2 on each side, from one file."""
 
 from __future__ import annotations
 
@@ -16,29 +16,38 @@ import yaml
 
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
+from tests.checkpoints import build
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "local" / "prefill-decode.yaml"
-QUESTION = (
-    "Question: Parents have complained to the principal about bullying during recess. The principal wants to "
-    "quickly resolve this, instructing recess aides to be vigilant. Which situation should the aides report "
-    "to the principal?\na) An unengaged girl is sitting alone on a bench, engrossed in a book and showing no "
-    "interaction with her peers.\nb) Two boys engaged in a one-on-one basketball game are involved in a "
-    "heated argument regarding the last scored basket.\nAnswer:"
-)
-NEXT = "\nQuestion: If the aides confront the boys and they deny it, what should the aides look for?\nAnswer:"
+PRINTED = Path(__file__).parents[1] / "data" / "mindie"
+NUM_ANSWERED = 24
 ADMIN = {"authorization": "Bearer s3cret", "content-type": "application/json"}
 
 
+def round_of_the_dialogue(number: int) -> str:
+    """Return the prompt of a curl command of the manual."""
+    script = (PRINTED / f"curl_round_{number}.sh").read_text("utf-8")
+    body: dict[str, Any] = json.loads(script[script.index("-d '") + 4 : script.rindex("'")])
+    prompt: str = body["inputs"]
+    return prompt
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("deepseek-v3", tmp_path_factory.mktemp("weights") / "dsr1")
+
+
 @pytest.fixture
-def proxy(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
-    """The example's file with a tiny model, smaller blocks, and pools of this test."""
+def proxy(model: Path, tmp_path: Path) -> Iterator[str]:
+    """The example's file with a tiny model of that family, a free port, and pools of this test."""
     content = yaml.safe_load(EXAMPLE.read_text("utf-8"))
-    content["settings"]["model"]["path"] = str(tiny_model)
-    content["settings"]["cache"] = {"block_size": 16, "kv_cache_memory": "4MB"}
-    content["settings"]["server"] |= {"port": 0, "admin_key": "s3cret"}
-    content["settings"]["tiers"] = {"load_timeout_s": 20.0, "load_when": "always"}
+    settings = content["settings"]
+    settings["model"]["path"] = str(model)
+    settings["cache"]["kv_cache_memory"] = "16MB"
+    settings["server"] |= {"port": 0, "admin_key": "s3cret"}
+    settings["tiers"] = {"load_timeout_s": 20.0, "load_when": "always"}
     for number, pool in enumerate(content["prefill_decode"]["pools"]):
         config = tmp_path / pool["config"]
         config.write_text(json.dumps({"path": str(tmp_path / f"pool-{number}")}))
@@ -59,8 +68,8 @@ def proxy(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def answer(url: str, prompt: str) -> str:
-    body = {"inputs": prompt, "parameters": {"max_new_tokens": 24, "do_sample": False}}
-    got = httpx.post(f"{url}/generate", json=body, timeout=120)
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": NUM_ANSWERED, "do_sample": False}}
+    got = httpx.post(f"{url}/generate", json=body, timeout=300)
     assert got.status_code == 200, got.text
     said: dict[str, Any] = got.json()
     return said["generated_text"]
@@ -71,19 +80,27 @@ def from_pool(url: str) -> int:
     return httpx.get(f"{url}/admin/stats", headers=ADMIN).json()["cached_tokens_by_tier"].get("pool", 0)
 
 
-def test_the_second_round_of_a_dialogue_hits_the_pool_after_a_flush(proxy: str, tiny_model: Path) -> None:
-    llm = LLM(tiny_model, kv_cache_memory="8MB", num_threads=1)
-    params = SamplingParams(max_tokens=24, temperature=0.0)
-    expected = llm.generate([QUESTION], params)[0].text
-    first = answer(proxy, QUESTION)
-    assert first == expected
+def test_the_second_round_of_the_dialogue_hits_the_pool_after_a_flush(
+    proxy: str, model: Path, tmp_path: Path
+) -> None:
+    question, both = round_of_the_dialogue(1), round_of_the_dialogue(2)
+    llm = LLM(model, kv_cache_memory="16MB", block_size=128, num_threads=1)
+    params = SamplingParams(max_tokens=NUM_ANSWERED, temperature=0.0)
+    num_question = len(llm.tokenizer.encode(question))
+    assert num_question > 128
+    expected = [llm.generate([prompt], params)[0].text for prompt in (question, both)]
+    llm.close()
+
+    assert answer(proxy, question) == expected[0]
     engines = list(httpx.get(f"{proxy}/health", headers=ADMIN).json()["servers"])
     decodes, prefills = engines[:2], engines[2:]
-    assert sum(from_pool(url) > 100 for url in decodes) == 1
+    assert sorted(map(from_pool, decodes)) == [0, num_question - 1]
     assert [from_pool(url) for url in prefills] == [0, 0]
     for url in prefills:
         httpx.post(f"{url}/admin/cache/flush", headers=ADMIN, json={}).raise_for_status()
-    second = QUESTION + first + NEXT
-    assert answer(proxy, second) == llm.generate([second], params)[0].text
-    llm.close()
-    assert sum(from_pool(url) > 100 for url in prefills) == 1
+
+    assert answer(proxy, both) == expected[1]
+    assert sorted(map(from_pool, prefills)) == [0, num_question // 128 * 128]
+    parts = [file.name.split("_")[1:3] for file in tmp_path.glob("pool-*/*/*/*")]
+    assert parts.count(["0", "2"]) == parts.count(["1", "2"]) > num_question // 128
+    assert len(parts) == 2 * parts.count(["0", "2"])
