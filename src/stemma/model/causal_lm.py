@@ -77,10 +77,11 @@ class ModuleDecoder:
     def __init__(self, hf_model: Any, packing: Packing | None) -> None:
         self._hf = hf_model
         self._kernels = None if packing is None else packing.kernels
-        self._operations = None
+        self.operations: RowwiseOperations | None = None
+        """What replaces torch's operations while the modules run; None: nothing does."""
         if packing is not None:
-            self._operations = RowwiseOperations(packing.kernels)
-            self._operations.pack_tied_head(hf_model, packing)
+            self.operations = RowwiseOperations(packing.kernels)
+            self.operations.pack_tied_head(hf_model, packing)
         self._adapted = AdaptedModules(hf_model, self._kernels, self._try)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
@@ -93,9 +94,9 @@ class ModuleDecoder:
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
-        if self._kernels is None or self._operations is None:
+        if self._kernels is None or self.operations is None:
             return self.run(batch, AttentionStep(batch, kv))
-        with self._operations, NativeAttentionStep(batch, kv, self._kernels) as step:
+        with self.operations, NativeAttentionStep(batch, kv, self._kernels) as step:
             return self.run(batch, step)
 
     def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
@@ -122,7 +123,7 @@ class ModuleDecoder:
         """Run `num_tokens` tokens without KV; logits of the last."""
         device = self._hf.device
         positions = torch.arange(num_tokens, device=device)
-        with self._operations or nullcontext():
+        with self.operations or nullcontext():
             self._run(torch.zeros_like(positions), positions, positions[-1:], AttentionProbe())
 
 

@@ -19,12 +19,13 @@ import torch
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
-from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo, ModuleDecoder
+from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo
 from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.fused import FusedDecoder, follows_pattern
 from stemma.model.cpu.latent import pack_latents
 from stemma.model.cpu.linears import pack_linears, plain_layers
 from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import check_directory, weight_files
@@ -35,7 +36,12 @@ from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
 from stemma.model.parallel.group import RankGroup
 from stemma.model.parallel.sums import add_sums
-from stemma.model.prediction import PredictingDecoder, add_prediction_layer
+from stemma.model.prediction import (
+    MainDecoder,
+    PredictingDecoder,
+    StatesOfModules,
+    add_prediction_layer,
+)
 from stemma.model.pretrained import (
     Progress,
     load_config,
@@ -269,16 +275,28 @@ def _make_decoder(
     may_fuse: bool,
 ) -> Decoder:
     """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
-    if packing is not None and may_fuse and follows_pattern(hf_model):
-        return FusedDecoder(hf_model, calls, packing, report)
-    if packing is not None:
-        pack_experts(hf_model, packing)
-        pack_latents(hf_model, packing.kernels)
-        pack_linears(hf_model, packing, plain_layers(hf_model), report)
     predicts = hasattr(hf_model, "stemma_prediction")
-    decoder = PredictingDecoder(hf_model, packing) if predicts else ModuleDecoder(hf_model, packing)
+    kernels = None if packing is None else packing.kernels
+    main: MainDecoder
+    operations: RowwiseOperations | None
+    if packing is not None and may_fuse and follows_pattern(hf_model):
+        main, operations = FusedDecoder(hf_model, calls, packing, report), RowwiseOperations(packing.kernels)
+        if predicts:
+            _pack_modules(hf_model.stemma_prediction, packing, lambda _share: None)
+    else:
+        if packing is not None:
+            _pack_modules(hf_model, packing, report)
+        modules = StatesOfModules(hf_model, packing)
+        main, operations = modules, modules.operations
     detach(hf_model)
-    return decoder
+    return PredictingDecoder(hf_model, main, kernels, operations) if predicts else main
+
+
+def _pack_modules(module: Any, packing: Packing, report: Callable[[float], None]) -> None:
+    """Pack the weights of modules that run as they are."""
+    pack_experts(module, packing)
+    pack_latents(module, packing.kernels)
+    pack_linears(module, packing, plain_layers(module), report)
 
 
 def probe(

@@ -17,8 +17,10 @@ layer, which becomes a submodule of the model, so that its weights are packed wi
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,15 +30,17 @@ from stemma.errors import ConfigError, ModelError
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import STEP_KEYWORD, StepContext
 from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import ModuleDecoder
+from stemma.model.causal_lm import Decoder, ModuleDecoder
 from stemma.model.cpu.attention import NativeAttentionStep
-from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.reading import GGUF, find_format, read_quantized
+from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.paged import AttentionStep
 from stemma.model.pretrained import quantization_of, transformers_reports
 from stemma.model.quantization.attach import plain_weight, plain_weights
+from stemma.native.library import Kernels
 
 PREDICTING = "DeepseekV3ForCausalLM"
 """The class of transformers whose MTP layer we run: DeepSeek-V3, R1 and V3.1."""
@@ -83,17 +87,24 @@ class PredictionLayer(nn.Module):
         return result
 
 
-class PredictingDecoder(ModuleDecoder):
-    """Runs a model and, behind it, its MTP layer, which keeps KV for every token that the model does."""
+class MainDecoder(Decoder, Protocol):
+    """A decoder that gives the model's hidden states too."""
 
-    def __init__(self, hf_model: Any, packing: Packing | None) -> None:
-        super().__init__(hf_model, packing)
-        self.hidden_size, self.dtype = int(hf_model.config.hidden_size), hf_model.dtype
-        self.hidden = torch.empty(0, self.hidden_size)
-        """[T, H]: the model's last hidden states of the batch that ran last."""
+    def run_with_states(self, batch: ForwardBatch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the batch's KV; return logits [L, vocab] and all rows' states [T, H] behind the last norm."""
 
-    def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
-        """See `ModuleDecoder.run`."""
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [T, H] of ids [T]."""
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits [T, vocab] of hidden states [T, H] behind the final norm."""
+
+
+class StatesOfModules(ModuleDecoder):
+    """A `MainDecoder` that runs the modules of transformers."""
+
+    def run_with_states(self, batch: ForwardBatch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `MainDecoder.run_with_states`."""
         model = self._hf
         with self._adapted.step(batch):
             output = model.model(
@@ -102,9 +113,51 @@ class PredictingDecoder(ModuleDecoder):
                 use_cache=False,
                 **{STEP_KEYWORD: step},
             )
-            self.hidden = output.last_hidden_state[0]
-            logits: torch.Tensor = model.lm_head(self.hidden[batch.logits_rows])
-        self._advance(batch, _before(self.hidden, batch), step)
+            states: torch.Tensor = output.last_hidden_state[0]
+            return self.head(states[batch.logits_rows]), states
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `MainDecoder.embed`."""
+        embedded: torch.Tensor = self._hf.model.embed_tokens(token_ids)
+        return embedded
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """See `MainDecoder.head`."""
+        logits: torch.Tensor = self._hf.lm_head(states)
+        return logits
+
+
+class PredictingDecoder:
+    """Runs a model and, behind it, its MTP layer, which keeps KV for every token that the model does."""
+
+    def __init__(
+        self, hf_model: Any, main: MainDecoder, kernels: Kernels | None, operations: RowwiseOperations | None
+    ) -> None:
+        """`main` runs `hf_model` but for the layer, whose weights are packed already.
+
+        `operations` replace torch's while the layer runs, and `main` too; None: without kernels.
+        """
+        self._main = main
+        self._layer: PredictionLayer = hf_model.stemma_prediction
+        self._rotary = hf_model.model.rotary_emb
+        self._kernels, self._operations = kernels, operations
+        self.hidden_size, self.dtype = int(hf_model.config.hidden_size), hf_model.dtype
+        self.hidden = torch.empty(0, self.hidden_size)
+        """[T, H]: the model's last hidden states of the batch that ran last."""
+
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """See `Decoder.adaptable`."""
+        return self._main.adaptable()
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `Decoder.prepare_adapter`."""
+        return self._main.prepare_adapter(adapter)
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        with self._computing(batch, kv) as step:
+            logits, self.hidden = self._main.run_with_states(batch, step)
+            self._advance(batch, _before(self.hidden, batch), step)
         return logits
 
     @torch.inference_mode()
@@ -116,23 +169,24 @@ class PredictingDecoder(ModuleDecoder):
         `previous` [S, H]: the hidden state of the token before each. Returns the likeliest next tokens [S]
         int64, and the layer's hidden states [S, H], which are `previous` for the token guessed.
         """
-        if self._kernels is None or self._operations is None:
-            return self._predict(batch, previous, AttentionStep(batch, kv))
-        with self._operations, NativeAttentionStep(batch, kv, self._kernels) as step:
-            return self._predict(batch, previous, step)
+        with self._computing(batch, kv) as step:
+            hidden = self._advance(batch, previous, step)
+            return self._main.head(hidden).argmax(dim=-1), hidden
 
-    def _predict(
-        self, batch: ForwardBatch, previous: torch.Tensor, step: StepContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self._advance(batch, previous, step)
-        return self._hf.lm_head(hidden).argmax(dim=-1), hidden
+    @contextmanager
+    def _computing(self, batch: ForwardBatch, kv: DeviceKV) -> Iterator[StepContext]:
+        """Give the step's context of attention."""
+        if self._kernels is None or self._operations is None:
+            yield AttentionStep(batch, kv)
+            return
+        with self._operations, NativeAttentionStep(batch, kv, self._kernels) as step:
+            yield step
 
     def _advance(self, batch: ForwardBatch, previous: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Run the layer on all rows; `previous` [T, H]. Returns [T, H]."""
-        base = self._hf.model
-        embedded = base.embed_tokens(batch.token_ids[None])
-        angles = base.rotary_emb(embedded, batch.positions[None])
-        result: torch.Tensor = self._hf.stemma_prediction(embedded, previous[None], angles, step)[0]
+        embedded = self._main.embed(batch.token_ids)[None]
+        angles = self._rotary(embedded, batch.positions[None])
+        result: torch.Tensor = self._layer(embedded, previous[None], angles, step)[0]
         return result
 
 

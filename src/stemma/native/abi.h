@@ -46,15 +46,21 @@ static std::string describe_structures() {
     BEGIN(GatedWeights) F(gate) F(up) F(down) END
     BEGIN(PackArgs) F(weight) F(stride) F(rows) F(first) F(target) F(is_bf16) F(threads) END
     BEGIN(MultiplyArgs) F(weight) F(x) F(output) F(x_stride) F(output_stride) F(rows) F(is_bf16) F(threads) END
-    BEGIN(MixtureArgs) F(experts) F(num_experts) F(top_k) F(x) F(ids) F(weights) F(output) F(room) F(rows)
+    BEGIN(MixtureArgs) F(experts) F(num_experts) F(top_k) F(x) F(ids) F(weights) F(output) F(added) F(room) F(rows)
         F(is_bf16) F(threads) END
-    BEGIN(LayerWeights) F(qkv) F(output) F(dense) F(router) F(experts) F(input_norm) F(post_norm) F(q_norm) F(k_norm)
-        F(num_experts) F(top_k) F(normalize) F(window) F(scale) END
+    BEGIN(LatentWeights) F(fold) F(project) F(expand) F(query_norm) F(latent_norm) F(query_eps) F(latent_eps) END
+    BEGIN(LatentArgs) F(cos) F(sin) F(latents) F(slots) F(block_stride) F(token_stride) F(heads) F(rank) F(nope)
+        F(rope) F(value) F(block_size) F(rotation) F(format) END
+    BEGIN(Router) F(weight) F(correction) F(num_experts) F(top_k) F(by) F(normalize) F(num_groups) F(top_groups)
+        F(scale) END
+    BEGIN(LayerWeights) F(qkv) F(output) F(latent) F(dense) F(router) F(experts) F(input_norm) F(post_norm) F(q_norm)
+        F(k_norm) F(window) F(scale) END
     BEGIN(LowRank) F(down) F(up) F(scale) END
-    BEGIN(AdapterLayer) F(query) F(key) F(value) F(output) F(gate) F(up) F(down) END
+    BEGIN(AdapterLayer) F(query) F(key) F(value) F(expand) F(output) F(gate) F(up) F(down) END
     BEGIN(AdapterRows) F(layers) F(begin) F(end) F(first_logit) F(last_logit) END
     BEGIN(StepArgs) F(layers) F(num_layers) F(threads) F(final_norm) F(head) F(rows) F(num_logits) F(logits_rows)
-        F(hidden_dim) F(hidden) F(logits) F(room) F(layer_bytes) F(rotate) F(attend) F(adapters) F(num_adapters) F(is_bf16) F(eps) END
+        F(hidden_dim) F(hidden) F(logits) F(states) F(room) F(layer_bytes) F(rotate) F(latent) F(attend) F(adapters)
+        F(num_adapters) F(is_bf16) F(eps) END
 #undef BEGIN
 #undef F
 #undef END

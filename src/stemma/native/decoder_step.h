@@ -1,7 +1,9 @@
-// A whole step through a decoder of the Llama pattern, in one parallel region (see team.h).
+// A whole step through a decoder of the Llama pattern, or of DeepSeek's with latent attention, in one parallel region
+// (see team.h).
 #pragma once
 
 #include "attention.h"
+#include "latent.h"
 #include "layers.h"
 #include "low_rank.h"
 #include "mixture.h"
@@ -9,12 +11,13 @@
 #include "team.h"
 
 struct LayerWeights {
-    Strips qkv, output;
-    GatedWeights dense;           // or, if num_experts > 0:
-    Strips router;
-    const GatedWeights* experts;  // [num_experts]
+    Strips qkv, output;           // with latents: the query or its latent, then the token's latent and rotary key
+    LatentWeights latent;
+    GatedWeights dense;           // or, if there are routed experts, those that all tokens share; n = 0: none
+    Router router;
+    const GatedWeights* experts;  // [router.num_experts]
     const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
-    int32_t num_experts, top_k, normalize, window;
+    int32_t window;
     float scale;
 };
 
@@ -28,9 +31,11 @@ struct StepArgs {
     int64_t hidden_dim;
     void* hidden;                // [rows, hidden_dim]: embeddings of the tokens; overwritten
     float* logits;               // [num_logits, head.n], rounded to the model's type
+    void* states;                // [rows, hidden_dim]: all rows behind the final norm; null: not wanted
     char* room;                  // bytes_of_step()
     int64_t layer_bytes;         // from a layer's blocks to the next one's
-    RotateArgs rotate;           // qkv, norms and query are set here
+    RotateArgs rotate;           // qkv, norms and query are set here; not used with latents
+    LatentArgs latent;
     AttendArgs attend;           // of layer 0; query and output are set here
     const AdapterRows* adapters;  // [num_adapters], in order of rows
     int32_t num_adapters;
@@ -41,49 +46,67 @@ struct StepArgs {
 // What a step works in, cut out of StepArgs::room.
 template <class T>
 struct Room {
-    T *normed, *qkv, *query, *attended, *gates, *activated, *delta, *last, *router_logits;
-    float* routing_weights;
+    T *normed, *qkv, *query, *attended, *gates, *activated, *delta, *last;
+    T *query_latent, *expanded, *projected, *shared;  // of latent attention; of shared experts
+    float *router_logits, *routing_weights;
     int32_t* routing;
     char *inputs, *mixture, *low_rank;
+    int64_t query_width, attended_width;  // of a row
     int64_t widest, bytes;
 
     explicit Room(const StepArgs& a) {
-        const int64_t heads = int64_t(a.rotate.heads) * a.rotate.dim;
-        int64_t inner = 0, experts = 0, top_k = 0, input_bytes = 0, mixture_bytes = 0;
+        const LatentArgs& latent = a.latent;
+        query_width = attended_width = int64_t(a.rotate.heads) * a.rotate.dim;
+        if (latent.heads > 0) {
+            query_width = int64_t(latent.heads) * latent.width();
+            attended_width = int64_t(latent.heads) * latent.rank;
+        }
+        int64_t inner = 0, experts = 0, top_k = 0, input_bytes = 0, mixture_bytes = 0, query_rank = 0, shared_rows = 0;
+        widest = std::max(a.layers[0].output.k, a.hidden_dim);
         auto multiplied = [&](const Strips& w) { input_bytes = std::max(input_bytes, bytes_of_inputs<T>(a.rows, w)); };
         multiplied(a.head);
         for (int l = 0; l < a.num_layers; l++) {
             const LayerWeights& layer = a.layers[l];
             multiplied(layer.qkv), multiplied(layer.output);
-            if (layer.num_experts == 0) {
+            if (layer.latent.expand.n > 0) {
+                query_rank = std::max(query_rank, layer.latent.expand.k);
+                multiplied(layer.latent.expand);
+            }
+            if (layer.dense.down.n > 0) {
                 inner = std::max(inner, layer.dense.down.k);
                 multiplied(layer.dense.gate), multiplied(layer.dense.down);
-                continue;
             }
-            multiplied(layer.router);
-            experts = std::max<int64_t>(experts, layer.num_experts), top_k = std::max<int64_t>(top_k, layer.top_k);
+            if (layer.router.num_experts == 0) continue;
+            if (layer.router.by == ROUNDED_SOFTMAX) multiplied(layer.router.weight);
+            if (layer.dense.down.n > 0) shared_rows = a.rows;
+            experts = std::max<int64_t>(experts, layer.router.num_experts);
+            top_k = std::max<int64_t>(top_k, layer.router.top_k);
             MixtureArgs args = mixture_args(a, layer, a.rows);
             mixture_bytes = std::max(mixture_bytes, bytes_of_mixture<T>(args));
         }
         char* at = a.room;
         auto cut = [&](int64_t width, int64_t rows) { return (T*)cut_room(at, rows * width * int64_t(sizeof(T))); };
         normed = cut(a.hidden_dim, a.rows), qkv = cut(a.layers[0].qkv.n, a.rows);
-        query = cut(heads, a.rows), attended = cut(heads, a.rows);
+        query = cut(query_width, a.rows), attended = cut(attended_width, a.rows);
+        query_latent = cut(query_rank, a.rows);
+        expanded = cut(query_rank > 0 ? latent.heads * latent.head_width() : 0, a.rows);
+        projected = cut(latent.heads * latent.value, a.rows);
         activated = cut(inner, std::min(PASS_ROWS, a.rows));
         gates = cut(a.num_adapters > 0 ? 2 * inner : 0, std::min(PASS_ROWS, a.rows));
         delta = cut(a.hidden_dim, a.rows), last = cut(a.hidden_dim, a.num_logits);
-        router_logits = cut(experts, a.rows);
+        shared = cut(a.hidden_dim, shared_rows);
+        router_logits = (float*)cut_room(at, a.rows * experts * int64_t(sizeof(float)));
         routing_weights = (float*)cut_room(at, a.rows * top_k * int64_t(sizeof(float)));
         routing = (int32_t*)cut_room(at, a.rows * top_k * int64_t(sizeof(int32_t)));
         inputs = cut_room(at, input_bytes), mixture = cut_room(at, mixture_bytes);
-        widest = std::max(std::max(heads, inner), a.hidden_dim);
+        widest = std::max(std::max(widest, inner), query_rank);
         low_rank = at, at += LowRankStep<T>(a.adapters, a.num_adapters, a.num_layers, widest, at).bytes;
         bytes = at - a.room;
     }
 
     static MixtureArgs mixture_args(const StepArgs& a, const LayerWeights& layer, int64_t rows) {
         MixtureArgs args{};
-        args.experts = layer.experts, args.num_experts = layer.num_experts, args.top_k = layer.top_k;
+        args.experts = layer.experts, args.num_experts = layer.router.num_experts, args.top_k = layer.router.top_k;
         args.rows = rows;
         return args;
     }
@@ -107,26 +130,41 @@ class DecoderStep {
         const T* delta = nullptr;
         for (int l = 0; l < a_.num_layers; l++) {
             const LayerWeights& layer = a_.layers[l];
-            norm(hidden, delta, layer.input_norm, rows);
+            norm(hidden, delta, layer.input_norm, rows, room_.normed);
             multiply(layer.qkv, room_.normed, rows, room_.qkv);
-            adapt_qkv(l);
-            attend(layer, l);
+            adapt_qkv(layer, l);
+            prepare_and_attend(layer, l);
             const T* attended = room_.attended;
-            const bool at_end = l == a_.num_layers - 1;
+            const bool at_end = l == a_.num_layers - 1 && a_.states == nullptr;
             if (at_end) {  // what follows serves logits alone
                 if (a_.num_logits == 0) return;
                 keep_logits_rows(hidden);
                 hidden = room_.last, attended = room_.query, rows = a_.num_logits;
             }
+            if (a_.latent.heads > 0) {
+                project(layer.latent, attended, rows);
+                attended = room_.projected;
+            }
             multiply(layer.output, attended, rows, room_.delta);
             low_rank_.add(team_, member_, l, {{&AdapterLayer::output, 0}}, at_end, attended, layer.output.k, 0, rows,
                           room_.delta, a_.hidden_dim);
-            norm(hidden, room_.delta, layer.post_norm, rows);
-            layer.num_experts > 0 ? mix(layer, rows) : gate(layer.dense, l, at_end, rows);
+            norm(hidden, room_.delta, layer.post_norm, rows, room_.normed);
+            if (layer.router.num_experts > 0)
+                mix(layer, l, at_end, rows);
+            else
+                gate(layer.dense, l, at_end, rows, room_.delta);
             delta = room_.delta;
         }
-        norm(hidden, delta, a_.final_norm, rows);
-        multiply(a_.head, room_.normed, rows, a_.logits);
+        T* states = a_.states ? (T*)a_.states : room_.normed;
+        norm(hidden, delta, a_.final_norm, rows, states);
+        if (a_.states) {
+            team_.share(member_, a_.num_logits, [&](int64_t i) {
+                std::memcpy(room_.last + i * a_.hidden_dim, states + a_.logits_rows[i] * a_.hidden_dim,
+                            a_.hidden_dim * sizeof(T));
+            });
+            states = room_.last;
+        }
+        multiply(a_.head, states, a_.num_logits, a_.logits);
     }
 
   private:
@@ -137,8 +175,8 @@ class DecoderStep {
     const Room<T> room_;
     const LowRankStep<T> low_rank_;
 
-    void norm(T* residual, const T* delta, const void* weight, int64_t rows) {
-        NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
+    void norm(T* residual, const T* delta, const void* weight, int64_t rows, T* out) {
+        NormArgs args{delta, residual, weight, out, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
         team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
     }
 
@@ -147,22 +185,30 @@ class DecoderStep {
         ::multiply(team_, member_, w, x, w.k, rows, out, w.n, room_.inputs);
     }
 
-    void adapt_qkv(int index) {
+    void adapt_qkv(const LayerWeights& layer, int index) {
+        const T* x = room_.normed;
+        const int64_t width = layer.qkv.n;
+        if (a_.latent.heads > 0) {
+            low_rank_.add(team_, member_, index,
+                          {{&AdapterLayer::query, 0}, {&AdapterLayer::key, width - a_.latent.width()}}, false, x,
+                          a_.hidden_dim, 0, a_.rows, room_.qkv, width);
+            return;
+        }
         const int64_t heads = int64_t(a_.rotate.heads) * a_.rotate.dim;
         const int64_t kv_heads = int64_t(a_.rotate.kv_heads) * a_.rotate.dim;
         low_rank_.add(team_, member_, index,
                       {{&AdapterLayer::query, 0}, {&AdapterLayer::key, heads}, {&AdapterLayer::value, heads + kv_heads}},
-                      false, room_.normed, a_.hidden_dim, 0, a_.rows, room_.qkv, a_.rotate.width());
+                      false, x, a_.hidden_dim, 0, a_.rows, room_.qkv, width);
     }
 
-    void gate(const GatedWeights& w, int index, bool at_end, int64_t rows) {
+    void gate(const GatedWeights& w, int index, bool at_end, int64_t rows, T* out) {
         const bool is_adapted =
             low_rank_.touches(index, &AdapterLayer::gate) || low_rank_.touches(index, &AdapterLayer::up);
         const int parts = parts_of_strip(w.gate.count(), team_.size());
         for (int64_t first = 0; first < rows; first += PASS_ROWS) {
             int64_t count = std::min(PASS_ROWS, rows - first);
             const T* normed = room_.normed + first * w.gate.k;
-            T* output = room_.delta + first * a_.hidden_dim;
+            T* output = out + first * a_.hidden_dim;
             if (is_adapted) {
                 gate_and_adapt(w, index, at_end, normed, first, count);
             } else {
@@ -189,29 +235,57 @@ class DecoderStep {
         });
     }
 
-    void mix(const LayerWeights& layer, int64_t rows) {
-        multiply(layer.router, room_.normed, rows, room_.router_logits);
-        team_.share(member_, rows, [&](int64_t i) {
-            route_row(room_.router_logits + i * layer.num_experts, layer.num_experts, layer.top_k, layer.normalize,
-                      room_.routing + i * layer.top_k, room_.routing_weights + i * layer.top_k);
-        });
+    void mix(const LayerWeights& layer, int index, bool at_end, int64_t rows) {
+        const bool shares = layer.dense.down.n > 0;
+        if (shares) gate(layer.dense, index, at_end, rows, room_.shared);
+        route(layer.router, rows);
         MixtureArgs args = Room<T>::mixture_args(a_, layer, rows);
         args.x = room_.normed, args.ids = room_.routing, args.weights = room_.routing_weights;
+        args.added = shares ? room_.shared : nullptr;
         args.output = room_.delta, args.room = room_.mixture;
         run_mixture<T>(team_, member_, args);
     }
 
-    void attend(const LayerWeights& layer, int index) {
-        RotateArgs rotate = a_.rotate;
-        rotate.qkv = room_.qkv, rotate.query = room_.query;
-        rotate.q_norm = layer.q_norm, rotate.k_norm = layer.k_norm;
-        rotate.keys = (char*)a_.rotate.keys + index * a_.layer_bytes;
-        rotate.values = (char*)a_.rotate.values + index * a_.layer_bytes;
+    void route(const Router& router, int64_t rows) {
+        const int64_t experts = router.num_experts;
+        if (router.by == ROUNDED_SOFTMAX) {
+            T* logits = (T*)room_.router_logits;
+            multiply(router.weight, room_.normed, rows, logits);
+            team_.share(member_, rows, [&](int64_t i) {
+                route_rounded(router, logits + i * experts, room_.routing + i * router.top_k,
+                              room_.routing_weights + i * router.top_k);
+            });
+            return;
+        }
+        float* logits = room_.router_logits;
+        const int parts = parts_of_strip(router.weight.count(), team_.size());
+        team_.share(member_, router.weight.count() * parts, [&](int64_t piece) {
+            multiply_piece_alone<float>(router.weight, piece, parts, (const T*)room_.normed, a_.hidden_dim, rows, logits,
+                                        experts);
+        });
+        team_.share(member_, rows, [&](int64_t i) {
+            route_by_groups(router, logits + i * experts, room_.routing + i * router.top_k,
+                            room_.routing_weights + i * router.top_k);
+        });
+    }
+
+    void prepare_and_attend(const LayerWeights& layer, int index) {
         AttendArgs attend = a_.attend;
+        if (a_.latent.heads > 0) {
+            void* latents = (char*)a_.latent.latents + index * a_.layer_bytes;
+            fold(layer, index, latents);
+            attend.keys = attend.values = latents;
+        } else {
+            RotateArgs rotate = a_.rotate;
+            rotate.qkv = room_.qkv, rotate.query = room_.query;
+            rotate.q_norm = layer.q_norm, rotate.k_norm = layer.k_norm;
+            rotate.keys = (char*)a_.rotate.keys + index * a_.layer_bytes;
+            rotate.values = (char*)a_.rotate.values + index * a_.layer_bytes;
+            team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<T>(rotate, i); });
+            attend.keys = rotate.keys, attend.values = rotate.values;
+        }
         attend.query = room_.query, attend.output = room_.attended;
-        attend.keys = rotate.keys, attend.values = rotate.values;
         attend.window = layer.window, attend.scale = layer.scale;
-        team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<T>(rotate, i); });
         static thread_local Scratch scratch;
         team_.share(member_, plan_.items.size(),
                     [&](int64_t i) { run_item_any<T>(attend, plan_, plan_.items[i], scratch); });
@@ -219,8 +293,47 @@ class DecoderStep {
             team_.share(member_, plan_.merged.size(), [&](int64_t i) { merge_token<T>(attend, plan_, int(i)); });
     }
 
+    // Queries over latents into room_.query, and the tokens' latents into their slots.
+    void fold(const LayerWeights& layer, int index, void* blocks) {
+        const LatentArgs& a = a_.latent;
+        const LatentWeights& w = layer.latent;
+        const int64_t joined = layer.qkv.n;
+        const T* query = room_.qkv;
+        int64_t stride = joined;
+        if (w.expand.n > 0) {
+            const int64_t rank = w.expand.k;
+            team_.share(member_, a_.rows, [&](int64_t i) {
+                rms_norm_row(room_.qkv + i * joined, (const T*)w.query_norm, room_.query_latent + i * rank, rank,
+                             w.query_eps);
+            });
+            multiply(w.expand, room_.query_latent, a_.rows, room_.expanded);
+            low_rank_.add(team_, member_, index, {{&AdapterLayer::expand, 0}}, false, room_.query_latent, rank, 0,
+                          a_.rows, room_.expanded, w.expand.n);
+            query = room_.expanded, stride = w.expand.n;
+        }
+        const HeadProducts<T> products(w.fold, a.heads, team_.size(), a_.rows, query, stride, a.head_width(),
+                                       room_.query, room_.query_width, a.width());
+        const int64_t pieces = products.pieces();
+        team_.share(member_, pieces + a_.rows, [&](int64_t piece) {
+            if (piece < pieces) return products.run(piece);
+            const int64_t i = piece - pieces;
+            write_latent(a, w, blocks, room_.qkv + i * joined + joined - a.width(), i);
+            for (int h = 0; h < a.heads; h++)
+                rotate_part(a, query + i * stride + h * a.head_width() + a.nope, i,
+                            room_.query + i * room_.query_width + h * a.width() + a.rank);
+        });
+    }
+
+    // Of each head, weighted latents to its values.
+    void project(const LatentWeights& w, const T* attended, int64_t rows) {
+        const LatentArgs& a = a_.latent;
+        const HeadProducts<T> products(w.project, a.heads, team_.size(), rows, attended, room_.attended_width, a.rank,
+                                       room_.projected, int64_t(a.heads) * a.value, a.value);
+        team_.share(member_, products.pieces(), [&](int64_t piece) { products.run(piece); });
+    }
+
     void keep_logits_rows(const T* hidden) {
-        int64_t width = int64_t(a_.rotate.heads) * a_.rotate.dim;
+        const int64_t width = room_.attended_width;
         team_.share(member_, a_.num_logits, [&](int64_t i) {
             int64_t row = a_.logits_rows[i];
             std::memcpy(room_.last + i * a_.hidden_dim, hidden + row * a_.hidden_dim, a_.hidden_dim * sizeof(T));

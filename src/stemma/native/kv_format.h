@@ -212,7 +212,7 @@ static void encode_row(const KVFormat& format, const T* x, int dim, int head, in
 // New rows of a layer's keys or values, written to their slots
 struct WriteArgs {
     const void* source;  // [tokens, heads, dim], strides in elements
-    void* target;        // the layer's blocks, as in AttendArgs, strides in bytes
+    void* target;        // the layer's blocks, as in AttendArgs, strides in elements; of codes, in bytes
     const int64_t* slots;  // [tokens]
     int64_t tokens, source_token_stride, source_head_stride;
     int64_t block_stride, token_stride, head_stride;
@@ -222,9 +222,12 @@ struct WriteArgs {
 
 template <class T>
 static void write_token(const WriteArgs& a, int64_t i) {
-    uint8_t* token = (uint8_t*)a.target + a.slots[i] / a.block_size * a.block_stride +
-                     a.slots[i] % a.block_size * a.token_stride;
+    const int64_t at = a.slots[i] / a.block_size * a.block_stride + a.slots[i] % a.block_size * a.token_stride;
     const T* x = (const T*)a.source + i * a.source_token_stride;
-    for (int h = 0; h < a.heads; h++, x += a.source_head_stride)
-        encode_row(a.format, x, a.dim, h, a.head_stride, token);
+    for (int h = 0; h < a.heads; h++, x += a.source_head_stride) {
+        if (a.format.stored == PLAIN)
+            std::memcpy((T*)a.target + at + h * a.head_stride, x, sizeof(T) * a.dim);
+        else
+            encode_row(a.format, x, a.dim, h, a.head_stride, (uint8_t*)a.target + at);
+    }
 }

@@ -176,9 +176,48 @@ class MixtureArgs(ctypes.Structure):
     _fields_ = (
         ("experts", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("num_experts", "top_k")),
-        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "output", "room")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "output", "added", "room")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+    )
+
+
+class LatentWeights(ctypes.Structure):
+    """`LatentWeights` of latent.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("fold", "project")),
+        ("expand", Strips),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "latent_norm")),
+        *((name, ctypes.c_float) for name in ("query_eps", "latent_eps")),
+    )
+
+
+class LatentArgs(ctypes.Structure):
+    """`LatentArgs` of latent.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "latents", "slots")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "token_stride")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("heads", "rank", "nope", "rope", "value", "block_size", "rotation")
+        ),
+        ("format", KVFormat),
+    )
+
+
+class Router(ctypes.Structure):
+    """`Router` of mixture.h."""
+
+    _fields_ = (
+        ("weight", Strips),
+        ("correction", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("num_experts", "top_k", "by", "normalize", "num_groups", "top_groups")
+        ),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -187,10 +226,11 @@ class LayerWeights(ctypes.Structure):
 
     _fields_ = (
         *((name, Strips) for name in ("qkv", "output")),
+        ("latent", LatentWeights),
         ("dense", GatedWeights),
-        ("router", Strips),
+        ("router", Router),
         *((name, ctypes.c_void_p) for name in ("experts", "input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_int32) for name in ("num_experts", "top_k", "normalize", "window")),
+        ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
     )
 
@@ -205,7 +245,7 @@ class AdapterLayerArgs(ctypes.Structure):
     """`AdapterLayer` of low_rank.h."""
 
     _fields_ = tuple(
-        (name, LowRankArgs) for name in ("query", "key", "value", "output", "gate", "up", "down")
+        (name, LowRankArgs) for name in ("query", "key", "value", "expand", "output", "gate", "up", "down")
     )
 
 
@@ -229,9 +269,10 @@ class StepArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "num_logits")),
         ("logits_rows", ctypes.c_void_p),
         ("hidden_dim", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "room")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "states", "room")),
         ("layer_bytes", ctypes.c_int64),
         ("rotate", RotateArgs),
+        ("latent", LatentArgs),
         ("attend", AttendArgs),
         ("adapters", ctypes.c_void_p),
         ("num_adapters", ctypes.c_int32),
@@ -313,7 +354,7 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
         for mirror in (
             *(KVFormat, WriteArgs, AttendArgs, NormArgs, RotateArgs, GateArgs),
             *(Codes, PackCodesArgs, Strips, GatedWeights, PackArgs, MultiplyArgs),
-            *(MixtureArgs, LayerWeights, StepArgs),
+            *(MixtureArgs, LatentWeights, LatentArgs, Router, LayerWeights, StepArgs),
         )
     },
 }

@@ -14,8 +14,8 @@ struct LowRank {
     float scale;
 };
 
-struct AdapterLayer {
-    LowRank query, key, value, output, gate, up, down;
+struct AdapterLayer {  // with latents: query is what makes the query or its latent, key what makes the token's latent
+    LowRank query, key, value, expand, output, gate, up, down;
 };
 
 // Rows [begin, end) of a step, and those of its logits, served by one adapter. Those of a step don't overlap.
@@ -72,8 +72,8 @@ class LowRankStep {
 
   private:
     static constexpr LowRank AdapterLayer::*ALL[] = {&AdapterLayer::query, &AdapterLayer::key, &AdapterLayer::value,
-                                                     &AdapterLayer::output, &AdapterLayer::gate, &AdapterLayer::up,
-                                                     &AdapterLayer::down};
+                                                     &AdapterLayer::expand, &AdapterLayer::output, &AdapterLayer::gate,
+                                                     &AdapterLayer::up, &AdapterLayer::down};
 
     struct Job {  // one pair over one adapter's rows of a pass
         const LowRank* pair;

@@ -18,6 +18,7 @@ struct MixtureArgs {
     const int32_t* ids;           // [rows, top_k]
     const float* weights;         // [rows, top_k]
     void* output;                 // [rows, hidden_dim]
+    const void* added;            // [rows, hidden_dim], e.g. of experts that all tokens share; null: nothing
     char* room;                   // bytes_of_mixture()
     int64_t rows;
     int32_t is_bf16, threads;
@@ -95,7 +96,10 @@ class Mixture {
             multiply_piece<T>(a_.experts[e].down, i % pieces, parts, in, count, gathered_ + slot * hidden_, hidden_);
         });
         T* output = (T*)a_.output + first * hidden_;
-        team.share(member, rows, [&](int64_t row) { combine(row, weights, output + row * hidden_); });
+        const T* added = a_.added ? (const T*)a_.added + first * hidden_ : nullptr;
+        team.share(member, rows, [&](int64_t row) {
+            combine(row, weights, added ? added + row * hidden_ : nullptr, output + row * hidden_);
+        });
     }
 
   private:
@@ -139,7 +143,7 @@ class Mixture {
             lay_out_block(w, rows + slot * w.k, w.k, count, block, to);
     }
 
-    void combine(int64_t row, const float* weights, T* out) {
+    void combine(int64_t row, const float* weights, const T* added, T* out) {
         const int k = a_.top_k;
         int64_t d = 0;
         for (; d + LANES <= hidden_; d += LANES) {
@@ -148,7 +152,7 @@ class Mixture {
                 const T* part = gathered_ + slot_of_[row * k + j] * hidden_ + d;
                 sum += rounded<T>(load(part) * weights[row * k + j]);
             }
-            store(out + d, sum);
+            store(out + d, added ? rounded<T>(sum) + load(added + d) : sum);
         }
         for (; d < hidden_; d++) {
             float sum = 0;
@@ -156,7 +160,7 @@ class Mixture {
                 float part = to_float(gathered_[slot_of_[row * k + j] * hidden_ + d]);
                 sum += to_float(from_float<T>(part * weights[row * k + j]));
             }
-            out[d] = from_float<T>(sum);
+            out[d] = from_float<T>(added ? to_float(from_float<T>(sum)) + to_float(added[d]) : sum);
         }
     }
 };
@@ -173,24 +177,88 @@ static int64_t bytes_of_mixture(const MixtureArgs& args) {
     return Mixture<T>(args, std::min(args.rows, MIXTURE_ROWS)).bytes;
 }
 
-// The router of Qwen3-MoE: softmax over all experts' logits, the largest top_k (the first of equals), divided by
-// their sum if `normalize`, and rounded to T.
+enum RoutedBy : int32_t {
+    ROUNDED_SOFTMAX = 0,  // Qwen3-MoE: logits in the model's type, and weights rounded to it
+    SOFTMAX = 1,          // DeepSeek-V2: logits and weights are floats
+    SIGMOID = 2,          // DeepSeek-V3: as above; a correction is added to scores for the choice alone
+};
+
+// How a layer chooses the experts of a token
+struct Router {
+    Strips weight;            // [num_experts, hidden_dim]; in floats but for ROUNDED_SOFTMAX
+    const float* correction;  // [num_experts]; null: none
+    int32_t num_experts;      // 0: the layer is dense
+    int32_t top_k, by;        // `by`: RoutedBy
+    int32_t normalize;        // divide the weights of a token by their sum
+    int32_t num_groups, top_groups;  // experts outside the best groups aren't chosen; 0 groups: all may be
+    float scale;                     // of the weights; not of ROUNDED_SOFTMAX
+};
+
+// The first of the largest of `count` scores that isn't among the `num_taken` ids already taken
+static inline int best_of(const float* scores, int count, const int32_t* taken, int num_taken) {
+    int best = -1;
+    for (int e = 0; e < count; e++)
+        if (std::find(taken, taken + num_taken, e) == taken + num_taken && (best < 0 || scores[e] > scores[best]))
+            best = e;
+    return best;
+}
+
+// Softmax over all experts' logits, the largest top_k (the first of equals), rounded to T.
 template <class T>
-static void route_row(const T* logits, int num_experts, int top_k, bool normalize, int32_t* ids, float* weights) {
-    float top = to_float(logits[0]), total = 0, chosen = 0;
-    for (int e = 1; e < num_experts; e++) top = std::max(top, to_float(logits[e]));
-    for (int e = 0; e < num_experts; e++) total += std::exp(to_float(logits[e]) - top);
-    for (int j = 0; j < top_k; j++) {
-        int best = -1;
-        for (int e = 0; e < num_experts; e++) {
-            if (std::find(ids, ids + j, e) != ids + j) continue;
-            if (best < 0 || to_float(logits[e]) > to_float(logits[best])) best = e;
+static void route_rounded(const Router& router, const T* logits, int32_t* ids, float* weights) {
+    static thread_local std::vector<float> scores;
+    const int num_experts = router.num_experts;
+    scores.resize(num_experts);
+    for (int e = 0; e < num_experts; e++) scores[e] = to_float(logits[e]);
+    const float top = *std::max_element(scores.begin(), scores.end());
+    float total = 0, chosen = 0;
+    for (int e = 0; e < num_experts; e++) total += std::exp(scores[e] - top);
+    for (int j = 0; j < router.top_k; j++) {
+        ids[j] = best_of(scores.data(), num_experts, ids, j);
+        weights[j] = std::exp(scores[ids[j]] - top) / total;
+        chosen += weights[j];
+    }
+    for (int j = 0; j < router.top_k; j++)
+        weights[j] = to_float(from_float<T>(router.normalize ? weights[j] / chosen : weights[j]));
+}
+
+// The routers of DeepSeek-V2 and V3. Experts outside the best groups have the least score there is: 0 of a softmax.
+static void route_by_groups(const Router& router, const float* logits, int32_t* ids, float* weights) {
+    static thread_local std::vector<float> scores, choice, groups;
+    static thread_local std::vector<int32_t> best;
+    const int num_experts = router.num_experts;
+    const bool is_softmax = router.by == SOFTMAX;
+    scores.resize(num_experts), choice.resize(num_experts);
+    if (is_softmax) {
+        const float top = *std::max_element(logits, logits + num_experts);
+        float total = 0;
+        for (int e = 0; e < num_experts; e++) total += scores[e] = std::exp(logits[e] - top);
+        for (int e = 0; e < num_experts; e++) scores[e] /= total;
+    } else {
+        for (int e = 0; e < num_experts; e++) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+    }
+    for (int e = 0; e < num_experts; e++) choice[e] = scores[e] + (router.correction ? router.correction[e] : 0.0f);
+    if (router.num_groups > 0) {
+        const int size = num_experts / router.num_groups;
+        groups.resize(router.num_groups), best.resize(router.top_groups);
+        for (int g = 0; g < router.num_groups; g++) {  // a group's best expert counts, of a sigmoid its best two
+            const float* of_group = choice.data() + g * size;
+            const int32_t first = best_of(of_group, size, nullptr, 0);
+            groups[g] = of_group[first];
+            if (!is_softmax && size > 1) groups[g] += of_group[best_of(of_group, size, &first, 1)];
         }
-        ids[j] = best;
-        chosen += std::exp(to_float(logits[best]) - top) / total;
+        for (int j = 0; j < router.top_groups; j++) best[j] = best_of(groups.data(), router.num_groups, best.data(), j);
+        for (int e = 0; e < num_experts; e++) {
+            if (std::find(best.begin(), best.end(), e / size) != best.end()) continue;
+            choice[e] = is_softmax ? 0.0f : -INFINITY;
+            if (is_softmax) scores[e] = 0.0f;
+        }
     }
-    for (int j = 0; j < top_k; j++) {
-        float weight = std::exp(to_float(logits[ids[j]]) - top) / total;
-        weights[j] = to_float(from_float<T>(normalize ? weight / chosen : weight));
+    float chosen = 0;
+    for (int j = 0; j < router.top_k; j++) {
+        ids[j] = best_of(choice.data(), num_experts, ids, j);
+        chosen += weights[j] = scores[ids[j]];
     }
+    for (int j = 0; j < router.top_k; j++)
+        weights[j] = (router.normalize ? weights[j] / (chosen + 1e-20f) : weights[j]) * router.scale;
 }

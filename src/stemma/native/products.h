@@ -5,6 +5,8 @@
 // threads.
 #pragma once
 
+#include <vector>
+
 #include "dequantized_dots.h"
 #include "dots.h"
 #include "int8_products.h"
@@ -38,6 +40,13 @@ static int64_t bytes_of_inputs(int64_t rows, const Strips& w) {
     return (std::min(rows, PASS_ROWS) + 15) / 16 * 16 * bytes_of_input_row<T>(w);
 }
 
+template <class T>
+static void widen_row(const T* x, int64_t k, float* out) {
+    int64_t d = 0;
+    for (; d + LANES <= k; d += LANES) store(out + d, load(x + d));
+    for (; d < k; d++) out[d] = to_float(x[d]);
+}
+
 // Lay rows [16 block, 16 block + 16) of x out for a product with w; row 0's inputs begin at `room`.
 template <class T>
 static void lay_out_block(const Strips& w, const T* x, int64_t stride, int64_t rows, int64_t block, char* room) {
@@ -51,13 +60,8 @@ static void lay_out_block(const Strips& w, const T* x, int64_t stride, int64_t r
         lay_in_tiles(x, stride, rows, k, block, room);
 #endif
     } else if constexpr (WIDENED<T>) {
-        for (int64_t r = 16 * block; r < std::min(rows, 16 * block + 16); r++) {
-            float* out = (float*)(room + r * bytes_of_input_row<T>(k));
-            const T* in = x + r * stride;
-            int64_t d = 0;
-            for (; d + LANES <= k; d += LANES) store(out + d, load(in + d));
-            for (; d < k; d++) out[d] = to_float(in[d]);
-        }
+        for (int64_t r = 16 * block; r < std::min(rows, 16 * block + 16); r++)
+            widen_row(x + r * stride, k, (float*)(room + r * bytes_of_input_row<T>(k)));
     }
 }
 
@@ -164,6 +168,31 @@ static void multiply_piece(const Strips& w, int64_t piece, int parts, const Inpu
         int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
         Outputs o = dot_piece<T>(w, piece, parts, x, first, count, acc);
         for (int r = 0; r < count; r++) put<T>(acc + r * STRIP, o.width, out + (first + r) * stride + o.begin);
+    }
+}
+
+// The same for rows of x as they are: each piece lays them out for itself. For products with so few outputs that this
+// costs less than threads that wait for each other. X may be narrower than T: a router's inputs become floats.
+template <class T, class X, class Out>
+static void multiply_piece_alone(const Strips& w, int64_t piece, int parts, const X* x, int64_t x_stride, int64_t rows,
+                                 Out* out, int64_t out_stride) {
+    static thread_local std::vector<char> room;
+    const int64_t row_bytes = sizeof(X) == sizeof(T) ? bytes_of_input_row<T>(w) : w.k * int64_t(sizeof(T));
+    room.resize((BLOCK_ROWS + 1) * row_bytes + 64);
+    char* at = room.data() + (-(uintptr_t)room.data() & 63);
+    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+        const int64_t count = std::min<int64_t>(BLOCK_ROWS, rows - first);
+        const X* from = x + first * x_stride;
+        Inputs inputs{at, row_bytes};
+        if constexpr (sizeof(X) != sizeof(T)) {
+            for (int64_t r = 0; r < count; r++) widen_row(from + r * x_stride, w.k, (T*)(at + r * row_bytes));
+        } else if (row_bytes == 0) {
+            inputs = {(const char*)from, x_stride * int64_t(sizeof(T))};
+        } else {
+            for (int64_t block = 0; block < (count + 15) / 16; block++)
+                lay_out_block(w, (const T*)from, x_stride, count, block, at);
+        }
+        multiply_piece<T>(w, piece, parts, inputs, count, out + first * out_stride, out_stride);
     }
 }
 

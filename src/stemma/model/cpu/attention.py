@@ -55,7 +55,7 @@ class NativeAttentionStep:
 
     def __init__(self, batch: ForwardBatch, kv: DeviceKV, kernels: Kernels) -> None:
         self._batch = batch
-        self._kv = kv
+        self.kv = kv
         self._kernels = kernels
         self._plans: dict[tuple[int, int], NativePlan] = {}
         self._writer: AttentionStep | None = None
@@ -76,7 +76,7 @@ class NativeAttentionStep:
         key = num_kv_heads, group_size
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = NativePlan(self._batch, self._kv.layout.block_size, *key)
+            plan = self._plans[key] = NativePlan(self._batch, self.kv.layout.block_size, *key)
         return plan
 
     def attend(
@@ -91,7 +91,7 @@ class NativeAttentionStep:
         if query.stride(2) != 1:
             query = query.contiguous()
         output = query.new_empty(query.shape[0], query.shape[1], value_dim)
-        kv = self._kv
+        kv = self.kv
         args = AttendArgs(
             query=query.data_ptr(),
             keys=kv.address(call.layer_idx, 0),
@@ -117,9 +117,9 @@ class NativeAttentionStep:
 
     def write(self, call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the KV of the new tokens into its slots."""
-        if self._kv.layout.stored == "plain":
+        if self.kv.layout.stored == "plain":
             if self._writer is None:
-                self._writer = AttentionStep(self._batch, self._kv)
+                self._writer = AttentionStep(self._batch, self.kv)
             self._writer.write(call, key, value)
             return
         self._write_codes(call.layer_idx, 0, key)
@@ -133,7 +133,7 @@ class NativeAttentionStep:
             rows, slots = rows[written], slots[written]
         if rows.stride(2) != 1:
             rows = rows.contiguous()
-        kv = self._kv
+        kv = self.kv
         args = WriteArgs(
             source=rows.data_ptr(),
             target=kv.address(layer, part),

@@ -17,7 +17,7 @@ from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
 from stemma.model.cpu.low_rank import describe_rows
 from stemma.model.cpu.weights import PackedProduct
-from stemma.native.library import AttendArgs, Kernels, LayerWeights, RotateArgs, StepArgs
+from stemma.native.library import AttendArgs, Kernels, LatentArgs, LayerWeights, RotateArgs, StepArgs
 
 _ALIGNMENT = 64
 
@@ -46,14 +46,16 @@ class DecoderStep:
         batch: ForwardBatch,
         kv: DeviceKV,
         hidden: torch.Tensor,
-        rotate: RotateArgs,
+        heads: RotateArgs | LatentArgs,
         attend: AttendArgs,
         plan: int,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the KV of `hidden` [T, H] (the tokens' embeddings; overwritten), return logits [L, vocab].
 
-        The logits are float32, rounded to the model's dtype. `rotate` and `attend` are those of layer 0; the
-        fields that differ by layer are set here.
+        The logits are float32, rounded to the model's dtype. `heads` and `attend` are those of layer 0; the
+        fields that differ by layer are set in the call. `states` [T, H], if given, get the hidden states
+        behind the final norm.
         """
         logits = torch.empty(len(batch.logits_rows), self._head.out_features, dtype=torch.float32)
         adapters = describe_rows(batch.adapters)
@@ -69,14 +71,18 @@ class DecoderStep:
             hidden_dim=hidden.shape[1],
             hidden=hidden.data_ptr(),
             logits=logits.data_ptr(),
+            states=None if states is None else states.data_ptr(),
             layer_bytes=kv.data.stride(1) * kv.data.element_size(),
-            rotate=rotate,
             attend=attend,
             adapters=ctypes.addressof(adapters),
             num_adapters=len(adapters),
             is_bf16=hidden.dtype == torch.bfloat16,
             eps=self._eps,
         )
+        if isinstance(heads, RotateArgs):
+            args.rotate = heads
+        else:
+            args.latent = heads
         at = ctypes.addressof(args)
         num_bytes = self._kernels.decoder_step_room(at) + _ALIGNMENT
         if num_bytes > self._room.numel():

@@ -23,8 +23,10 @@ class PackedLatent(LatentProjection):
         """Pack `plain`, which the caller then drops; `can_pack_latent` says whether it can be."""
         self.rank, self.nope_dim = plain.rank, plain.nope_dim
         self.rope_dim, self.value_dim = plain.rope_dim, plain.value_dim
-        self._absorbing = [PackedProduct(kernels, [head[: plain.nope_dim].T]) for head in plain.weight]
-        self._projecting = [PackedProduct(kernels, [head[plain.nope_dim :]]) for head in plain.weight]
+        self.absorbing = [PackedProduct(kernels, [head[: plain.nope_dim].T]) for head in plain.weight]
+        """Of each head: what folds its query, [rank, nope]."""
+        self.projecting = [PackedProduct(kernels, [head[plain.nope_dim :]]) for head in plain.weight]
+        """Of each head: weighted latents to values, [value, rank]."""
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """See `LatentProjection.absorb`."""
@@ -32,14 +34,14 @@ class PackedLatent(LatentProjection):
             query = query.contiguous()
         folded = query.new_empty(*query.shape[:2], self.rank + self.rope_dim)
         folded[..., self.rank :] = query[..., self.nope_dim :]
-        for head, product in enumerate(self._absorbing):
+        for head, product in enumerate(self.absorbing):
             product.into(query[:, head, : self.nope_dim], folded[:, head, : self.rank])
         return folded
 
     def project(self, output: torch.Tensor) -> torch.Tensor:
         """See `LatentProjection.project`."""
         values = output.new_empty(*output.shape[:2], self.value_dim)
-        for head, product in enumerate(self._projecting):
+        for head, product in enumerate(self.projecting):
             product.into(output[:, head], values[:, head])
         return values
 

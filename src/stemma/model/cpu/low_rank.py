@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from stemma.model.cpu.fused_layer import FusedLayer, Gated
+from stemma.model.cpu.fused_layer import FusedLayer, Mixture
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.lora.adapter import Adapter, AdapterRows, LinearShape, LowRankPair
 from stemma.native.library import AdapterLayerArgs, AdapterRowsArgs, Kernels, LowRankArgs
 
-_ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
+_ATTENTION = {
+    **{"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"},
+    **{"q_a_proj": "query", "q_b_proj": "expand", "kv_a_proj_with_mqa": "key"},
+}
 _GATED = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 """Names of transformers' layers -> fields of `AdapterLayer`."""
 
@@ -35,26 +38,31 @@ class PackedAdapter:
         return LowRankArgs(down.strips, up.strips, pair.scale)
 
 
-def adaptable(
-    layers: Sequence[FusedLayer], num_heads: int, num_kv_heads: int, head_dim: int
-) -> dict[str, LinearShape]:
-    """Return the linear layers that adapters may add to: all but those of experts and their routers."""
-    heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
+def adaptable(layers: Sequence[FusedLayer]) -> dict[str, LinearShape]:
+    """Return the linear layers that adapters may add to: all but those of routed experts and their routers.
+
+    Not the expansion of a cached latent either, which no step calls.
+    """
     found: dict[str, LinearShape] = {}
     for index, layer in enumerate(layers):
+        prefix = f"model.layers.{index}.self_attn."
         hidden = layer.qkv.in_features
-        shapes = {
-            "query": LinearShape(heads, hidden),
-            "key": LinearShape(kv_heads, hidden),
-            "value": LinearShape(kv_heads, hidden),
-            "output": LinearShape(layer.output.out_features, layer.output.in_features),
-        }
-        if isinstance(layer.mlp, Gated):
-            for field in _GATED.values():
-                product = getattr(layer.mlp, field)
-                shapes[field] = LinearShape(product.out_features, product.in_features)
-        found |= {name: shapes[field] for name, field in _fields(index).items() if field in shapes}
+        found |= {prefix + name: LinearShape(width, hidden) for name, width in layer.joined.items()}
+        found[f"{prefix}o_proj"] = _shape(layer.output)
+        if layer.latent is not None and layer.latent.expand is not None:
+            found[f"{prefix}q_b_proj"] = _shape(layer.latent.expand)
+        if isinstance(layer.mlp, Mixture):
+            gated, path = layer.mlp.shared, "mlp.shared_experts"
+        else:
+            gated, path = layer.mlp, "mlp"
+        if gated is not None:
+            for name, field in _GATED.items():
+                found[f"model.layers.{index}.{path}.{name}"] = _shape(getattr(gated, field))
     return found
+
+
+def _shape(product: PackedProduct) -> LinearShape:
+    return LinearShape(product.out_features, product.in_features)
 
 
 def describe_rows(adapters: Sequence[AdapterRows]) -> ctypes.Array[AdapterRowsArgs]:
@@ -71,5 +79,7 @@ def describe_rows(adapters: Sequence[AdapterRows]) -> ctypes.Array[AdapterRowsAr
 def _fields(index: int) -> dict[str, str]:
     layer = f"model.layers.{index}"
     return {f"{layer}.self_attn.{name}": field for name, field in _ATTENTION.items()} | {
-        f"{layer}.mlp.{name}": field for name, field in _GATED.items()
+        f"{layer}.{path}.{name}": field
+        for path in ("mlp", "mlp.shared_experts")
+        for name, field in _GATED.items()
     }

@@ -37,3 +37,15 @@ class RotaryAngles:
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(self._like, positions[None])
         return cos[0].contiguous(), sin[0].contiguous()
+
+
+class RotaryHalves(RotaryAngles):
+    """The same, each pair of dims once: [T, rope_dim / 2] float32. A module may give complex numbers too."""
+
+    def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = self._rotary(self._like, positions[None])
+        if isinstance(angles, torch.Tensor):
+            return angles[0].real.float().contiguous(), angles[0].imag.float().contiguous()
+        half = angles[0].shape[-1] // 2
+        cos, sin = (part[0, :, :half].float().contiguous() for part in angles)
+        return cos, sin

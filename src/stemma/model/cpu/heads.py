@@ -1,0 +1,159 @@
+"""How a fused decoder's layers see a token: heads with keys and values, or one latent for all heads.
+
+What a step's call needs to know of either kind (`RotateArgs` or `LatentArgs`, beside `AttendArgs`) is put
+together here; what all steps over the same cache share is made once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.batch import ForwardBatch
+from stemma.model.cpu.attention import native_format
+from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
+from stemma.native.library import AttendArgs, LatentArgs, RotateArgs
+
+HALVES, PAIRS_TO_HALVES, PAIRS = range(3)
+"""`Rotation` of native/latent.h."""
+
+
+class Heads(Protocol):
+    """One of the two kinds."""
+
+    num_kv_heads: int
+    group_size: int
+    """Query heads on each KV head."""
+
+    def of_step(self, batch: ForwardBatch, kv: DeviceKV) -> tuple[RotateArgs | LatentArgs, AttendArgs]:
+        """Return the arguments of a step, those of layer 0; valid until the next call."""
+
+
+class GroupedHeads:
+    """Heads of queries, on fewer heads of keys and values."""
+
+    def __init__(self, hf_model: Any) -> None:
+        base = hf_model.model
+        self._dtype = base.norm.weight.dtype
+        self._eps = float(base.norm.variance_epsilon)
+        self._dim = int(base.layers[0].self_attn.head_dim)
+        self._num_heads = int(base.config.num_attention_heads)
+        self.num_kv_heads = int(base.config.num_key_value_heads)
+        self.group_size = self._num_heads // self.num_kv_heads
+        self._angles = RotaryAngles(base.rotary_emb, self._dtype)
+        self._made: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
+        self._step: tuple[torch.Tensor, ...] = ()
+
+    def of_step(self, batch: ForwardBatch, kv: DeviceKV) -> tuple[RotateArgs, AttendArgs]:
+        """See `Heads.of_step`."""
+        if self._made is None or self._made[0]() is not kv:
+            self._made = ref(kv), self._rotate_args(kv), self._attend_args(kv)
+        _, rotate, attend = self._made
+        cos, sin = self._angles.at(batch.positions, max(batch.context_lens))
+        self._step = cos, sin  # the structure points there
+        rotate.cos, rotate.sin = cos.data_ptr(), sin.data_ptr()
+        rotate.slots, rotate.tokens = batch.slots.data_ptr(), len(batch.slots)
+        rotate.threads = torch.get_num_threads()
+        return rotate, attend
+
+    def _rotate_args(self, kv: DeviceKV) -> RotateArgs:
+        """Return them without what a step brings; the cache's addresses are those of layer 0."""
+        return RotateArgs(
+            keys=kv.address(0, 0),
+            values=kv.address(0, 1),
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=self._dim,
+            heads=self._num_heads,
+            kv_heads=self.num_kv_heads,
+            dim=self._dim,
+            block_size=kv.layout.block_size,
+            is_bf16=self._dtype == torch.bfloat16,
+            eps=self._eps,
+            format=native_format(kv.layout),
+        )
+
+    def _attend_args(self, kv: DeviceKV) -> AttendArgs:
+        return AttendArgs(
+            query_token_stride=self._num_heads * self._dim,
+            query_head_stride=self._dim,
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=self._dim,
+            key_dim=self._dim,
+            value_dim=self._dim,
+            is_bf16=self._dtype == torch.bfloat16,
+            format=native_format(kv.layout),
+        )
+
+
+class LatentHeads:
+    """All heads over one latent and one rotary key (model/latent.py)."""
+
+    num_kv_heads = 1
+
+    def __init__(self, hf_model: Any) -> None:
+        base = hf_model.model
+        attention = base.layers[0].self_attn
+        latent = attention.stemma_latent
+        self._dtype = base.norm.weight.dtype
+        self.group_size = int(attention.num_heads)
+        self._dims = {
+            "heads": self.group_size,
+            "rank": latent.rank,
+            "nope": latent.nope_dim,
+            "rope": latent.rope_dim,
+            "value": latent.value_dim,
+            "rotation": rotation_of(hf_model),
+        }
+        self._angles = RotaryHalves(base.rotary_emb, self._dtype)
+        self._made: tuple[ref[DeviceKV], LatentArgs, AttendArgs] | None = None
+        self._step: tuple[torch.Tensor, ...] = ()
+
+    def of_step(self, batch: ForwardBatch, kv: DeviceKV) -> tuple[LatentArgs, AttendArgs]:
+        """See `Heads.of_step`."""
+        if self._made is None or self._made[0]() is not kv:
+            self._made = ref(kv), *self._args(kv)
+        _, latent, attend = self._made
+        cos, sin = self._angles.at(batch.positions, max(batch.context_lens))
+        slots = batch.slots
+        if (written := batch.written_rows) is not None:
+            slots = torch.full_like(batch.slots, -1)
+            slots[written] = batch.slots[written]
+        self._step = cos, sin, slots  # the structure points there
+        latent.cos, latent.sin, latent.slots = (tensor.data_ptr() for tensor in self._step)
+        return latent, attend
+
+    def _args(self, kv: DeviceKV) -> tuple[LatentArgs, AttendArgs]:
+        """Return them without what a step brings; the cache's addresses are those of layer 0."""
+        width = self._dims["rank"] + self._dims["rope"]
+        latent = LatentArgs(
+            latents=kv.address(0, 0),
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            block_size=kv.layout.block_size,
+            format=native_format(kv.layout),
+            **self._dims,
+        )
+        attend = AttendArgs(
+            query_token_stride=self.group_size * width,
+            query_head_stride=width,
+            block_stride=kv.block_stride,
+            token_stride=kv.token_stride,
+            head_stride=kv.layout.head_dim,
+            key_dim=width,
+            value_dim=self._dims["rank"],
+            is_bf16=self._dtype == torch.bfloat16,
+            format=native_format(kv.layout),
+        )
+        return latent, attend
+
+
+def rotation_of(hf_model: Any) -> int:
+    """Return how a DeepSeek model pairs the rotary part of a head, and in which order it leaves them."""
+    if type(hf_model).__name__ == "DeepseekV2ForCausalLM":
+        return PAIRS
+    return PAIRS_TO_HALVES if hf_model.config.rope_interleave else HALVES
