@@ -224,10 +224,9 @@ REFUSED_CASES: list[dict[str, object]] = [
     {"device": "cuda", "speculation": "mtp"},
     {"device": "cuda", "quantize": "int8"},
     {"tensor_parallel_size": 2, "memory_limit": "8GB"},
-    {"tensor_parallel_size": 2, "quantize": "int4"},
     {"tensor_parallel_size": 2, "lora": {"one": "adapter"}},
     {"tensor_parallel_size": 2, "speculation": "mtp"},
-    {"tensor_parallel_size": 2, "overlap_schedule": "on"},
+    {"tensor_parallel_size": 2, "overlap_schedule": "on", "device": "cuda"},
 ]
 """One for each entry of `REFUSED`, in its order."""
 
@@ -252,6 +251,7 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
         {"kv_cache_dtype": "int8", "quantize": "int4"},
         {"tensor_parallel_size": 2, "kv_cache_dtype": "int8", "host_cache": "1GB", "disk_cache": "blocks"},
         {"tensor_parallel_size": 2, "pool": "redis", "role": "prefill"},
+        {"tensor_parallel_size": 2, "quantize": "int4", "overlap_schedule": "on"},
     ],
 )
 def test_what_goes_together(fields: dict[str, object]) -> None:

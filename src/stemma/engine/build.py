@@ -267,12 +267,12 @@ def make_runner(
 def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | None:
     """Return the queue of overlapping steps; None if steps run in turn.
 
-    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks take one
-    step after the other.
+    With mtp every step needs the host: the model's own layer runs between two steps. Several ranks on CUDA
+    get the drawn tokens by way of the host, so each step would wait for the one before.
     """
     if settings.speculation.mode == "mtp":
         return None
-    if settings.parallel.tensor_parallel_size > 1:
+    if settings.parallel.tensor_parallel_size > 1 and device.type == "cuda":
         return None
     wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
     if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):

@@ -65,11 +65,6 @@ REFUSED: tuple[Refused, ...] = (
         "kv_cache_memory, the bytes of each rank",
     ),
     Refused(
-        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.model.quantize != "none",
-        "tensor_parallel_size {ranks} doesn't go with quantize {quantize}: quantized weights aren't cut for "
-        "ranks; leave quantize none",
-    ),
-    Refused(
         lambda s, _device: s.parallel.tensor_parallel_size > 1 and bool(s.lora.adapters),
         "tensor_parallel_size {ranks} doesn't go with adapters, which aren't cut for ranks; leave lora out",
     ),
@@ -79,9 +74,11 @@ REFUSED: tuple[Refused, ...] = (
         "another speculation, e.g. auto",
     ),
     Refused(
-        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.scheduler.overlap_schedule == "on",
-        "tensor_parallel_size {ranks} doesn't go with overlap_schedule on: ranks take steps in turn; "
-        "leave it auto",
+        lambda s, device: (
+            s.parallel.tensor_parallel_size > 1 and s.scheduler.overlap_schedule == "on" and device != "cpu"
+        ),
+        "tensor_parallel_size {ranks} with overlap_schedule on runs on CPU only: ranks get drawn tokens by "
+        "way of the host; leave it auto",
     ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""

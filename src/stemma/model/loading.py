@@ -51,7 +51,7 @@ from stemma.model.pretrained import (
     runs_remote_code,
 )
 from stemma.model.quantization.attach import detach, has_attached, stacked_spares_rest
-from stemma.model.quantization.quantize import RoundInputs, RoundToNearest
+from stemma.model.quantization.quantize import RoundInputs, RoundToNearest, round_to_nearest
 from stemma.model.selfcheck import (
     TESTED,
     Reference,
@@ -212,8 +212,7 @@ def _rounding(
             f"quantize is {settings.quantize}, but the checkpoint is quantized already; leave it out, or "
             "take inputs"
         )
-    bits = 8 if settings.quantize == "int8" else 4
-    return RoundToNearest(bits, settings.quantize_group_size or (128 if bits == 8 else 32))
+    return round_to_nearest(8 if settings.quantize == "int8" else 4, settings.quantize_group_size)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -30,8 +30,9 @@ from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.parallel.cutting import cut_class, read_share
-from stemma.model.parallel.share import Share, check_share, num_experts_of
+from stemma.model.parallel.share import Share, check_groups, check_share, num_experts_of
 from stemma.model.quantization.attach import attach, plain_weights, spares_stay
+from stemma.model.quantization.quantize import round_to_nearest
 from stemma.model.quantization.stored import StoredWeights
 
 Progress: TypeAlias = Callable[[str, float], None]
@@ -223,6 +224,9 @@ def check_cut(settings: ModelSettings, config: Any, share: Share) -> None:
         raise UnsupportedModel(f"{settings.path} brings its own code, which isn't cut for several ranks")
     architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type))
     check_share(architecture, config.get_text_config(), share)
+    if settings.quantize in ("int8", "int4"):
+        how = round_to_nearest(8 if settings.quantize == "int8" else 4, settings.quantize_group_size)
+        check_groups(architecture, config.get_text_config(), share, how.group_size)
 
 
 def _from_tensors(

@@ -174,13 +174,45 @@ def test_families(family: str, expert_size: int, size: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"speculation": "la"}, {"index": "hash"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"speculation": "la"},
+        {"index": "hash"},
+        {"overlap_schedule": "on", "speculation": "off"},
+        {"overlap_schedule": "on", "speculation": "off", "host_cache": "1MB", "kv_cache_memory": "96KB"},
+        {"quantize": "int8", "quantize_group_size": 32},
+        {"quantize": "int4"},
+    ],
+)
 def test_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
-    checkpoint = build("llama", tmp_path)
+    checkpoint = build("llama", tmp_path, intermediate_size=128)
+    same_as_one_process(checkpoint, {"tensor_parallel_size": 2}, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_quantized_mixtures(family: str, tmp_path: Path) -> None:
+    sizes: dict[str, int] = {"intermediate_size": 128, "moe_intermediate_size": 64}
+    if family == "deepseek-v3":
+        sizes["v_head_dim"] = 16
+    checkpoint = build(family, tmp_path, **sizes)
+    ranks = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    same_as_one_process(checkpoint, ranks, {"quantize": "int4"})
+
+
+def same_as_one_process(checkpoint: Path, ranks: dict[str, int], settings: dict[str, Any]) -> None:
+    """Compare text with one process, and bits with those that no cache had a part in."""
     expected = in_one_process(checkpoint, **settings)
-    llm = LLM(checkpoint, tensor_parallel_size=2, **(SMALL | settings))
+    llm = LLM(checkpoint, **(SMALL | settings | ranks))
+    salted = llm.generate([LONG, OTHER], GREEDY, namespace=Namespace(salt="nobody's"))
+    assert [one.cache.num_cached_tokens for one in salted] == [0, 0]
     for _ in range(2):
-        assert [tokens(one) for one in llm.generate([LONG, OTHER], GREEDY)] == expected
+        found = llm.generate([LONG, OTHER], GREEDY)
+        assert [tokens(one) for one in found] == expected
+        assert [bits(one) for one in found] == [bits(one) for one in salted]
+    assert found[0].cache.num_cached_tokens > 0
     llm.engine.check()
     llm.close()
 

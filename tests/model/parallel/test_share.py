@@ -84,3 +84,17 @@ def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
     settings = ModelSettings(path=twin.quantized)
     with pytest.raises(UnsupportedModel, match="is quantized: only plain safetensors are cut"):
         check_cut(settings, load_config(settings), Share(0, 2))
+
+
+def test_groups_of_shared_scales_must_not_lie_on_two_ranks(tmp_path: Path) -> None:
+    def refuse_or_not(**fields: Any) -> None:
+        path = build("llama", tmp_path / "model", intermediate_size=fields.pop("intermediate_size", 128))
+        settings = ModelSettings(path=path, **fields)
+        check_cut(settings, load_config(settings), Share(0, 2))
+
+    refuse_or_not(quantize="int4")
+    refuse_or_not(quantize="int8", quantize_group_size=32)
+    with pytest.raises(ConfigError, match=r"attention's output \(64\) within groups of 64 .* divides 32, or"):
+        refuse_or_not(quantize="int8")
+    with pytest.raises(ConfigError, match=r"intermediate_size \(96\) within groups of 32 inputs"):
+        refuse_or_not(quantize="int4", intermediate_size=96)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stemma.errors import ConfigError, UnsupportedModel
+from stemma.model.quantization.quantize import fitting_group
 
 SERVED = frozenset(
     {
@@ -127,6 +128,30 @@ def check_share(architecture: str, config: Any, share: Share) -> None:
     _check(architecture, "moe_intermediate_size", inner, share.ranks_per_expert)
     if shared := getattr(config, "n_shared_experts", None):
         _check(architecture, "inner size of the shared experts", shared * inner, size)
+
+
+def check_groups(architecture: str, config: Any, share: Share, group_size: int) -> None:
+    """Raise ConfigError unless each rank's inputs hold the same groups of shared scales as one process's.
+
+    Inputs of row-parallel layers are cut. A group that would lie on two ranks would be rounded differently.
+    """
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
+    cut = [("attention's output", heads * (head_dim or config.hidden_size // heads), share.size)]
+    cut.append(("intermediate_size", config.intermediate_size, share.size))
+    if num_experts_of(config):
+        inner = config.moe_intermediate_size
+        cut.append(("moe_intermediate_size", inner, share.ranks_per_expert))
+        if shared := getattr(config, "n_shared_experts", None):
+            cut.append(("inner size of the shared experts", shared * inner, share.size))
+    for what, length, size in cut:
+        whole, part = fitting_group(length, group_size), fitting_group(length // size, group_size)
+        if whole != part:
+            raise ConfigError(
+                f"tensor_parallel_size {share.size} cuts {architecture}'s {what} ({length}) within groups of "
+                f"{whole} inputs that share a scale; set a quantize_group_size that divides "
+                f"{length // size}, or leave quantize none"
+            )
 
 
 def _check(

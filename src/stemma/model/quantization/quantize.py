@@ -37,6 +37,11 @@ class RoundToNearest:
         ).hexdigest()
 
 
+def round_to_nearest(bits: int, group_size: int | None) -> RoundToNearest:
+    """Return how to round to `bits`; without a group size, in the one that suits them."""
+    return RoundToNearest(bits, group_size or (128 if bits == 8 else 32))
+
+
 @dataclass(frozen=True, slots=True)
 class RoundInputs:
     """Weights stay as the checkpoint quantized them; inputs that it leaves as they are become int8 per group.
