@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 class Cluster:
     """`stemma cluster deploy`, as a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, replicas: dict[str, Any]) -> None:
         self.model = write_tiny_model(folder / "model", hidden_size=96, num_layers=2)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -55,7 +56,7 @@ class Cluster:
                         "tiers": {"disk_cache": str(folder / "disk"), "load_when": "always"},
                         "server": {"port": self.port, "admin_key": "s3cret"},
                     },
-                    "replicas": {"count": 2},
+                    "replicas": replicas,
                 }
             )
         )
@@ -97,7 +98,12 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    with serving(Cluster(tmp_path_factory.mktemp("cluster"), {"count": 2})) as cluster:
+        yield cluster
+
+
+@contextmanager
+def serving(cluster: Cluster) -> Iterator[Cluster]:
     try:
         cluster.wait_until("Ready:")
         yield cluster
@@ -107,8 +113,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> dict[str, str]:
-    """What one engine alone answers."""
-    llm = LLM(cluster.model, kv_cache_memory="8MB", num_threads=1)
+    return answers_of_one_engine(cluster.model)
+
+
+def answers_of_one_engine(model: Path) -> dict[str, str]:
+    llm = LLM(model, kv_cache_memory="8MB", num_threads=1)
     try:
         answers = llm.generate(PROMPTS, SamplingParams(max_tokens=300, temperature=0.0))
         return {prompt: answer.text for prompt, answer in zip(PROMPTS, answers, strict=True)}
@@ -194,3 +203,66 @@ def test_a_rolling_restart_is_warm_and_loses_nothing(cluster: Cluster, expected:
     assert not {one["pid"] for one in after.values()} & {one["pid"] for one in before.values()}
     assert {one["disk"] for one in after.values()} == {one["disk"] for one in before.values()}
     assert all(cached(cluster.complete(prompt)) > 64 for prompt in PROMPTS)
+
+
+class Load:
+    """Clients that ask without a pause, each answer compared with what one engine says."""
+
+    def __init__(self, cluster: Cluster, expected: dict[str, str], num_clients: int, max_tokens: int) -> None:
+        self.wrong: list[str] = []
+        self.num_right = 0
+        self._stop = threading.Event()
+
+        def ask(number: int) -> None:
+            turn = number
+            while not self._stop.is_set():
+                prompt = PROMPTS[turn % len(PROMPTS)]
+                turn += 1
+                answer = cluster.complete(prompt, max_tokens=max_tokens)
+                text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
+                if text and expected[prompt].startswith(text):
+                    self.num_right += 1
+                else:
+                    self.wrong.append(answer.text)
+
+        self._threads = [threading.Thread(target=ask, args=[number]) for number in range(num_clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_replicas_follow_the_load_and_lose_no_request(tmp_path: Path) -> None:
+    """One at first, three under load, one again; somebody asks all the time."""
+    autoscaling = {
+        "min_replicas": 1,
+        "max_replicas": 3,
+        "target_ongoing_requests": 2.0,
+        "upscale_delay_s": 1.0,
+        "downscale_delay_s": 4.0,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 2.0,
+    }
+    with serving(Cluster(tmp_path, {"autoscaling": autoscaling})) as cluster:
+        expected = answers_of_one_engine(cluster.model)
+        steady = Load(cluster, expected, num_clients=1, max_tokens=8)
+        wait_for(lambda: len(cluster.replicas()) == 1)  # the ingress knows them once it was asked
+        heavy = Load(cluster, expected, num_clients=12, max_tokens=300)
+        try:
+            wait_for(lambda: len(cluster.replicas()) == 3, timeout_s=READY_S)
+            pids = {replica["pid"] for replica in cluster.replicas().values()}
+            num_before = heavy.num_right
+            wait_for(lambda: heavy.num_right > num_before + 24, timeout_s=READY_S)
+            heavy.stop()
+            wait_for(lambda: len(cluster.replicas()) == 1, timeout_s=READY_S)
+            [last] = cluster.replicas().values()
+            num_before = steady.num_right
+            wait_for(lambda: steady.num_right > num_before + 8, timeout_s=READY_S)
+        finally:
+            heavy.stop()
+            steady.stop()
+        assert heavy.wrong == steady.wrong == []
+        assert last["pid"] in pids
