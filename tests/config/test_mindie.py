@@ -71,7 +71,8 @@ def test_the_prefix_cache_manuals_example(load: Load, notes: list[str], tmp_path
     assert settings.tls.ca == (tmp_path / "security/ca/ca.pem",)
     assert settings.tls.crl is None, "the default file isn't there"
     [line] = notes
-    assert line.startswith("config.json: accepted without effect: worldSize, backendType, enable_nz")
+    assert line == "config.json: accepted without effect: worldSize, backendType"
+    assert settings.engine.cache.kv_layout == "nz"
 
 
 def test_the_pool_manuals_example_with_its_faults_corrected(load: Load, notes: list[str]) -> None:
@@ -122,34 +123,58 @@ def test_splitfuse_takes_its_own_number_of_tokens_a_step(load: Load) -> None:
     assert load(config(model, backend=backend)).engine.scheduler.max_batch_tokens == 256
 
 
+@pytest.fixture
+def nz_config(tmp_path: Path) -> Callable[[str, str, bool], dict[str, Any]]:
+    """A file for a checkpoint of this type, with `enable_nz` for one family."""
+
+    def make(kind: str, family: str, enabled: bool) -> dict[str, Any]:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+        model = {
+            "modelWeightPath": str(tmp_path / "model"),
+            "plugin_params": '{"plugin_type":"prefix_cache"}',
+            "models": {family: {"kv_cache_options": {"enable_nz": enabled}}},
+        }
+        return config(model)
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("kind", "enabled", "says"),
+    ("kind", "enabled", "layout", "says"),
     [
-        ("deepseek_v3", True, None),
-        ("deepseek_v3", False, "MindIE wants it true for DeepSeek"),
-        ("qwen2", False, None),
-        ("qwen2", True, "not for qwen2"),
+        ("deepseek_v3", True, "nz", None),
+        ("deepseek_v3", False, "rows", "MindIE wants it true for DeepSeek"),
+        ("qwen2", False, "rows", None),
+        ("qwen2", True, "rows", "enable_nz of models.deepseekv2 is not for qwen2: without effect"),
     ],
 )
 def test_enable_nz_is_for_deepseek(
-    load: Load, notes: list[str], tmp_path: Path, kind: str, enabled: bool, says: str | None
+    load: Load,
+    notes: list[str],
+    nz_config: Callable[[str, str, bool], dict[str, Any]],
+    kind: str,
+    enabled: bool,
+    layout: str,
+    says: str | None,
 ) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
-    model = {
-        "modelWeightPath": str(tmp_path / "model"),
-        "plugin_params": '{"plugin_type":"prefix_cache"}',
-        "models": {"deepseekv2": {"kv_cache_options": {"enable_nz": enabled}}},
-    }
-    load(config(model))
-    found = [line for line in notes if "MindIE wants" in line]
+    settings = load(nz_config(kind, "deepseekv2", enabled))
+    assert settings.engine.cache.kv_layout == layout
+    found = [line for line in notes if "enable_nz" in line]
     assert (says is None and not found) or (len(found) == 1 and says in found[0])
 
 
+def test_enable_nz_of_another_family_is_refused(
+    load: Load, nz_config: Callable[[str, str, bool], dict[str, Any]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"line \d+, column \d+: enable_nz is for DeepSeek alone, not for qwen2"):
+        load(nz_config("qwen2", "qwen2", True))
+
+
 @pytest.mark.parametrize("name", ["kv_cache_option", "kv_cache_options"])
-def test_both_names_of_the_kv_cache_options(load: Load, notes: list[str], name: str) -> None:
-    load(config({"models": {"deepseekv2": {name: {"enable_nz": True}}}}))
-    assert "enable_nz" in notes[0]
+def test_both_names_of_the_kv_cache_options(load: Load, name: str) -> None:
+    settings = load(config({"models": {"deepseekv2": {name: {"enable_nz": True}}}}))
+    assert settings.engine.cache.kv_layout == "nz"
 
 
 def test_an_empty_backend_turns_the_pool_off(load: Load) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -215,12 +215,50 @@ def test_cell(
         llm.close()
 
 
+TILED_CELLS = [
+    pytest.param(weights, kv, feature, id=feature, marks=() if number < 4 else pytest.mark.slow)
+    for number, (feature, weights, kv) in enumerate(
+        zip(
+            ("mtp", "pool", "tree", "mtp-lora", "decode", "prefill", "beams", "la", "plain", "lora"),
+            cycle(WEIGHTS),
+            cycle(KV),
+            strict=False,
+        )
+    )
+]
+
+
+@pytest.mark.parametrize(("weights", "kv", "feature"), TILED_CELLS)
+def test_tiled_latents_answer_the_same(
+    weights: str,
+    kv: str,
+    feature: str,
+    checkpoint_of: Callable[[str, str], Path],
+    expected_of: Callable[[str, str, str], list[int]],
+    tmp_path: Path,
+) -> None:
+    place = Place(checkpoint_of("deepseek-v3", weights), tmp_path)
+    settings = SMALL | WEIGHTS[weights] | KV[kv] | FEATURES[feature].settings(place)
+    llm = LLM(place.checkpoint, kv_layout="nz", **settings)
+    try:
+        FEATURES[feature].check(llm, expected_of("deepseek-v3", weights, kv))
+        llm.engine.check()
+    finally:
+        llm.close()
+
+
+def test_keys_and_values_of_heads_are_not_tiled(checkpoint_of: Callable[[str, str], Path]) -> None:
+    with pytest.raises(ConfigError, match="kv_layout nz .* caches keys and values of each head"):
+        LLM(checkpoint_of("llama", "float32"), kv_layout="nz", **SMALL)
+
+
 REFUSED_CASES: list[dict[str, object]] = [
     {"pool": "redis", "enable_prefix_cache": False},
     {"role": "prefill"},
     {"role": "prefill", "pool": "redis", "pool_write": "write_back"},
     {"role": "decode", "pool": "redis", "prefetch": "best_effort"},
     {"device": "cuda", "kv_cache_dtype": "int8"},
+    {"device": "cuda", "kv_layout": "nz"},
     {"device": "cuda", "speculation": "mtp"},
     {"device": "cuda", "quantize": "int8"},
     {"tensor_parallel_size": 2, "memory_limit": "8GB"},
@@ -237,7 +275,11 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
     with pytest.raises(ConfigError) as caught:
         check_combinations(settings, str(fields.get("device", "cpu")))
     assert str(caught.value) == refused.message.format(
-        role=settings.role, kv=settings.cache.kv_cache_dtype, quantize=settings.model.quantize, ranks=2
+        role=settings.role,
+        kv=settings.cache.kv_cache_dtype,
+        layout=settings.cache.kv_layout,
+        quantize=settings.model.quantize,
+        ranks=2,
     )
 
 
@@ -268,4 +310,4 @@ def test_quantized_weights_arent_quantized_again(tmp_path: Path) -> None:
 def test_the_document_has_every_refusal() -> None:
     document = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
     for refused in REFUSED:
-        assert f"`{refused.message.format(role='ROLE', kv='DTYPE', quantize='KIND', ranks='N')}`" in document
+        assert f"`{refused.message.format(role='ROLE', kv='DTYPE', layout='nz', quantize='KIND', ranks='N')}`" in document

@@ -1,4 +1,4 @@
-"""KV as codes through the engine: twice the tokens in every tier, and never taken for KV of another dtype."""
+"""KV as codes or in pieces through the engine: what every tier holds, never taken for KV of another kind."""
 
 from __future__ import annotations
 
@@ -113,9 +113,36 @@ def test_another_dtype_misses_in_disk_and_pool(checkpoint: Path, tmp_path: Path)
             assert answers(warm) == expected[dtype]
 
 
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("deepseek-v3", tmp_path_factory.mktemp("latents") / "deepseek-v3")
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_another_layout_misses_in_disk_and_pool(latents: Path, kv_dtype: KVDtype, tmp_path: Path) -> None:
+    """Both layouts read and write one directory and one pool; answers are equal to the bit."""
+    shared = {"disk_cache": str(tmp_path / "disk"), "disk_cache_size": "40MB", **pool_settings(tmp_path)}
+    found = []
+    for layout in ("rows", "nz"):
+        with engine(latents, kv_dtype, kv_layout=layout, **shared) as llm:
+            cold = serve(llm)
+            assert [one.cache.num_cached_tokens for one in cold] == [0] * 4
+            found.append(answers(cold))
+    for tier, settings in ((Tier.DISK, shared), (Tier.POOL, pool_settings(tmp_path))):
+        for layout in ("rows", "nz"):
+            with engine(latents, kv_dtype, kv_layout=layout, **settings) as llm:
+                warm = serve(llm)
+                assert cached(warm, tier) == [96] * 4
+                found.append(answers(warm))
+    assert len({repr(one) for one in found}) == 1
+
+
 def test_other_devices_than_cpu_refuse_codes(checkpoint: Path) -> None:
     model = load_model(ModelSettings(path=checkpoint, device="cpu"))
     elsewhere = CausalLM(model.decoder, model.info, model._kv_shape, torch.device("cuda"), model.dtype)
     assert elsewhere.layout(BLOCK_SIZE) == model.layout(BLOCK_SIZE)
     with pytest.raises(ConfigError, match="kv_cache_dtype int8 runs on CPU only"):
         elsewhere.layout(BLOCK_SIZE, "int8")
+    tiles = "kv_layout nz .* caches keys and values of each head"
+    with pytest.raises(ConfigError, match=tiles):
+        elsewhere.layout(BLOCK_SIZE, arrangement="nz")

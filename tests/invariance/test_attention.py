@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.kv_format import KVRows
+from stemma.model.latent import LatentProjection
 from stemma.native.library import load_kernels
 from tests.native.isa import level_params
 
@@ -35,6 +37,28 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     stored: StoredAs = "plain"
+    rank: int = 0
+    """Of a latent: keys and values are the same rows, of which values are the first `rank` dims."""
+    tiled: bool = False
+
+    def layout(self, block_size: int, dtype: torch.dtype) -> KVLayout:
+        name = str(dtype).removeprefix("torch.")
+        parts = 1 if self.rank else 2
+        heads, dim = self.num_kv_heads, self.head_dim
+        return KVLayout(1, parts, block_size, heads, dim, name, self.stored, self.rank, self.tiled)
+
+
+class Absorbed(LatentProjection):
+    """A projection whose queries are absorbed already."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = self.value_dim = rank
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        return query
+
+    def project(self, output: torch.Tensor) -> torch.Tensor:
+        return output
 
 
 SHAPES = (
@@ -47,6 +71,11 @@ SHAPES = (
     Shape(2, 2, 48, window=100),
 )
 CODED_SHAPES = (Shape(9, 3, 64, window=300, stored="int8"), Shape(4, 4, 24, softcap=5.0, stored="fp8"))
+LATENT_SHAPES = tuple(
+    replace(shape, stored=stored)
+    for shape in (Shape(12, 1, 96, rank=64), Shape(3, 1, 40, rank=32), Shape(5, 1, 304, rank=288))
+    for stored in get_args(StoredAs)
+)
 
 
 @dataclass(frozen=True)
@@ -83,12 +112,10 @@ def attend(
     """Outputs of a batch of chunks, each [num_queries, heads, dim]."""
     tokens = tokens_of(shape, dtype)
     needs = [-(-chunk.length // block_size) for chunk in chunks]
-    name = str(dtype).removeprefix("torch.")
-    layout = KVLayout(1, 2, block_size, shape.num_kv_heads, shape.head_dim, name, shape.stored)
-    kv = DeviceKV(layout, sum(needs) + 1)
+    kv = DeviceKV(shape.layout(block_size, dtype), sum(needs) + 1)
     # Whatever lies beyond a sequence must not be read; of codes, these are scales that are NaN.
     kv.data.fill_(float("nan") if shape.stored == "plain" else 0xFF)
-    keys, values = KVRows(kv, 0, 0, shape.head_dim), KVRows(kv, 0, 1, shape.head_dim)
+    parts = [KVRows(kv, 0, part, shape.head_dim) for part in range(kv.layout.num_parts)]
     free = list(range(kv.num_blocks))
     random.Random(len(chunks)).shuffle(free)
     tables = np.zeros((len(chunks), max(needs)), dtype=np.int32)
@@ -107,8 +134,8 @@ def attend(
             tables[number, index] = shared[index]
         positions = torch.arange(chunk.length)
         blocks = torch.from_numpy(tables[number]).long()[positions // block_size]
-        keys.write(blocks, positions % block_size, tokens.key[: chunk.length])
-        values.write(blocks, positions % block_size, tokens.value[: chunk.length])
+        for part, written in zip(parts, (tokens.key, tokens.value), strict=False):
+            part.write(blocks, positions % block_size, written[: chunk.length])
         for position in range(chunk.length - chunk.num_queries, chunk.length):
             rows.append(position)
             slots.append(int(tables[number, position // block_size]) * block_size + position % block_size)
@@ -122,7 +149,8 @@ def attend(
         block_tables=torch.from_numpy(tables),
         logits_rows=torch.tensor([0]),
     )
-    call = AttentionCall(0, 0.1, shape.window, shape.softcap, None)
+    latent = Absorbed(shape.rank) if shape.rank else None
+    call = AttentionCall(0, 0.1, shape.window, shape.softcap, latent)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -152,8 +180,11 @@ def chunk_lists(draw: st.DrawFn) -> list[Chunk]:
 
 
 def check_rows(isa: str, shape: Shape, dtype: torch.dtype, num_examples: int) -> None:
-    """A whole prompt == chunks == decodes == beside any others == over shared blocks of any size."""
-    expected = whole_prompt(isa, shape, dtype)
+    """A whole prompt == chunks == decodes == beside any others == over shared blocks of any size.
+
+    Tiled rows give the same as whole ones.
+    """
+    expected = whole_prompt(isa, replace(shape, tiled=False), dtype)
     assert expected.isfinite().all()
 
     @settings(max_examples=num_examples, deadline=None, derandomize=True)
@@ -180,9 +211,20 @@ def test_at_every_level(shape: Shape, dtype: torch.dtype, isa: str) -> None:
     check_rows(isa, shape, dtype, 5)
 
 
+@pytest.mark.parametrize("isa", level_params())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)
+def test_tiled_latents_at_every_level(shape: Shape, dtype: torch.dtype, isa: str) -> None:
+    check_rows(isa, replace(shape, tiled=True), dtype, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, *CODED_SHAPES], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [*SHAPES, *CODED_SHAPES, *LATENT_SHAPES, *(replace(shape, tiled=True) for shape in LATENT_SHAPES)],
+    ids=str,
+)
 def test_at_every_level_at_length(shape: Shape, dtype: torch.dtype, isa: str) -> None:
     check_rows(isa, shape, dtype, 60)

@@ -73,6 +73,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     rank: int = 0
+    tiled: bool = False
 
     def layout(self, stored: StoredAs, dtype: torch.dtype) -> KVLayout:
         return KVLayout(
@@ -84,10 +85,14 @@ class Shape:
             dtype=str(dtype).removeprefix("torch."),
             stored=stored,
             latent_rank=self.rank,
+            tiled=self.tiled,
         )
 
 
-SHAPES = (Shape(3, 64), Shape(1, 576, rank=512), Shape(2, 24), Shape(1, 13), Shape(1, 40, rank=25))
+SHAPES = (
+    *(Shape(3, 64), Shape(1, 576, rank=512), Shape(2, 24), Shape(1, 13), Shape(1, 40, rank=25)),
+    *(Shape(1, 576, rank=512, tiled=True), Shape(1, 40, rank=32, tiled=True)),
+)
 
 
 def rows_of(shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -146,8 +151,28 @@ def check_rows(isa: str, stored: StoredAs, dtype: torch.dtype, shape: Shape, see
 
 @pytest.mark.parametrize("isa", level_params())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("stored", CODES)
+@pytest.mark.parametrize("stored", get_args(StoredAs))
 def test_kernels_write_and_read_what_torch_does(isa: str, stored: StoredAs, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         for seed in range(4):
             check_rows(isa, stored, dtype, shape, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", get_args(StoredAs))
+@pytest.mark.parametrize(("dim", "rank"), [(576, 512), (40, 32)])
+def test_torch_reads_the_same_rows_from_pieces(
+    stored: StoredAs, dtype: torch.dtype, dim: int, rank: int
+) -> None:
+    """Also laid out alike, so that what is computed with them is the same to the bit."""
+    rows = rows_of(Shape(1, dim, rank), dtype, 0)
+    read = []
+    for tiled in (False, True):
+        kv = DeviceKV(Shape(1, dim, rank, tiled).layout(stored, dtype), 4)
+        part = KVRows(kv, 1, 0, dim)
+        tokens = torch.randperm(16, generator=torch.Generator().manual_seed(0))[: len(rows)]
+        part.write(tokens // 4, tokens % 4, rows)
+        read.append(part.gather(torch.tensor([[3, 1], [0, 2]])))
+        assert not kv.layer(0).any()
+    assert read[0].view(torch.uint8).equal(read[1].view(torch.uint8))
+    assert read[0].stride() == read[1].stride()

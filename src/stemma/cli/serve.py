@@ -156,12 +156,12 @@ def _tiers(settings: Settings) -> str:
 def _summary(parts: EngineParts, settings: Settings) -> str:
     cache = settings.engine.cache
     num_blocks = parts.engine.stats().num_blocks
-    layout = parts.model.layout(cache.block_size, cache.kv_cache_dtype)
+    layout = parts.model.layout(cache.block_size, cache.kv_cache_dtype, cache.kv_layout)
     size = format_size(num_blocks * layout.block_bytes)
     formats = f" ({parts.model.info.formats})" if parts.model.info.formats else ""
     reuse = f"{cache.index} index, {cache.eviction} eviction" if cache.enable_prefix_cache else "cache off"
     ranks = f" on each of {parts.num_ranks} ranks" if parts.num_ranks > 1 else ""
-    kind = "" if layout.stored == "plain" else f"{layout.stored} "
+    kind = ("" if layout.stored == "plain" else f"{layout.stored} ") + ("nz " if layout.tiled else "")
     return (
         f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
         f"weights {format_size(parts.model.weight_bytes)}{formats}{ranks}; "

@@ -33,6 +33,7 @@ WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
 
 KVDtype = Literal["auto", "int8", "fp8"]
+KVArrangement = Literal["rows", "nz"]
 
 
 Role = Literal["both", "prefill", "decode"]
@@ -101,6 +102,9 @@ class CacheSettings(SettingsModel):
     kv_cache_dtype: KVDtype = "auto"
     """How KV is stored, in every tier: as the model computes it, or one byte a number with a scale per token
     and KV head, which holds about twice the tokens in the same bytes. `int8` and `fp8` (e4m3) run on CPU."""
+    kv_layout: KVArrangement = "rows"
+    """How a latent (DeepSeek) lies in a block, in every tier: each token in one run, or `nz`: in pieces of 16
+    columns, [columns / 16, token, 16]. Answers are the same; blocks of one are not found with the other."""
     memory_limit: ByteSize | None = Field(default=None, gt=0)
     """On CPU, instead of both: memory limit of the whole process. KV gets what libraries, weights and steps
     leave; a step of the largest size is run at the start to measure its need."""

@@ -120,7 +120,8 @@ def _build(
     trim_heap()
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, name)
-    layout = model.layout(settings.cache.block_size, settings.cache.kv_cache_dtype)
+    asked = settings.cache
+    layout = model.layout(asked.block_size, asked.kv_cache_dtype, asked.kv_layout)
     memory: MemoryPlan | None = None
     if settings.cache.memory_limit is not None:
         memory = plan_memory(settings.cache.memory_limit, model, settings)

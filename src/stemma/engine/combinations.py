@@ -21,7 +21,7 @@ class Refused:
     applies: Callable[[EngineSettings, str], bool]
     """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
     message: str
-    """What to do instead; ``{role}``, ``{kv}``, ``{quantize}`` and ``{ranks}`` stand for settings."""
+    """What to do instead; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` stand for settings."""
 
 
 REFUSED: tuple[Refused, ...] = (
@@ -49,6 +49,10 @@ REFUSED: tuple[Refused, ...] = (
         lambda s, device: s.cache.kv_cache_dtype != "auto" and device != "cpu",
         "kv_cache_dtype {kv} runs on CPU only: the kernels for CUDA read KV in the model's dtype; leave "
         "kv_cache_dtype auto",
+    ),
+    Refused(
+        lambda s, device: s.cache.kv_layout != "rows" and device != "cpu",
+        "kv_layout {layout} runs on CPU only: the kernels for CUDA read whole rows; leave kv_layout rows",
     ),
     Refused(
         lambda s, device: s.speculation.mode == "mtp" and device != "cpu",
@@ -95,6 +99,7 @@ def check_combinations(settings: EngineSettings, device: str) -> None:
                 refused.message.format(
                     role=settings.role,
                     kv=settings.cache.kv_cache_dtype,
+                    layout=settings.cache.kv_layout,
                     quantize=settings.model.quantize,
                     ranks=settings.parallel.tensor_parallel_size,
                 )

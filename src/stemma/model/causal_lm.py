@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from stemma.config.settings import KVDtype
+from stemma.config.settings import KVArrangement, KVDtype
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.layout import COLUMNS, KVLayout
 from stemma.model.attention import STEP_KEYWORD, AttentionProbe, StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
@@ -184,16 +184,21 @@ class CausalLM:
         """Return what `AdapterRows` carry: the adapter's matrices as a step uses them. Not beside a step."""
         return self.decoder.prepare_adapter(adapter)
 
-    def layout(self, block_size: int, kv_dtype: KVDtype = "auto") -> KVLayout:
+    def layout(
+        self, block_size: int, kv_dtype: KVDtype = "auto", arrangement: KVArrangement = "rows"
+    ) -> KVLayout:
         """Return what a block of `block_size` tokens looks like for this model.
 
-        Raises ConfigError for a KV dtype that the model's device can't attend over.
+        Raises ConfigError for a KV dtype or an arrangement that the model can't attend over.
         """
         shape = self._kv_shape
         dtype = str(self.dtype).removeprefix("torch.")
         plain = KVLayout(
             shape.num_layers, shape.num_parts, block_size, shape.num_kv_heads, shape.head_dim, dtype
         )
+        if arrangement == "nz":
+            self._check_tiles()
+            plain = replace(plain, tiled=True)
         if kv_dtype == "auto":
             return plain
         if self.device.type != "cpu":
@@ -202,6 +207,23 @@ class CausalLM:
                 "the model's dtype; leave kv_cache_dtype auto"
             )
         return replace(plain, stored=kv_dtype, latent_rank=shape.latent_rank)
+
+    def _check_tiles(self) -> None:
+        """Raise ConfigError unless the model's KV can lie in pieces of 16 columns."""
+        shape = self._kv_shape
+        if not shape.latent_rank:
+            raise ConfigError(
+                f"kv_layout nz (enable_nz) is for models that cache latents (DeepSeek), and "
+                f"{self.info.architecture} caches keys and values of each head; leave kv_layout rows "
+                "(enable_nz false)"
+            )
+        if shape.latent_rank % COLUMNS:
+            raise ConfigError(
+                f"kv_layout nz (enable_nz) takes latents of a multiple of {COLUMNS} numbers, not "
+                f"{shape.latent_rank}; leave kv_layout rows (enable_nz false)"
+            )
+        if self.device.type != "cpu":
+            raise ConfigError("kv_layout nz runs on CPU only; leave kv_layout rows")
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:

@@ -14,9 +14,10 @@ functions here run on torch. The kernels (`native/kv_format.h`) compute the same
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from stemma.memory.device.kv import TORCH_DTYPES, DeviceKV
-from stemma.memory.device.layout import KVLayout, StoredAs
+from stemma.memory.device.layout import COLUMNS, SCALE_BYTES, KVLayout, StoredAs
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 MIN_SCALE = 1e-30
@@ -69,39 +70,53 @@ class KVRows:
         self._part = kv.layer(layer)[:, part]
         self._dim = dim
 
-    @property
-    def plain(self) -> torch.Tensor:
-        """The rows themselves [blocks, block_size, heads, dim], where they are stored as they are."""
-        assert self._layout.stored == "plain"
-        return self._part[..., : self._dim]
-
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows [T, heads, dim] at tokens `offsets` [T] of `blocks` [T]."""
         layout = self._layout
         if layout.stored == "plain":
-            self.plain.index_put_((blocks, offsets), rows)
+            self._put(blocks, offsets, rows)
             return
         codes, scales = encode(rows, layout.stored, self._dims())
         written = rows.new_zeros(len(rows), layout.row_bytes, dtype=torch.uint8)
         self._codes(written)[..., : self._dim] = codes
-        written[:, layout.scale_offset :] = scales.flatten(1).view(torch.uint8)
-        self._part.index_put_((blocks, offsets), written)
+        self._scales(written).copy_(scales.flatten(1).view(torch.uint8))
+        self._put(blocks, offsets, written)
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the rows of blocks [...] as [..., block_size, heads, dim]."""
         layout = self._layout
-        if layout.stored == "plain":
-            return self.plain[blocks]
+        if layout.stored == "plain" and not layout.tiled:
+            return self._part[..., : self._dim][blocks]
         rows = self._part[blocks]
-        scales = rows[..., layout.scale_offset :].contiguous().view(torch.bfloat16)
+        if layout.tiled:
+            rows = rows.transpose(-3, -2).flatten(-2)
+        if layout.stored == "plain":
+            return rows[..., None, : self._dim].contiguous()
+        scales = self._scales(rows).contiguous().view(torch.bfloat16)
         scales = scales.view(*rows.shape[:-1], layout.num_kv_heads, layout.num_scales)
         dtype = TORCH_DTYPES[layout.dtype]
         return decode(self._codes(rows)[..., : self._dim], scales, layout.stored, self._dims(), dtype)
+
+    def _put(self, blocks: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows as they are stored: [T, heads, dim] numbers or [T, row_bytes] codes and scales."""
+        if not self._layout.tiled:
+            part = self._part if rows.ndim == 2 else self._part[..., : self._dim]
+            part.index_put_((blocks, offsets), rows)
+            return
+        rows = rows.flatten(1)
+        rows = F.pad(rows, (0, -rows.shape[1] % COLUMNS)).unflatten(1, (-1, COLUMNS))
+        self._part[:, : rows.shape[1]].transpose(1, 2).index_put_((blocks, offsets), rows)
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the codes in contiguous rows [..., row_bytes] as [..., heads, head_dim], a view."""
         heads, dim = self._layout.num_kv_heads, self._layout.head_dim
         return rows[..., : heads * dim].view(*rows.shape[:-1], heads, dim)
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of the scales in rows [..., row_bytes], a view."""
+        layout = self._layout
+        num_bytes = layout.num_kv_heads * layout.num_scales * SCALE_BYTES
+        return rows[..., layout.scale_offset : layout.scale_offset + num_bytes]
 
     def _dims(self) -> tuple[int, ...]:
         rank = self._layout.latent_rank

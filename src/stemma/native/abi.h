@@ -35,7 +35,7 @@ static std::string describe_structures() {
     BEGIN(RotateArgs) F(qkv) F(cos) F(sin) F(q_norm) F(k_norm) F(query) F(keys) F(values) F(slots) F(tokens)
         F(block_stride) F(token_stride) F(head_stride) F(heads) F(kv_heads) F(dim) F(block_size) F(is_bf16)
         F(threads) F(eps) F(format) END
-    BEGIN(KVFormat) F(stored) F(num_scales) F(first_dims) F(scale_offset) END
+    BEGIN(KVFormat) F(stored) F(num_scales) F(first_dims) F(scale_offset) F(column_stride) END
     BEGIN(WriteArgs) F(source) F(target) F(slots) F(tokens) F(source_token_stride) F(source_head_stride)
         F(block_stride) F(token_stride) F(head_stride) F(heads) F(dim) F(block_size) F(is_bf16) F(threads)
         F(format) END

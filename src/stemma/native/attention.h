@@ -154,7 +154,8 @@ static void pair_values_of(const AttendArgs& args, const TileTokens& tokens, int
 
 template <class T>
 static void to_floats(const AttendArgs& args, const void* const* tokens, int kv_head, int n, int dim, float* out) {
-    if (args.format.stored == PLAIN) return to_floats(Rows<T>{tokens, kv_head * args.head_stride}, n, dim, out);
+    if (args.format.stored == PLAIN)
+        return to_floats(Rows<T>{tokens, kv_head * args.head_stride, args.format.column_stride}, n, dim, out);
     decode<T>(args, tokens, kv_head, n, dim, out);
 }
 
@@ -192,9 +193,15 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
 #if STEMMA_BF16_DOT
 // The same for few rows; `num_next` tokens of the next tile are in s.next_tokens.
 static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int key, int n, int num_next, Scratch& s) {
-    const bool plain = args.format.stored == PLAIN;
+    const KVFormat& format = args.format;
+    const bool plain = format.stored == PLAIN;
     const int kv_head = item.first_head + h;
     auto next = [&](const void* const* tokens) {  // of codes, rows whole: scales lie at their end
+        if (!format.whole()) {
+            const int64_t size = plain ? sizeof(bf16) : 1;
+            const int columns = plain ? args.key_dim : format.scale_offset + format.num_scales * int(sizeof(bf16));
+            return NextRows::tiled(tokens, num_next, columns, size, format.column_stride);
+        }
         const int64_t bytes = args.head_stride * int64_t(sizeof(bf16));
         const int64_t offset = plain ? item.first_head * bytes : 0;
         const int64_t row_bytes = plain ? item.num_heads * bytes : args.token_stride;
@@ -203,8 +210,13 @@ static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int
     HeadState& head = s.heads[h];
     DecodeTile tile{head.query, s.limits, head.split, head.split_acc, key, next(s.next_tokens.keys),
                     next(s.next_tokens.values)};
+    const Rows<bf16> keys = keys_of<bf16>(args, s.tokens, kv_head), values = values_of<bf16>(args, s.tokens, kv_head);
+    if (plain && format.whole()) {
+        PlainTile source{keys, values, n};
+        return decode_tile_any(args, item.num_rows, tile, source);
+    }
     if (plain) {
-        PlainTile source{keys_of<bf16>(args, s.tokens, kv_head), values_of<bf16>(args, s.tokens, kv_head), n};
+        TiledTile source{keys, values, n};
         return decode_tile_any(args, item.num_rows, tile, source);
     }
     if (args.format.stored == INT8) {

@@ -51,20 +51,33 @@ class NextRows {
         begin_ = asked_ = num_tokens * lines_of_row_ * head / num_heads;
         end_ = num_tokens * lines_of_row_ * (head + 1) / num_heads;
     }
+    // Rows in pieces: those of the tokens side by side, piece after piece, `size` bytes an element
+    static NextRows tiled(const void* const* tokens, int num_tokens, int num_columns, int64_t size, int64_t stride) {
+        NextRows next;
+        next.tokens_ = tokens;
+        next.tokens_of_line_ = int(64 / (COLUMNS * size));
+        next.lines_of_piece_ = (num_tokens + next.tokens_of_line_ - 1) / next.tokens_of_line_;
+        next.piece_stride_ = stride * size;
+        next.end_ = next.lines_of_piece_ * ((num_columns + COLUMNS - 1) / COLUMNS);
+        return next;
+    }
 
     // Ask for as large a part of the share as `done` is of `all` keys.
     void ask(int done, int all) {
         const int until = std::min(end_, begin_ + (end_ - begin_) * done / all);
-        for (; asked_ < until; asked_++) {
-            const char* row = (const char*)tokens_[asked_ / lines_of_row_] + offset_;
-            __builtin_prefetch(row + asked_ % lines_of_row_ * 64, 0, 2);
-        }
+        for (; asked_ < until; asked_++) __builtin_prefetch(line(asked_), 0, 2);
     }
 
   private:
     const void* const* tokens_ = nullptr;
-    int64_t offset_ = 0;
+    int64_t offset_ = 0, piece_stride_ = 0;
     int lines_of_row_ = 1, begin_ = 0, end_ = 0, asked_ = 0;
+    int tokens_of_line_ = 1, lines_of_piece_ = 0;  // 0: rows are whole
+
+    const char* line(int i) const {
+        if (lines_of_piece_ == 0) return (const char*)tokens_[i / lines_of_row_] + offset_ + i % lines_of_row_ * 64;
+        return (const char*)tokens_[i % lines_of_piece_ * tokens_of_line_] + i / lines_of_piece_ * piece_stride_;
+    }
 };
 
 // Keys and values of a tile of `n` tokens, for one KV head, as they lie.
@@ -89,25 +102,53 @@ struct PlainTile {
     }
 };
 
+// The same where rows lie in pieces.
+struct TiledTile {
+    Rows<bf16> key_rows, value_rows;
+    int n;
+
+    __m512i key(int t, int first, __mmask16 some) const {
+        const bf16* row = key_rows[t];
+        const auto piece = [&](int d) { return _mm256_loadu_si256((const __m256i*)(row + key_rows.at(d))); };
+        const __m512i low = _mm512_castsi256_si512(piece(2 * first));
+        return some > 0xFF ? _mm512_inserti64x4(low, piece(2 * first + COLUMNS), 1) : low;
+    }
+    template <int V>
+    void values(int t, int d, __m512i* paired) const {
+        alignas(64) static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        const bf16 *a = value_rows[t], *b = value_rows[t + 1 < n ? t + 1 : t];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            const int64_t at = value_rows.at(d + v * LANES);
+            const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(a + at)));
+            const __m512i both = _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)(b + at)), 1);
+            paired[v] = _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+        }
+    }
+};
+
 // The same for a tile that is stored as codes: they are decoded in registers.
 template <int32_t stored>
 struct CodedTile {
+    const KVFormat& format;
     const uint8_t *key_codes[TILE], *value_codes[TILE];
     alignas(64) float key_scales[2][TILE], value_scales[TILE];
     int first, n;  // key dimensions under the first scale: all, or a multiple of 16
 
     CodedTile(const AttendArgs& args, const TileTokens& tokens, int kv_head, int num_tokens)
-        : first(std::min(args.format.first_dims, args.key_dim)), n(num_tokens) {
+        : format(args.format), first(std::min(args.format.first_dims, args.key_dim)), n(num_tokens) {
         const bool two = first < args.key_dim;
         const int64_t codes_at = kv_head * args.head_stride;
-        const int64_t scale_at = args.format.scale_offset + kv_head * args.format.num_scales * int64_t(sizeof(bf16));
+        const int offset = format.scale_offset + kv_head * format.num_scales * int(sizeof(bf16));
+        const int64_t scale_at = format.at(offset), second_at = format.at(offset + sizeof(bf16));
         alignas(64) uint16_t scales[3][TILE];
         for (int t = 0; t < n; t++) {
             const uint8_t *key = (const uint8_t*)tokens.keys[t], *value = (const uint8_t*)tokens.values[t];
             key_codes[t] = key + codes_at, value_codes[t] = value + codes_at;
             std::memcpy(&scales[0][t], key + scale_at, 2);
             std::memcpy(&scales[1][t], value + scale_at, 2);
-            if (two) std::memcpy(&scales[2][t], key + scale_at + 2, 2);
+            if (two) std::memcpy(&scales[2][t], key + second_at, 2);
         }
         for (int t = 0; t < n; t += LANES) {
             store(key_scales[0] + t, load((const bf16*)scales[0] + t));
@@ -118,14 +159,16 @@ struct CodedTile {
 
     __m512i key(int t, int begin, __mmask16 some) const {
         const int d = 2 * begin;
-        const uint8_t* codes = key_codes[t] + d;
+        const uint8_t *codes = key_codes[t] + format.at(d), *more = key_codes[t] + format.at(d + LANES);
         uint8_t rest[2 * LANES] = {};
         if (some != 0xFFFF) {
-            std::memcpy(rest, codes, 2 * __builtin_popcount(some));
-            codes = rest;
+            const int count = 2 * __builtin_popcount(some);
+            std::memcpy(rest, codes, std::min(count, LANES));
+            if (count > LANES) std::memcpy(rest + LANES, more, count - LANES);
+            codes = rest, more = rest + LANES;
         }
         const v16f low = numbers_of<stored>(codes) * splat(key_scales[d >= first][t]);
-        const v16f high = numbers_of<stored>(codes + LANES) * splat(key_scales[d + LANES >= first][t]);
+        const v16f high = numbers_of<stored>(more) * splat(key_scales[d + LANES >= first][t]);
         return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
     }
     template <int V>
@@ -133,9 +176,11 @@ struct CodedTile {
         const int next = t + 1 < n ? t + 1 : t;
         const v16f scale = splat(value_scales[t]), next_scale = splat(value_scales[next]);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++)
-            paired[v] = pair_up((__m512)(numbers_of<stored>(value_codes[t] + d + v * LANES) * scale),
-                                (__m512)(numbers_of<stored>(value_codes[next] + d + v * LANES) * next_scale));
+        for (int v = 0; v < V; v++) {
+            const int64_t at = format.at(d + v * LANES);
+            paired[v] = pair_up((__m512)(numbers_of<stored>(value_codes[t] + at) * scale),
+                                (__m512)(numbers_of<stored>(value_codes[next] + at) * next_scale));
+        }
     }
 };
 

@@ -70,8 +70,12 @@ static void weigh_floats(const float* weights, int width, int rows, const float*
 
 template <class T>
 static void to_floats(Rows<T> rows, int num_rows, int dim, float* out) {
-    for (int t = 0; t < num_rows; t++) {
-        const T* row = rows[t];
-        for (int d = 0; d < dim; d++) out[int64_t(t) * dim + d] = to_float(row[d]);
+    const int step = rows.whole() ? dim : COLUMNS;
+    for (int t = 0; t < num_rows; t++, out += dim) {
+        for (int first = 0; first < dim; first += step) {
+            const T* piece = rows[t] + rows.at(first);
+            const int end = std::min(step, dim - first);
+            for (int d = 0; d < end; d++) out[first + d] = to_float(piece[d]);
+        }
     }
 }

@@ -23,7 +23,7 @@ static inline void score_tile(const float* query, Rows<bf16> keys, int dim, floa
         __m512i q[NB];
         for (int b = 0; b < NB; b++) q[b] = _mm512_loadu_si512(query + b * LANES);
         for (int i = 0; i < K; i++) {
-            __m512i k = broadcast_pair(base[i] + d);
+            __m512i k = broadcast_pair(base[i] + keys.at(d));
             for (int b = 0; b < NB; b++) acc[i][b] = _mm512_dpbf16_ps(acc[i][b], (__m512bh)q[b], (__m512bh)k);
         }
     }
@@ -63,13 +63,13 @@ static void pair_values(Rows<bf16> rows, int num_keys, int dim, float* paired) {
     for (int t = 0; t < num_keys; t += 2, paired += dim) {
         const bf16 *a = rows[t], *b = rows[t + 1 < num_keys ? t + 1 : t];
         int d = 0;
-        for (; d + 32 <= dim; d += 32) {
+        for (; rows.whole() && d + 32 <= dim; d += 32) {
             __m512i lower, upper;
             interleave(a + d, b + d, lower, upper);
             _mm512_storeu_si512(paired + d, lower);
             _mm512_storeu_si512(paired + d + 16, upper);
         }
-        if (d < dim) _mm512_storeu_si512(paired + d, interleave(a + d, b + d));
+        for (; d < dim; d += 16) _mm512_storeu_si512(paired + d, interleave(a + rows.at(d), b + rows.at(d)));
     }
 }
 

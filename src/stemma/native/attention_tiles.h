@@ -114,18 +114,19 @@ static inline void weigh_tile_amx(const float* weights, int width, const float* 
     }
 }
 
-// Scores of up to 16 keys a time; what is no full group of one block is gathered and filled with zeros.
+// Scores of up to 16 keys a time; what is no full group of one block, or has rows in pieces (an instruction wants 32
+// columns of a key side by side), is gathered and filled with zeros.
 template <int NB>
 static void scores_of_tiles(const float* query, Rows<bf16> keys, int num_keys, int block_size, int64_t stride, int dim,
                             std::vector<bf16>& gathered, float* scores) {
     for (int t = 0; t < num_keys; t += 16) {
-        if (t + 16 <= num_keys && block_size % 16 == 0) {
+        if (keys.whole() && t + 16 <= num_keys && block_size % 16 == 0) {
             score_tile_amx<NB>(query, keys[t], stride, dim, scores + t * NB * LANES);
             continue;
         }
         gathered.assign(size_t(16) * dim, bf16{0});
         for (int i = 0; i < 16 && t + i < num_keys; i++)
-            std::memcpy(&gathered[size_t(i) * dim], keys[t + i], sizeof(bf16) * dim);
+            keys.copy(t + i, dim, &gathered[size_t(i) * dim]);
         score_tile_amx<NB>(query, gathered.data(), dim, dim, scores + t * NB * LANES);
     }
 }

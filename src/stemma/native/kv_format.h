@@ -1,12 +1,19 @@
-// KV as codes of one byte with scales, a token's behind its codes: `kv_cache_dtype` int8 and fp8. What a code means
-// and how it is rounded is told in model/kv_format.py, which computes the same bits with torch.
+// How a token's row of KV is stored.
 //
-// Whoever reads a row sees rounded<T>(code * scale): products, their order and their rounding are those of plain KV.
+// As codes of one byte with scales, a token's behind its codes: `kv_cache_dtype` int8 and fp8. What a code means and
+// how it is rounded is told in model/kv_format.py, which computes the same bits with torch. Whoever reads a row sees
+// rounded<T>(code * scale): products, their order and their rounding are those of plain KV.
+//
+// In one run, or cut into pieces of COLUMNS numbers (of codes: bytes, scales included) with the other tokens' pieces
+// of the same columns between them: `kv_layout` nz, [columns / 16][token][16] in each block. Such rows have one head.
 #pragma once
 
 #include <cmath>
+#include <vector>
 
 #include "vec.h"
+
+constexpr int COLUMNS = 16;  // of a piece
 
 enum StoredAs : int32_t { PLAIN = 0, INT8 = 1, FP8 = 2 };
 
@@ -14,7 +21,12 @@ struct KVFormat {
     int32_t stored;        // a StoredAs
     int32_t num_scales;    // of a row: 1, or 2 where its first numbers have one of their own
     int32_t first_dims;    // how many; at least the row's length if there is one scale
-    int32_t scale_offset;  // bytes from a token's codes to its scales, [head][scale] bf16
+    int32_t scale_offset;  // bytes of a row before its scales, [head][scale] bf16
+    int64_t column_stride; // elements (of codes: bytes) from a piece of a row to the next one; COLUMNS: rows are whole
+
+    bool whole() const { return column_stride == COLUMNS; }
+    // Where column d lies, from the row's first one on
+    int64_t at(unsigned d) const { return d / COLUMNS * column_stride + d % COLUMNS; }
 };
 
 constexpr float MIN_SCALE = 1e-30f;
@@ -73,25 +85,27 @@ static inline v16f numbers_of(const uint8_t* codes) {
 
 // The codes of one row, in parts that have a scale each
 struct CodedRow {
+    const KVFormat& format;
     const uint8_t* codes;
-    int first;         // numbers under the first scale
+    int first;         // numbers under the first scale: all, or a multiple of COLUMNS unless rows are whole
     float scales[2];
 
-    CodedRow(const KVFormat& format, const void* token, int head, int64_t head_stride, int dim)
-        : codes((const uint8_t*)token + head * head_stride), first(std::min(format.first_dims, dim)) {
-        const uint8_t* at = (const uint8_t*)token + format.scale_offset + head * format.num_scales * sizeof(bf16);
-        bf16 scale;
-        std::memcpy(&scale, at, sizeof scale);
-        scales[0] = to_float(scale);
-        if (first == dim) return;
-        std::memcpy(&scale, at + sizeof scale, sizeof scale);
-        scales[1] = to_float(scale);
+    CodedRow(const KVFormat& f, const void* token, int head, int64_t head_stride, int dim)
+        : format(f), codes((const uint8_t*)token + head * head_stride), first(std::min(f.first_dims, dim)) {
+        const int at = f.scale_offset + head * f.num_scales * int(sizeof(bf16));
+        for (int s = 0; s < (first < dim ? 2 : 1); s++) {
+            bf16 scale;
+            std::memcpy(&scale, (const uint8_t*)token + f.at(at + s * int(sizeof scale)), sizeof scale);
+            scales[s] = to_float(scale);
+        }
     }
 
+    // 16 codes from d on
+    const uint8_t* piece(int d) const { return codes + format.at(d); }
     // 16 numbers from d on, all under one scale
     template <int32_t stored>
     v16f at(int d) const {
-        return numbers_of<stored>(codes + d) * splat(scales[d >= first]);
+        return numbers_of<stored>(piece(d)) * splat(scales[d >= first]);
     }
 };
 
@@ -115,14 +129,15 @@ static inline void put(bf16* out, v16f x, int count) {
     if (count < LANES) std::memcpy(out, lanes, sizeof(bf16) * count);
 }
 
+// Numbers [begin, end) of a row, which have one scale
 template <class T, int32_t stored, class Out>
-static inline void decode_part(const uint8_t* codes, int dim, float scale, Out* out) {
-    int d = 0;
-    for (; d + LANES <= dim; d += LANES) put<T>(out + d, numbers_of<stored>(codes + d) * splat(scale), LANES);
-    if (d == dim) return;
+static inline void decode_part(const CodedRow& row, int begin, int end, float scale, Out* out) {
+    int d = begin;
+    for (; d + LANES <= end; d += LANES) put<T>(out + d, numbers_of<stored>(row.piece(d)) * splat(scale), LANES);
+    if (d == end) return;
     uint8_t rest[LANES] = {};
-    std::memcpy(rest, codes + d, dim - d);
-    put<T>(out + d, numbers_of<stored>(rest) * splat(scale), dim - d);
+    std::memcpy(rest, row.piece(d), end - d);
+    put<T>(out + d, numbers_of<stored>(rest) * splat(scale), end - d);
 }
 
 // `n` rows of one KV head to `out` [row][dim], as a T holds them
@@ -131,9 +146,8 @@ static void decode_rows(const KVFormat& format, const void* const* tokens, int h
                         Out* out) {
     for (int t = 0; t < n; t++, out += dim) {
         const CodedRow row(format, tokens[t], head, head_stride, dim);
-        decode_part<T, stored>(row.codes, row.first, row.scales[0], out);
-        if (row.first < dim)
-            decode_part<T, stored>(row.codes + row.first, dim - row.first, row.scales[1], out + row.first);
+        decode_part<T, stored>(row, 0, row.first, row.scales[0], out);
+        if (row.first < dim) decode_part<T, stored>(row, row.first, dim, row.scales[1], out);
     }
 }
 
@@ -197,7 +211,7 @@ static inline bf16 encode_part(const T* x, int dim, uint8_t* codes) {
     return scale;
 }
 
-// Write the row `x` of one KV head of a token.
+// Write the row `x` of one KV head to the codes and scales of a token, in one run.
 template <class T>
 static void encode_row(const KVFormat& format, const T* x, int dim, int head, int64_t head_stride, uint8_t* token) {
     const int first = std::min(format.first_dims, dim);
@@ -207,6 +221,14 @@ static void encode_row(const KVFormat& format, const T* x, int dim, int head, in
     if (first < dim) scales[1] = encode(x + first, dim - first, codes + first);
     std::memcpy(token + format.scale_offset + head * format.num_scales * sizeof(bf16), scales,
                 format.num_scales * sizeof(bf16));
+}
+
+// `count` elements of a row in one run, to where the format has them.
+template <class E>
+static void lay_row(const KVFormat& format, const E* row, int count, E* token) {
+    const int step = format.whole() ? count : COLUMNS;
+    for (int d = 0; d < count; d += step)
+        std::memcpy(token + format.at(d), row + d, sizeof(E) * std::min(step, count - d));
 }
 
 // New rows of a layer's keys or values, written to their slots
@@ -224,10 +246,19 @@ template <class T>
 static void write_token(const WriteArgs& a, int64_t i) {
     const int64_t at = a.slots[i] / a.block_size * a.block_stride + a.slots[i] % a.block_size * a.token_stride;
     const T* x = (const T*)a.source + i * a.source_token_stride;
-    for (int h = 0; h < a.heads; h++, x += a.source_head_stride) {
-        if (a.format.stored == PLAIN)
-            std::memcpy((T*)a.target + at + h * a.head_stride, x, sizeof(T) * a.dim);
-        else
-            encode_row(a.format, x, a.dim, h, a.head_stride, (uint8_t*)a.target + at);
+    if (a.format.stored == PLAIN) {
+        for (int h = 0; h < a.heads; h++, x += a.source_head_stride)
+            lay_row(a.format, x, a.dim, (T*)a.target + at + h * a.head_stride);
+        return;
     }
+    uint8_t* token = (uint8_t*)a.target + at;
+    if (a.format.whole()) {
+        for (int h = 0; h < a.heads; h++, x += a.source_head_stride)
+            encode_row(a.format, x, a.dim, h, a.head_stride, token);
+        return;
+    }
+    static thread_local std::vector<uint8_t> row;
+    row.resize(a.format.scale_offset + a.format.num_scales * sizeof(bf16));
+    encode_row(a.format, x, a.dim, 0, a.head_stride, row.data());
+    lay_row(a.format, (const uint8_t*)row.data(), int(row.size()), token);
 }

@@ -12,7 +12,7 @@ constexpr int TILE = 64;  // keys; half of it for long values
 
 struct AttendArgs {  // strides in elements; of codes, in bytes
     const void* query;  // [tokens, heads, key_dim]
-    const void* keys;   // first block of the layer: [blocks, block_size, kv_heads, key_dim]
+    const void* keys;   // first block of the layer: [blocks, block_size, kv_heads, key_dim], rows as `format` says
     const void* values;
     void* output;       // [tokens, heads, value_dim], contiguous
     int64_t query_token_stride, query_head_stride;
@@ -31,9 +31,19 @@ template <class T>
 struct Rows {
     const void* const* tokens;
     int64_t offset;  // of the KV head
+    int64_t column_stride = COLUMNS;  // as in KVFormat
+
     const T* operator[](int i) const { return (const T*)tokens[i] + offset; }
-    Rows from(int i) const { return {tokens + i, offset}; }
-    Rows at(int d) const { return {tokens, offset + d}; }
+    bool whole() const { return column_stride == COLUMNS; }
+    // Where column d of a row lies, from its first one on; up to the next multiple of COLUMNS the row is in one run.
+    int64_t at(unsigned d) const { return d / COLUMNS * column_stride + d % COLUMNS; }
+    Rows from(int i) const { return {tokens + i, offset, column_stride}; }
+
+    void copy(int i, int dim, T* out) const {
+        const int step = whole() ? dim : COLUMNS;
+        for (int d = 0; d < dim; d += step)
+            std::memcpy(out + d, (*this)[i] + at(d), sizeof(T) * std::min(step, dim - d));
+    }
 };
 
 // A tile's tokens in the blocks of a segment, for KV head 0.
@@ -56,11 +66,11 @@ static void locate(const AttendArgs& args, const Plan& plan, const Segment& segm
 
 template <class T>
 static inline Rows<T> keys_of(const AttendArgs& args, const TileTokens& tokens, int kv_head) {
-    return {tokens.keys, kv_head * args.head_stride};
+    return {tokens.keys, kv_head * args.head_stride, args.format.column_stride};
 }
 template <class T>
 static inline Rows<T> values_of(const AttendArgs& args, const TileTokens& tokens, int kv_head) {
-    return {tokens.values, kv_head * args.head_stride};
+    return {tokens.values, kv_head * args.head_stride, args.format.column_stride};
 }
 
 // Numbers of `n` tokens' rows, stored as codes, to `out` [token][dim].

@@ -43,8 +43,9 @@ class BatchArgs(ctypes.Structure):
 class KVFormat(ctypes.Structure):
     """`KVFormat` of kv_format.h: how rows of KV are stored."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ("stored", "num_scales", "first_dims", "scale_offset")
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("stored", "num_scales", "first_dims", "scale_offset")),
+        ("column_stride", ctypes.c_int64),
     )
 
 

@@ -47,6 +47,37 @@ def test_codes_are_copied_with_their_scales(num_parts: int, num_tokens: int) -> 
         assert after[1:].equal(old[1:])
 
 
+@pytest.mark.parametrize("stored", get_args(StoredAs))
+@pytest.mark.parametrize("num_tokens", [1, 3, 4])
+def test_copy_block_head_of_pieces(stored: StoredAs, num_tokens: int) -> None:
+    layout = KVLayout(3, 1, 4, 1, 40, "bfloat16", stored, 32, tiled=True)
+    kv = DeviceKV(layout, num_blocks=3)
+    rows = KVRows(kv, 2, 0, 40)
+    blocks, offsets = torch.arange(3).repeat_interleave(4), torch.arange(4).repeat(3)
+    rows.write(blocks, offsets, torch.randn(12, 1, 40, generator=torch.Generator().manual_seed(0)).bfloat16())
+    before = rows.gather(torch.arange(3))
+    kv.copy_block_head(2, 0, num_tokens)
+    after = rows.gather(torch.arange(3))
+    assert after[0, :num_tokens].equal(before[2, :num_tokens])
+    assert after[0, num_tokens:].equal(before[0, num_tokens:])
+    assert after[1:].equal(before[1:])
+
+
+def test_a_tiled_block() -> None:
+    """[columns / 16, token, 16], filled up to whole pieces; of codes, bytes with their scales."""
+    layout = KVLayout(2, 1, 8, 1, 40, "bfloat16", latent_rank=32, tiled=True)
+    kv = DeviceKV(layout, num_blocks=2)
+    assert kv.data.shape == (2, 2, 1, 3, 8, 16)
+    assert layout.row_bytes == 48 * 2
+    assert (kv.token_stride, layout.column_stride) == (16, 8 * 16)
+    row = torch.arange(40, dtype=torch.bfloat16)
+    KVRows(kv, 1, 0, 40).write(torch.tensor([1]), torch.tensor([5]), row.view(1, 1, 40))
+    assert kv.data[1, 1, 0, :, 5].flatten()[:40].equal(row)
+    deepseek = KVLayout(61, 1, 128, 1, 576, "bfloat16", latent_rank=512)
+    assert replace(deepseek, tiled=True).block_bytes == deepseek.block_bytes
+    assert replace(deepseek, stored="int8", tiled=True).row_bytes == 592
+
+
 def test_bytes_of_codes() -> None:
     """A scale of two bytes for each token and KV head, two for a latent."""
     dense = KVLayout(30, 2, 16, 3, 64, "bfloat16")
@@ -65,6 +96,7 @@ def test_layouts_that_differ_are_described_differently() -> None:
     layouts = [replace(LAYOUT, stored=stored) for stored in get_args(StoredAs)]
     layouts += [replace(layout, dtype="float32") for layout in layouts]
     layouts.append(replace(LAYOUT, stored="int8", latent_rank=4))
+    layouts += [replace(layout, tiled=True) for layout in layouts]
     assert len({layout.describe() for layout in layouts}) == len(layouts)
     assert LAYOUT.describe() == "layer,part,token,head,dim:3x2x4x2x8:bfloat16"
 

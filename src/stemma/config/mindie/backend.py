@@ -44,8 +44,8 @@ class KVCacheOptions(MindIESection):
 
     section: ClassVar[str] = "ModelConfig.models.*.kv_cache_options"
 
-    enable_nz: bool = no_effect(False, "a layout of Ascend's tiles; results are the same", alias="enable_nz")
-    """KV in tiles of 16 columns."""
+    enable_nz: bool = key(False, "kv_layout", alias="enable_nz")
+    """Latents in tiles of 16 columns. For DeepSeek alone; answers are the same."""
 
 
 class ModelOptions(MindIESection):

@@ -108,6 +108,7 @@ def _model(file: MindIEFile, result: Translation) -> None:
         "truncation": (truncation, "ModelDeployConfig.truncation"),
         "enable_prefix_cache": (plugins.prefix_cache, "ModelConfig.plugin_params"),
     }
+    _kv_layout(file, model, result)
     for name, value in plugins.speculation.model_dump().items():
         flat = "speculation" if name == "mode" else f"speculation_{name}"
         values[flat] = (value, "ModelConfig.plugin_params")
@@ -181,8 +182,6 @@ def _notes(file: MindIEFile, result: Translation) -> None:
         result.notes.append("accepted without effect: " + ", ".join(dict.fromkeys(file.without_effect)))
     if file.unknown:
         result.notes.append("unknown keys, ignored: " + ", ".join(file.unknown))
-    if (nz := _nz_note(model)) is not None:
-        result.notes.append(nz)
     if "enable_prefix_cache" in schedule.model_fields_set:
         result.notes.append(
             "enablePrefixCache is obsolete and ignored; plugin_params with prefix_cache turns the cache on"
@@ -197,17 +196,26 @@ def _notes(file: MindIEFile, result: Translation) -> None:
         )
 
 
-def _nz_note(model: ModelConfig) -> str | None:
-    """Say where `enable_nz` isn't what MindIE wants: true for DeepSeek with the prefix cache, else false."""
+def _kv_layout(file: MindIEFile, model: ModelConfig, result: Translation) -> None:
+    """Take `enable_nz` of the served family: MindIE wants it for DeepSeek with the prefix cache, alone."""
     kind = _model_type(Path(model.model_weight_path))
-    enabled = any(options.kv_cache_options.enable_nz for options in model.models.values())
-    if kind is None or enabled == (is_deepseek := kind in _DEEPSEEK):
-        return None
-    if is_deepseek and "prefix_cache" in model.plugin_params:
-        return "enable_nz is false; MindIE wants it true for DeepSeek with prefix_cache. KV is the same here"
-    if enabled:
-        return f"enable_nz is true; MindIE wants it for DeepSeek alone, not for {kind}. KV is the same here"
-    return None
+    families = [name for name, options in model.models.items() if options.kv_cache_options.enable_nz]
+    if kind is None or kind in _DEEPSEEK:
+        key = file.says("ModelConfig.models.*.kv_cache_options.enable_nz")
+        result.values["kv_layout"] = ("nz" if families else "rows", key)
+        if kind is not None and not families and "prefix_cache" in model.plugin_params:
+            result.notes.append(
+                "enable_nz is false; MindIE wants it true for DeepSeek with prefix_cache. Answers are the same"
+            )
+        return
+    others = [name for name in families if name.startswith("deepseek")]
+    if families != others:
+        where = file.document.where(_model_path(file, "models"))
+        raise ConfigError(
+            f"{file.path}: {where}: enable_nz is for DeepSeek alone, not for {kind}; set it to false"
+        )
+    if others:
+        result.notes.append(f"enable_nz of models.{others[0]} is not for {kind}: without effect")
 
 
 def _model_type(folder: Path) -> str | None:

@@ -67,7 +67,8 @@ def plan_memory(limit_bytes: int, model: CausalLM, settings: EngineSettings) -> 
     """
     if model.device.type != "cpu":
         raise ConfigError("memory_limit is for CPU; on CUDA give kv_cache_memory or kv_cache_fraction")
-    layout = model.layout(settings.cache.block_size, settings.cache.kv_cache_dtype)
+    cache = settings.cache
+    layout = model.layout(cache.block_size, cache.kv_cache_dtype, cache.kv_layout)
     num_tokens = settings.scheduler.max_batch_tokens
     num_seats = settings.scheduler.max_num_seqs or _SEATS
     num_logits = min(num_seats + _MAX_DRAFT_TOKENS, num_tokens)

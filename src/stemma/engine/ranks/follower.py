@@ -82,7 +82,7 @@ class Follower:
     def open(self, message: Open) -> None:
         """Allocate KV and open the tiers. Raises EngineFailed if blocks differ from those of rank 0."""
         cache = self._settings.cache
-        layout = self._model.layout(cache.block_size, cache.kv_cache_dtype)
+        layout = self._model.layout(cache.block_size, cache.kv_cache_dtype, cache.kv_layout)
         if layout.describe() != message.layout:
             raise EngineFailed(f"blocks are {layout.describe()} here, {message.layout} on rank 0")
         self._key_space, self._block_bytes = message.key_space, layout.block_bytes

@@ -6,6 +6,10 @@ dim. Because a block is contiguous, moving it between tiers is one copy, one rea
 KV may be stored in one byte a number (`stored` int8 or fp8, `model/kv_format.py`). The scales of a token then
 follow its numbers, so the row of a token is still one run of bytes: ``[head, dim]`` codes, up to an even
 number of bytes, and ``[head, scale]`` bfloat16 scales.
+
+A latent's rows may be cut into pieces of 16 columns (`tiled`), as kernels on tiles want them: the part of a
+block is then ``[columns / 16, token, 16]``, rows filled up to whole pieces. Columns of codes are bytes, scales
+included.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from typing import Literal
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 2
 """Scales are bfloat16."""
+COLUMNS = 16
+"""Of a piece of a tiled row; COLUMNS of native/kv_format.h."""
 
 StoredAs = Literal["plain", "int8", "fp8"]
 """Numbers of KV in a block: as they were computed, or codes of one byte with a scale."""
@@ -37,6 +43,8 @@ class KVLayout:
     stored: StoredAs = "plain"
     latent_rank: int = 0
     """For stored codes of a latent: its first dims, which have a scale of their own. 0: one scale for all."""
+    tiled: bool = False
+    """Rows lie in pieces of 16 columns, [columns / 16, token, 16]. One KV head only."""
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -61,7 +69,18 @@ class KVLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes of a token in one part of a layer."""
-        return self.scale_offset + self.num_kv_heads * self.num_scales * SCALE_BYTES
+        num_bytes = self.scale_offset + self.num_kv_heads * self.num_scales * SCALE_BYTES
+        return -(-num_bytes // self.piece_bytes) * self.piece_bytes if self.tiled else num_bytes
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a token that lie in one run in a tiled part."""
+        return COLUMNS * (DTYPE_BYTES[self.dtype] if self.stored == "plain" else 1)
+
+    @property
+    def column_stride(self) -> int:
+        """From 16 columns of a token to the next 16, in elements (of codes: bytes)."""
+        return self.block_size * COLUMNS if self.tiled else COLUMNS
 
     @property
     def bytes_per_token(self) -> int:
@@ -76,7 +95,8 @@ class KVLayout:
     def describe(self) -> str:
         """Return a text that differs between any two layouts whose bytes aren't interchangeable."""
         shape = "x".join(str(n) for n in self.block_shape)
-        plain = f"layer,part,token,head,dim:{shape}:{self.dtype}"
+        axes = f"layer,part,dim/{COLUMNS},token,{COLUMNS}" if self.tiled else "layer,part,token,head,dim"
+        plain = f"{axes}:{shape}:{self.dtype}"
         if self.stored == "plain":
             return plain
         return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

@@ -16,7 +16,6 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.paged import AttentionStep
 from stemma.native.library import AttendArgs, BatchArgs, Kernels, KVFormat, WriteArgs
 
 _STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
@@ -58,7 +57,6 @@ class NativeAttentionStep:
         self.kv = kv
         self._kernels = kernels
         self._plans: dict[tuple[int, int], NativePlan] = {}
-        self._writer: AttentionStep | None = None
 
     def __enter__(self) -> NativeAttentionStep:
         return self
@@ -117,17 +115,12 @@ class NativeAttentionStep:
 
     def write(self, call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the KV of the new tokens into its slots."""
-        if self.kv.layout.stored == "plain":
-            if self._writer is None:
-                self._writer = AttentionStep(self._batch, self.kv)
-            self._writer.write(call, key, value)
-            return
-        self._write_codes(call.layer_idx, 0, key)
+        self._write_rows(call.layer_idx, 0, key)
         if call.latent is None:
-            self._write_codes(call.layer_idx, 1, value)
+            self._write_rows(call.layer_idx, 1, value)
 
-    def _write_codes(self, layer: int, part: int, rows: torch.Tensor) -> None:
-        """Encode new rows [T, Hk, D] into their slots."""
+    def _write_rows(self, layer: int, part: int, rows: torch.Tensor) -> None:
+        """Write new rows [T, Hk, D] into their slots, as the layout stores them."""
         slots = self._batch.slots
         if (written := self._batch.written_rows) is not None:
             rows, slots = rows[written], slots[written]
@@ -161,4 +154,5 @@ def native_format(layout: KVLayout) -> KVFormat:
         num_scales=layout.num_scales,
         first_dims=layout.latent_rank or layout.head_dim,
         scale_offset=layout.scale_offset,
+        column_stride=layout.column_stride,
     )
