@@ -154,8 +154,8 @@ def test_an_imported_prefix_with_ids_beyond_the_vocabulary_is_refused(
     tokens = np.full(BLOCK_SIZE, 10_000_000, dtype=np.int32)
     forged = tmp_path / "forged.kv"
     with forged.open("wb") as file:
-        root = parts.key_space.root(DEFAULT_NAMESPACE)
-        write_bundle(file, parts.key_space, root, tokens, iter([block]), block_bytes=len(block))
+        roots = parts.key_space.roots(DEFAULT_NAMESPACE)
+        write_bundle(file, parts.key_space, roots, tokens, iter([block]), block_bytes=len(block))
     with pytest.raises(StorageError, match="token id 10000000"):
         run_cli("cache", "import", forged, "--url", served.url)
     assert httpx.get(f"{served.url}/admin/cache/tree").status_code == 200

@@ -170,3 +170,54 @@ def test_an_operator_carries_a_tenants_prefix_in_a_file(start: Callable[..., Ser
     assert run("import", bundle, "--url", second.url, "--tenant", "ada") == 0
     assert Tenant(second.url, bob_key).ask(prompt)[1] == 0
     assert Tenant(second.url, ada_key).ask(prompt)[1] > 0
+
+
+def test_a_file_carries_a_prompt_behind_a_published_prefix(
+    start: Callable[..., Served], tmp_path: Path
+) -> None:
+    """Public blocks become public again, the rest stays its tenant's; a server that published less refuses."""
+    path, bundle, listed = tmp_path / "keys.toml", str(tmp_path / "prefix.kv"), tmp_path / "public.json"
+    ada_key, bob_key = add_key(path, "ada"), add_key(path, "bob")
+    flags = {"api_keys_file": path, "admin_key": "root", "trust_imports": True}
+    disk = tmp_path / "disk"
+    first = start(**flags, public_prefixes=listed, disk_cache=disk, disk_cache_size="20MB")
+    second = start(**flags)
+    rng = random.Random(6)
+    public, rest = random_prompt(rng, 2 * BLOCK_SIZE), random_prompt(rng, 2 * BLOCK_SIZE)
+    ids, public_ids = tmp_path / "ids.txt", tmp_path / "public.txt"
+    ids.write_text(" ".join(map(str, public + rest)))
+    public_ids.write_text(" ".join(map(str, public)))
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(make_app(), ["cache", *arguments])
+        return result.output + str(result.exception or "")
+
+    root = ("--admin-key", "root")
+    publish = ("publish", "--token-ids", str(public_ids), *root)
+    assert "are public" in run(*publish, "--url", first.url)
+    _, cached = Tenant(first.url, ada_key).ask(public + rest)
+    assert cached in (0, 2 * BLOCK_SIZE)
+    export = ("export", bundle, "--token-ids", str(ids))
+    assert "4 blocks" in run(*export, "--url", first.url, "--tenant", "ada", *root)
+
+    to_second = ("import", bundle, "--url", second.url, "--tenant", "ada", *root)
+    assert "2 leading blocks of the file's prompt were published" in run(*to_second)
+    run(*publish, "--url", second.url)
+    httpx.post(f"{second.url}/admin/cache/flush", headers={"authorization": "Bearer root"})
+    assert "4 new blocks" in run(*to_second)
+    assert Tenant(second.url, bob_key).ask(public + rest)[1] == 2 * BLOCK_SIZE
+    assert Tenant(second.url, ada_key).ask(public + rest)[1] == 4 * BLOCK_SIZE - 1
+
+    # Two prompts of a server without keys, in a directory: the list says where the second chain begins.
+    keyless = start(public_prefixes=listed, disk_cache=tmp_path / "other", disk_cache_size="20MB")
+    keyless.complete(public + rest, max_tokens=1)
+    assert asyncio.run(keyless.engine.cache_control.drain(10.0))
+    keyless.engine.close()
+    from_disk = (*export, "--dir", str(tmp_path / "other"))
+    assert "nothing of this prompt" in run(*from_disk)
+    assert "4 blocks" in run(*from_disk, "--public-prefixes", str(listed))
+    copy = tmp_path / "copy"
+    assert "4 new blocks" in run("import", bundle, "--dir", str(copy), "--trust-imports")
+    again = start(public_prefixes=listed, disk_cache=copy, disk_cache_size="20MB")
+    usage = again.complete(public + rest, max_tokens=1)["usage"]
+    assert usage["prompt_cache_hit_tokens"] == 4 * BLOCK_SIZE - 1

@@ -138,6 +138,9 @@ def export_command(
     tenant: TenantName = "",
     admin_key: AdminKey = None,
     key_file: KeyFile = None,
+    public_prefixes: Annotated[
+        Path | None, typer.Option(help="With --dir: list of published prefixes of its server.")
+    ] = None,
 ) -> None:
     """Write the cached blocks of a prompt to a file, from a running server or from a disk cache."""
     given = read_prompt(prompt, prompt_file, token_ids)
@@ -145,7 +148,9 @@ def export_command(
     try:
         if directory is not None:
             tokens = _tokens(given, model)
-            count = _export_from_directory(draft, directory, space, tokens, salt, key_file)
+            count = _export_from_directory(
+                draft, directory, space, tokens, salt, key_file, public_prefixes
+            )
         elif url is not None:
             count = _export_from_server(draft, url, {"prompt": given, **_where(salt, tenant)}, admin_key)
         else:
@@ -214,29 +219,37 @@ def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
 
 
 def _export_from_directory(
-    draft: Path, directory: Path, space: str | None, tokens: TokenArray, salt: str, key_file: Path | None
+    draft: Path,
+    directory: Path,
+    space: str | None,
+    tokens: TokenArray,
+    salt: str,
+    key_file: Path | None,
+    public_prefixes: Path | None,
 ) -> int:
     from stemma.memory.tiers.block_store import ReadResult
     from stemma.memory.tiers.bundle import write_bundle
     from stemma.memory.tiers.disk.existing import find_space, open_existing, space_of
-    from stemma.prefix.keys import Namespace, chain_keys
+    from stemma.prefix.keys import Namespace
+    from stemma.server.tenants.published import PublishedPrefixes
 
     found = find_space(directory, space)
     store = open_existing(found)
     assert found.manifest is not None
     key_space = space_of(found.manifest)
-    root = key_space.root(Namespace(salt=salt))
+    published = PublishedPrefixes(public_prefixes, key_space.block_size)
+    roots = key_space.roots(published.located(Namespace(salt=salt), tokens))
     buffer = memoryview(bytearray(store.block_bytes))
 
     def blocks() -> Iterator[memoryview]:
-        for key in chain_keys(root, tokens, key_space.block_size):
+        for key in roots.chain(tokens):
             if store.get_many([key], [buffer])[0] is not ReadResult.HIT:
                 return
             yield buffer
 
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         count = write_bundle(
-            file, key_space, root, tokens, blocks(), block_bytes=store.block_bytes, key=read_secret(key_file)
+            file, key_space, roots, tokens, blocks(), block_bytes=store.block_bytes, key=read_secret(key_file)
         )
     store.close()
     if not count:
@@ -264,12 +277,13 @@ def _import_to_directory(
             size_bytes = others + size_for_blocks(manifest, sum(own) + header.num_blocks)
         policy = make_policy("lru")
         store = DiskStore(directory, header.space, header.block_bytes, size_bytes, policy, time.time)
-        parents = [header.root, *header.keys]
+        keys = [header.roots.first, *header.keys]
         num_new = 0
 
         def take(position: int, key: Any, data: memoryview) -> None:
             nonlocal num_new
-            result = store.put_many([BlockPut(key, parents[position], data)])[0]
+            parent = header.roots.before(position, keys[position])
+            result = store.put_many([BlockPut(key, parent, data)])[0]
             if result not in (PutResult.STORED, PutResult.EXISTS):
                 raise StorageError(f"the disk cache took {position} blocks, then: {result}")
             num_new += result is PutResult.STORED

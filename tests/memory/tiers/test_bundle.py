@@ -14,32 +14,37 @@ from tests.contracts.block_store_suite import bytes_of
 
 from stemma.errors import StorageError, StorageMismatch, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header, write_bundle
-from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace, chain_keys
+from stemma.prefix.keys import DEFAULT_NAMESPACE, ChainRoots, KeySpace, Namespace, PublicHead
 
 SPACE = KeySpace("model-a", "layout-a", 16)
-ROOT = SPACE.root(DEFAULT_NAMESPACE)
+ROOTS = SPACE.roots(DEFAULT_NAMESPACE)
 TOKENS = np.arange(53, dtype=np.int32)
-KEYS = chain_keys(ROOT, TOKENS, 16)
+KEYS = ROOTS.chain(TOKENS)
 BLOCK_BYTES = 1000
 SECRET = b"0123456789abcdef0123456789abcdef"
 OURS = BundleTrust(key=SECRET)
 ANY = BundleTrust(takes_unsigned=True)
 
 
-def written(num_blocks: int = 3, tokens: np.ndarray = TOKENS, key: bytes | None = SECRET) -> bytes:
+def written(
+    num_blocks: int = 3,
+    tokens: np.ndarray = TOKENS,
+    key: bytes | None = SECRET,
+    roots: ChainRoots = ROOTS,
+) -> bytes:
     file = io.BytesIO()
-    keys = chain_keys(ROOT, tokens, 16)
+    keys = roots.chain(tokens)
     blocks = (memoryview(bytes_of(key, BLOCK_BYTES)) for key in keys[:num_blocks])
-    assert write_bundle(file, SPACE, ROOT, tokens, blocks, block_bytes=BLOCK_BYTES, key=key) == num_blocks
+    assert write_bundle(file, SPACE, roots, tokens, blocks, block_bytes=BLOCK_BYTES, key=key) == num_blocks
     assert file.tell() == len(file.getvalue())
     return file.getvalue()
 
 
-def read(content: bytes, trust: BundleTrust = OURS) -> list[bytes]:
+def read(content: bytes, trust: BundleTrust = OURS, roots: ChainRoots = ROOTS) -> list[bytes]:
     file = io.BytesIO(content)
     taken: list[bytes] = []
     header = read_header(file, trust)
-    header.check(SPACE, ROOT, BLOCK_BYTES, vocab_size=1000)
+    header.check(SPACE, roots, BLOCK_BYTES, vocab_size=1000)
     read_blocks(file, header, lambda _position, _key, data: taken.append(bytes(data)))
     return taken
 
@@ -93,15 +98,28 @@ def test_bytes_that_are_not_this_prompts_are_refused_even_with_a_valid_checksum(
 
 def test_it_belongs_to_one_model_one_layout_and_one_namespace() -> None:
     header = read_header(io.BytesIO(written()), OURS)
-    header.check(SPACE, ROOT, BLOCK_BYTES)
+    header.check(SPACE, ROOTS, BLOCK_BYTES)
     with pytest.raises(StorageMismatch, match="model_fingerprint is 'model-a', not 'model-b'"):
-        header.check(KeySpace("model-b", "layout-a", 16), ROOT, BLOCK_BYTES)
+        header.check(KeySpace("model-b", "layout-a", 16), ROOTS, BLOCK_BYTES)
     with pytest.raises(StorageMismatch, match="1000 bytes, not 2000"):
-        header.check(SPACE, ROOT, 2000)
+        header.check(SPACE, ROOTS, 2000)
     with pytest.raises(StorageMismatch, match="token id 47, the model 40"):
-        header.check(SPACE, ROOT, BLOCK_BYTES, vocab_size=40)
+        header.check(SPACE, ROOTS, BLOCK_BYTES, vocab_size=40)
     with pytest.raises(StorageMismatch, match="namespace"):
-        header.check(SPACE, SPACE.root(Namespace(salt="other")), BLOCK_BYTES)
+        header.check(SPACE, SPACE.roots(Namespace(salt="other")), BLOCK_BYTES)
+
+
+def test_a_prompt_behind_a_published_prefix() -> None:
+    """Its blocks are those of two chains; both ends must have published the same tokens."""
+    head = Namespace(salt="ada", head=PublicHead.of(TOKENS[:32]))
+    roots = SPACE.roots(head)
+    content = written(roots=roots)
+    assert read(content, roots=roots) == [bytes_of(key, BLOCK_BYTES) for key in roots.chain(TOKENS)]
+    assert roots.chain(TOKENS)[:2] == SPACE.roots(head.public).chain(TOKENS)[:2]
+    with pytest.raises(StorageMismatch, match="2 leading blocks .* were published .* 0 are here"):
+        read(content, roots=SPACE.roots(Namespace(salt="ada")))
+    with pytest.raises(StorageMismatch, match="another namespace"):
+        read(content, roots=SPACE.roots(Namespace(salt="bob", head=head.head)))
 
 
 def test_a_negative_token_id_is_refused() -> None:
@@ -114,7 +132,7 @@ def _forged(fields: object, num_blocks: int, tokens: list[int], table: bytes) ->
     header = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     raw = np.array(tokens, dtype="<i4").tobytes()
     return (
-        struct.pack("<8sIIIII", b"STEMMAKV", 2, 0, num_blocks, len(header), len(tokens))
+        struct.pack("<8sIIIII", b"STEMMAKV", 3, 0, num_blocks, len(header), len(tokens))
         + bytes(32)
         + (header + raw + table)
     )
@@ -126,7 +144,9 @@ GOOD = {
     "block_size": 16,
     "key_format": 1,
     "block_bytes": BLOCK_BYTES,
-    "root": ROOT.hex(),
+    "root": ROOTS.own.hex(),
+    "first_root": ROOTS.first.hex(),
+    "num_public": 0,
 }
 
 
@@ -146,6 +166,9 @@ GOOD = {
         GOOD | {"root": "zz"},
         GOOD | {"root": "00"},
         GOOD | {"root": 7},
+        GOOD | {"first_root": "00" * 32},
+        GOOD | {"num_public": -1},
+        GOOD | {"num_public": 1 << 40},
         GOOD | {"model_fingerprint": ["model-a"]},
         GOOD | {"extra": 1},
         {name: value for name, value in GOOD.items() if name != "root"},
@@ -164,6 +187,6 @@ def test_a_made_up_header_is_a_storage_error(fields: object) -> None:
 )
 def test_no_file_raises_anything_else(content: bytes, numbers: list[int], is_framed: bool) -> None:
     if is_framed:
-        content = b"STEMMAKV" + struct.pack("<IIIII", 2, *(n % 400 for n in numbers[1:])) + content
+        content = b"STEMMAKV" + struct.pack("<IIIII", 3, *(n % 400 for n in numbers[1:])) + content
     with pytest.raises(StorageError):
         read(content, ANY)

@@ -225,7 +225,6 @@ class CacheControl:
         self._check_whole()
         lease = await self._borrow(lambda: self._cache.hold(namespace, tokens))
         assert lease is not None
-        root = self._space.root(namespace)
         keys = self._keys(namespace, tokens)
         blocks = self._read_blocks(lease, keys)
         try:
@@ -233,7 +232,7 @@ class CacheControl:
                 write_bundle,
                 file,
                 self._space,
-                root,
+                self._space.roots(namespace),
                 tokens,
                 blocks,
                 block_bytes=self._device.block_bytes,
@@ -243,19 +242,21 @@ class CacheControl:
             await self._give_up(lease, lease.num_tokens)
 
     async def import_(
-        self, namespace: Namespace, file: BinaryIO, trust: BundleTrust
+        self, locate: Callable[[TokenArray], Namespace], file: BinaryIO, trust: BundleTrust
     ) -> tuple[BundleHeader, int]:
         """Take the blocks of a file into the device tier; return its header and how many blocks were new.
 
-        Raises UntrustedFile unless `trust` covers the file, StorageMismatch if the blocks belong to another
-        model or namespace, StorageError if one is damaged (those before it stay), Overloaded if there is no
-        room, InvalidRequest on several ranks.
+        `locate` returns the namespace of the file's prompt, with its published head if it has one. Raises
+        UntrustedFile unless `trust` covers the file, StorageMismatch if the blocks belong to another model or
+        namespace, StorageError if one is damaged (those before it stay), Overloaded if there is no room,
+        InvalidRequest on several ranks.
         """
         self._check_whole()
         header = await asyncio.to_thread(read_header, file, trust)
+        namespace = locate(header.tokens)
         header.check(
             self._space,
-            self._space.root(namespace),
+            self._space.roots(namespace),
             self._device.block_bytes,
             vocab_size=self._engine.vocab_size,
         )

@@ -3,18 +3,18 @@
 Little-endian::
 
     8 bytes   magic "STEMMAKV"
-    u32       format version, 2
+    u32       format version, 3
     u32       1 if the file is signed, else 0
     u32       number of blocks
     u32       length of the header
     u32       number of token ids, a multiple of the block size
     32 bytes  signature: HMAC-SHA256 of everything else up to the blocks; SHA-256 if the file isn't signed
-    header    JSON: what `KeySpace` and the bytes depend on, root key
+    header    JSON: what `KeySpace` and the bytes depend on, both root keys, number of published blocks
     i32 ...   token ids
     then per full block of the tokens: 32 bytes, SHA-256 of block key and bytes; zeros if it isn't in the file
     then the bytes of each block
 
-Keys aren't stored: they are computed from root and token ids, so a file can't put bytes under another key.
+Keys aren't stored: they are computed from roots and token ids, so a file can't put bytes under another key.
 But whoever writes a file chooses the bytes, and with them what the model says after this prompt. So a file
 is read only if one of our own servers signed it, or if the operator trusts it. Anyone who can read the file
 can read the prompt.
@@ -33,11 +33,11 @@ from typing import BinaryIO
 import numpy as np
 
 from stemma.errors import StorageError, StorageMismatch, UntrustedFile
-from stemma.prefix.keys import FORMAT_VERSION, KeySpace, chain_keys
+from stemma.prefix.keys import FORMAT_VERSION, ChainRoots, KeySpace
 from stemma.types import BlockKey, TokenArray
 
 _MAGIC = b"STEMMAKV"
-_VERSION = 2
+_VERSION = 3
 _PREAMBLE = struct.Struct("<8sIIIII")
 _DIGEST_BYTES = 32
 _NO_DIGEST = bytes(_DIGEST_BYTES)
@@ -45,6 +45,9 @@ _KEY_BYTES = 32
 _MAX_HEADER_BYTES = 65536
 _MAX_TOKENS = 1 << 22
 _MAX_BLOCK_BYTES = 1 << 32
+_NUMBERS = {"block_size": 1, "key_format": 1, "block_bytes": 1, "num_public": 0}
+"""Of the header, and the least that each may be."""
+_TEXTS = ("model_fingerprint", "kv_layout", "root", "first_root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class BundleHeader:
 
     space: KeySpace
     block_bytes: int
-    root: BlockKey
-    """The namespace's root key."""
+    roots: ChainRoots
+    """Where the chain of the prompt begins, and where it goes on behind a published prefix."""
     tokens: TokenArray
     """Token ids, a whole number of blocks; none is negative."""
     num_blocks: int
@@ -75,14 +78,15 @@ class BundleHeader:
     @property
     def keys(self) -> list[BlockKey]:
         """Keys of the blocks in the file."""
-        return chain_keys(self.root, self.tokens, self.space.block_size)[: self.num_blocks]
+        return self.roots.chain(self.tokens)[: self.num_blocks]
 
     def check(
-        self, space: KeySpace, root: BlockKey, block_bytes: int, *, vocab_size: int | None = None
+        self, space: KeySpace, roots: ChainRoots, block_bytes: int, *, vocab_size: int | None = None
     ) -> None:
         """Raise StorageMismatch unless the bytes are meant for this model, layout and namespace.
 
-        `vocab_size`: the model's number of token ids, where it is known.
+        `roots` are those of the file's prompt here. `vocab_size`: the model's number of token ids, where it
+        is known.
         """
         mine, theirs = asdict(self.space), asdict(space)
         wrong = [
@@ -94,14 +98,19 @@ class BundleHeader:
             wrong.append(f"it has token id {int(self.tokens.max())}, the model {vocab_size} token ids")
         if wrong:
             raise StorageMismatch("the file was exported for something else: " + "; ".join(wrong))
-        if self.root != root:
+        if self.roots.num_public != roots.num_public:
+            raise StorageMismatch(
+                f"{self.roots.num_public} leading blocks of the file's prompt were published where it was "
+                f"exported, and {roots.num_public} are here: publish the same prefixes"
+            )
+        if self.roots != roots:
             raise StorageMismatch("the file was exported in another namespace (cache_salt or adapter)")
 
 
 def write_bundle(
     file: BinaryIO,
     space: KeySpace,
-    root: BlockKey,
+    roots: ChainRoots,
     tokens: TokenArray,
     blocks: Iterator[memoryview],
     *,
@@ -117,12 +126,18 @@ def write_bundle(
     whole = np.ascontiguousarray(tokens[: num_full * space.block_size], dtype="<i4")
     if len(whole) > _MAX_TOKENS:
         raise StorageError(f"an exported prefix has up to {_MAX_TOKENS} tokens, this one has {len(whole)}")
-    fields = asdict(space) | {"key_format": FORMAT_VERSION, "block_bytes": block_bytes, "root": root.hex()}
+    fields = asdict(space) | {
+        "key_format": FORMAT_VERSION,
+        "block_bytes": block_bytes,
+        "root": roots.own.hex(),
+        "first_root": roots.first.hex(),
+        "num_public": roots.num_public,
+    }
     header = json.dumps(fields).encode()
     start = file.tell()
     file.seek(start + _first_block(len(header), len(whole), num_full))
     digests = bytearray()
-    for block_key, data in zip(chain_keys(root, whole, space.block_size), blocks, strict=False):
+    for block_key, data in zip(roots.chain(whole), blocks, strict=False):
         digests += _digest(block_key, data)
         file.write(data)
     end = file.tell()
@@ -154,7 +169,7 @@ def read_header(file: BinaryIO, trust: BundleTrust) -> BundleHeader:
     if len(raw) < header_bytes + 4 * num_tokens:
         raise StorageError("the exported prefix ends within its header")
     # The header holds the block size, which gives the length of the table. It is still untrusted here.
-    space, block_bytes, root = _parse(raw[:header_bytes])
+    space, block_bytes, roots = _parse(raw[:header_bytes])
     num_full, rest = divmod(num_tokens, space.block_size)
     table = file.read(num_full * _DIGEST_BYTES)
     if rest or num_blocks > num_full or len(table) < num_full * _DIGEST_BYTES:
@@ -163,7 +178,7 @@ def read_header(file: BinaryIO, trust: BundleTrust) -> BundleHeader:
     tokens = np.frombuffer(raw, dtype="<i4", offset=header_bytes).astype(np.int32)
     if len(tokens) and int(tokens.min()) < 0:
         raise StorageError("the exported prefix is damaged: a token id is negative")
-    return BundleHeader(space, block_bytes, root, tokens, num_blocks, table[: num_blocks * _DIGEST_BYTES])
+    return BundleHeader(space, block_bytes, roots, tokens, num_blocks, table[: num_blocks * _DIGEST_BYTES])
 
 
 def read_blocks(
@@ -219,24 +234,24 @@ def _prove(trust: BundleTrust, is_signed: bool, signature: bytes, preamble: byte
         raise StorageError("the exported prefix is damaged: its header fails the checksum")
 
 
-def _parse(raw: bytes) -> tuple[KeySpace, int, BlockKey]:
-    """Return key space, bytes per block and root key; raise StorageError for anything malformed."""
+def _parse(raw: bytes) -> tuple[KeySpace, int, ChainRoots]:
+    """Return key space, bytes per block and root keys; raise StorageError for anything malformed."""
     try:
         fields = json.loads(raw)
-        expected = {"model_fingerprint", "kv_layout", "block_size", "key_format", "block_bytes", "root"}
-        if not isinstance(fields, dict) or fields.keys() != expected:
+        if not isinstance(fields, dict) or fields.keys() != {*_NUMBERS, *_TEXTS}:
             raise ValueError("other fields")
-        for name in ("block_size", "key_format", "block_bytes"):
-            if type(fields[name]) is not int or fields[name] < 1:
+        for name, least in _NUMBERS.items():
+            if type(fields[name]) is not int or fields[name] < least:
                 raise ValueError(name)
-        for name in ("model_fingerprint", "kv_layout", "root"):
+        for name in _TEXTS:
             if type(fields[name]) is not str:
                 raise ValueError(name)
-        root = BlockKey(bytes.fromhex(fields["root"]))
+        own, first = (BlockKey(bytes.fromhex(fields[name])) for name in ("root", "first_root"))
     except (ValueError, RecursionError) as error:
         raise StorageError(f"the exported prefix is damaged: its header can't be read ({error})") from error
     if (
-        len(root) != _KEY_BYTES
+        {len(own), len(first)} != {_KEY_BYTES}
+        or fields["num_public"] > _MAX_TOKENS
         or fields["block_size"] > _MAX_TOKENS
         or fields["block_bytes"] > _MAX_BLOCK_BYTES
     ):
@@ -244,4 +259,7 @@ def _parse(raw: bytes) -> tuple[KeySpace, int, BlockKey]:
     if fields["key_format"] != FORMAT_VERSION:
         raise StorageMismatch(f"the file has key format {fields['key_format']}, not {FORMAT_VERSION}")
     space = KeySpace(fields["model_fingerprint"], fields["kv_layout"], fields["block_size"])
-    return space, fields["block_bytes"], root
+    roots = ChainRoots(first, own, fields["num_public"], space.block_size)
+    if not roots.num_public and first != own:
+        raise StorageError("the exported prefix is damaged: its root keys disagree")
+    return space, fields["block_bytes"], roots

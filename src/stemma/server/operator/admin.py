@@ -10,6 +10,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, BinaryIO
 
 from fastapi import APIRouter
@@ -167,9 +168,7 @@ async def export(request: Request) -> Response:
     """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
     tokens = await _tokens(context, body)
-    namespace = _namespace(context, body.tenant, body.cache_salt, body.model)
-    if context.published.located(namespace, tokens).head is not None:
-        raise InvalidRequest("this prompt begins with a published prefix: unpublish that, then export")
+    namespace = _where(context, body, tokens)
     file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response
     try:
         control = context.engine.cache_control
@@ -204,7 +203,9 @@ async def import_(request: Request) -> Response:
             await asyncio.to_thread(file.write, chunk)
         file.seek(0, os.SEEK_SET)
         try:
-            header, num_new = await context.engine.cache_control.import_(namespace, file, trust)
+            header, num_new = await context.engine.cache_control.import_(
+                partial(context.published.located, namespace), file, trust
+            )
         except UntrustedFile as error:
             raise Forbidden(str(error)) from error
         except StorageError as error:

@@ -119,7 +119,7 @@ class PublishedPrefixes:
         The longest run of whole blocks that it has in common with a published prefix. O(common tokens).
         """
         longest, size = 0, self._block_size
-        for known in self._prefixes:
+        for known in self._prefixes if len(tokens) else ():
             if known.adapter != namespace.adapter or known.tokens[0] != tokens[0]:
                 continue
             length = min(len(known.tokens), len(tokens))
