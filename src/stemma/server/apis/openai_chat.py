@@ -24,12 +24,12 @@ from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
-from stemma.server.requests.beam import beam_params
+from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import generation_request
-from stemma.server.requests.sampling import chat_sampling, widen_to_best_of
+from stemma.server.requests.sampling import chat_sampling
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import DONE, EventStream, event
 from stemma.types import FinishReason, TokenArray
@@ -47,10 +47,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = validate(ChatRequest, await read_object(request))
     check_model(context, body.model)
     params = chat_sampling(context, body)
-    beam = beam_params(body, params.n, body.best_of)
-    wide = params
-    if beam is None:
-        wide = widen_to_best_of(context, params, body.best_of, stream=bool(body.stream))
+    wide, beam = candidates(context, body, params)
     tokens = await chat_prompt(context, body)
     reader = answer_reader(context, body, tokens)
     wide = reader.constrain(wide, context.engine.tokenizer.special_token_texts)

@@ -15,11 +15,11 @@ from stemma.server.answers.best_of import keep_best
 from stemma.server.context import context_of, new_request_id
 from stemma.server.errors import json_response, tgi_error_body
 from stemma.server.generation import OutputStream, run_to_end, start
-from stemma.server.requests.beam import beam_params
+from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import validate
 from stemma.server.requests.models import check_model
 from stemma.server.requests.prompts import text_prompt
-from stemma.server.requests.sampling import vllm_sampling, widen_to_best_of
+from stemma.server.requests.sampling import vllm_sampling
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream
 
@@ -33,10 +33,7 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     body = validate(VLLMGenerateRequest, raw)
     adapter = check_model(context, body.model)
     params = vllm_sampling(context, body)
-    beam = beam_params(body, params.n, body.best_of)
-    wide = params
-    if beam is None:
-        wide = widen_to_best_of(context, params, body.best_of, stream=body.stream)
+    wide, beam = candidates(context, body, params)
     tokens = await text_prompt(context, body.prompt)
     generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
     if body.stream:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from stemma.engine.sampling.params import BeamParams
+from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import InvalidRequest
-from stemma.server.schemas.openai import OpenAIRequest
+from stemma.server.context import ServerContext
+from stemma.server.requests.sampling import widen_to_best_of
+from stemma.server.schemas.openai import ChatRequest, CompletionRequest
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 
 
-def beam_params(
-    body: OpenAIRequest | VLLMGenerateRequest, n: int, best_of: int | None = None
+def candidates(
+    context: ServerContext,
+    body: ChatRequest | CompletionRequest | VLLMGenerateRequest,
+    params: SamplingParams,
+) -> tuple[SamplingParams, BeamParams | None]:
+    """Return what the engine is asked for: `best_of` sequences of which `params.n` are answered, or a search."""
+    beam = _search(body, params.n, body.best_of)
+    if beam is not None:
+        return params, beam
+    return widen_to_best_of(context, params, body.best_of, stream=bool(body.stream)), None
+
+
+def _search(
+    body: ChatRequest | CompletionRequest | VLLMGenerateRequest, n: int, best_of: int | None
 ) -> BeamParams | None:
     """Return the search that `body` asks for: `best_of` beams, or `n`; None if it asks for none.
 
