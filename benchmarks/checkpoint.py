@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 VOCAB_SIZE = 32_000
 _CHAT_TEMPLATE = (
@@ -23,14 +30,6 @@ _CHAT_TEMPLATE = (
 
 def half_billion_checkpoint(folder: Path | None = None) -> Path:
     """Return a directory with the 0.5B-shape checkpoint in bf16, building it on the first call."""
-    folder = (
-        folder or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stemma" / "bench-0.5b"
-    )
-    if (folder / "complete").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    _train_tokenizer().save_pretrained(folder)
-    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=896,
@@ -43,6 +42,43 @@ def half_billion_checkpoint(folder: Path | None = None) -> Path:
         bos_token_id=None,
         eos_token_id=1,
     )
+    return _built(folder or _cache_folder("bench-0.5b"), config)
+
+
+def latent_checkpoint(folder: Path | None = None) -> Path:
+    """Return a directory with a small dense model over DeepSeek's latents in bf16, built when first called."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1024,
+        num_hidden_layers=8,
+        first_k_dense_replace=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=2816,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        num_mtp_layers=0,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return _built(folder or _cache_folder("bench-latent"), config)
+
+
+def _cache_folder(name: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "stemma" / name
+
+
+def _built(folder: Path, config: PreTrainedConfig) -> Path:
+    if (folder / "complete").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _train_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder)  # type: ignore[no-untyped-call]
