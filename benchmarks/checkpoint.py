@@ -46,7 +46,7 @@ def half_billion_checkpoint(folder: Path | None = None) -> Path:
 
 
 def latent_checkpoint(folder: Path | None = None) -> Path:
-    """Return a directory with a small dense model over DeepSeek's latents in bf16, built when first called."""
+    """Return a directory with a small dense model over DeepSeek's latents in bf16, built once."""
     config = DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=1024,
