@@ -82,9 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     model = load_model(ModelSettings(path=latent_checkpoint(), device="cpu", dtype="bfloat16"))
     figures = [
-        step_times(model, case, kind, options.rounds)
-        for kind in KINDS
-        for case in cases_of(options.context)
+        step_times(model, case, kind, options.rounds) for kind in KINDS for case in cases_of(options.context)
     ]
     table = Table("step", "KV", "rows, ms", "nz, ms", "nz / rows")
     for one in figures:

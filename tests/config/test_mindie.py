@@ -167,7 +167,9 @@ def test_enable_nz_is_for_deepseek(
 def test_enable_nz_of_another_family_is_refused(
     load: Load, nz_config: Callable[[str, str, bool], dict[str, Any]]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"line \d+, column \d+: enable_nz is for DeepSeek alone, not for qwen2"):
+    with pytest.raises(
+        ConfigError, match=r"line \d+, column \d+: enable_nz is for DeepSeek alone, not for qwen2"
+    ):
         load(nz_config("qwen2", "qwen2", True))
 
 

@@ -175,7 +175,7 @@ def test_an_operator_carries_a_tenants_prefix_in_a_file(start: Callable[..., Ser
 def test_a_file_carries_a_prompt_behind_a_published_prefix(
     start: Callable[..., Served], tmp_path: Path
 ) -> None:
-    """Public blocks become public again, the rest stays its tenant's; a server that published less refuses."""
+    """Public blocks become public again, the rest its tenant's; a server that published less refuses."""
     path, bundle, listed = tmp_path / "keys.toml", str(tmp_path / "prefix.kv"), tmp_path / "public.json"
     ada_key, bob_key = add_key(path, "ada"), add_key(path, "bob")
     flags = {"api_keys_file": path, "admin_key": "root", "trust_imports": True}

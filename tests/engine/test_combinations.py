@@ -248,7 +248,7 @@ def test_tiled_latents_answer_the_same(
 
 
 def test_keys_and_values_of_heads_are_not_tiled(checkpoint_of: Callable[[str, str], Path]) -> None:
-    with pytest.raises(ConfigError, match="kv_layout nz .* caches keys and values of each head"):
+    with pytest.raises(ConfigError, match=r"kv_layout nz .* caches keys and values of each head"):
         LLM(checkpoint_of("llama", "float32"), kv_layout="nz", **SMALL)
 
 
@@ -310,4 +310,5 @@ def test_quantized_weights_arent_quantized_again(tmp_path: Path) -> None:
 def test_the_document_has_every_refusal() -> None:
     document = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
     for refused in REFUSED:
-        assert f"`{refused.message.format(role='ROLE', kv='DTYPE', layout='nz', quantize='KIND', ranks='N')}`" in document
+        names = {"role": "ROLE", "kv": "DTYPE", "layout": "nz", "quantize": "KIND", "ranks": "N"}
+        assert f"`{refused.message.format(**names)}`" in document

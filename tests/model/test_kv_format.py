@@ -139,7 +139,7 @@ def check_rows(isa: str, stored: StoredAs, dtype: torch.dtype, shape: Shape, see
     with NativeAttentionStep(batch, native, kernels) as step:
         step.write(call, key, value)
         assert native.data.equal(plain.data)
-        if shape.rank:
+        if shape.rank or stored == "plain":  # products of bf16 take the smallest of these numbers for zero
             return
         output = step.attend(call, torch.zeros_like(value).repeat(1, 2, 1), key, value)
     read = KVRows(native, 1, 1, shape.head_dim).gather(batch.block_tables[:, 0].long())[:, 0]

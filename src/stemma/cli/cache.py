@@ -148,9 +148,7 @@ def export_command(
     try:
         if directory is not None:
             tokens = _tokens(given, model)
-            count = _export_from_directory(
-                draft, directory, space, tokens, salt, key_file, public_prefixes
-            )
+            count = _export_from_directory(draft, directory, space, tokens, salt, key_file, public_prefixes)
         elif url is not None:
             count = _export_from_server(draft, url, {"prompt": given, **_where(salt, tenant)}, admin_key)
         else:

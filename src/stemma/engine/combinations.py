@@ -21,7 +21,7 @@ class Refused:
     applies: Callable[[EngineSettings, str], bool]
     """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
     message: str
-    """What to do instead; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` stand for settings."""
+    """What to do instead; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}``: settings."""
 
 
 REFUSED: tuple[Refused, ...] = (

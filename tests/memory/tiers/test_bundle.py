@@ -116,7 +116,7 @@ def test_a_prompt_behind_a_published_prefix() -> None:
     content = written(roots=roots)
     assert read(content, roots=roots) == [bytes_of(key, BLOCK_BYTES) for key in roots.chain(TOKENS)]
     assert roots.chain(TOKENS)[:2] == SPACE.roots(head.public).chain(TOKENS)[:2]
-    with pytest.raises(StorageMismatch, match="2 leading blocks .* were published .* 0 are here"):
+    with pytest.raises(StorageMismatch, match=r"2 leading blocks .* were published .* 0 are here"):
         read(content, roots=SPACE.roots(Namespace(salt="ada")))
     with pytest.raises(StorageMismatch, match="another namespace"):
         read(content, roots=SPACE.roots(Namespace(salt="bob", head=head.head)))

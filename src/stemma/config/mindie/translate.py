@@ -205,7 +205,7 @@ def _kv_layout(file: MindIEFile, model: ModelConfig, result: Translation) -> Non
         result.values["kv_layout"] = ("nz" if families else "rows", key)
         if kind is not None and not families and "prefix_cache" in model.plugin_params:
             result.notes.append(
-                "enable_nz is false; MindIE wants it true for DeepSeek with prefix_cache. Answers are the same"
+                "enable_nz is false; MindIE wants it true for DeepSeek with prefix_cache; answers are equal"
             )
         return
     others = [name for name in families if name.startswith("deepseek")]

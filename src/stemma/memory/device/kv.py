@@ -47,8 +47,8 @@ class DeviceKV:
         if layout.tiled:
             shape = [*shape[:3], num_pieces, layout.block_size, COLUMNS]
         self._token_rows: npt.NDArray[np.uint8] | None = None
-        """On CPU: the same bytes as [num_blocks, runs, block_size, bytes]; a token has a row, or a piece of one,
-        in each run."""
+        """On CPU: the same bytes as [num_blocks, runs, block_size, bytes]; in each run a token has a row, or a
+        piece of one."""
         if self.device.type == "cpu":
             # Zeros from calloc: pages are committed only when first written, and padding read by attention
             # is never NaN (a masked NaN would still spoil a weighted sum).

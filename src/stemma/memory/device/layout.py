@@ -8,8 +8,8 @@ follow its numbers, so the row of a token is still one run of bytes: ``[head, di
 number of bytes, and ``[head, scale]`` bfloat16 scales.
 
 A latent's rows may be cut into pieces of 16 columns (`tiled`), as kernels on tiles want them: the part of a
-block is then ``[columns / 16, token, 16]``, rows filled up to whole pieces. Columns of codes are bytes, scales
-included.
+block is then ``[columns / 16, token, 16]``, rows filled up to whole pieces. Columns of codes are bytes, with
+their scales.
 """
 
 from __future__ import annotations

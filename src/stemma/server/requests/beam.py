@@ -15,7 +15,7 @@ def candidates(
     body: ChatRequest | CompletionRequest | VLLMGenerateRequest,
     params: SamplingParams,
 ) -> tuple[SamplingParams, BeamParams | None]:
-    """Return what the engine is asked for: `best_of` sequences of which `params.n` are answered, or a search."""
+    """Return what the engine is asked for: `best_of` sequences, of which `params.n` count, or a search."""
     beam = _search(body, params.n, body.best_of)
     if beam is not None:
         return params, beam
