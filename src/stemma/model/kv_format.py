@@ -104,7 +104,7 @@ class KVRows:
             part.index_put_((blocks, offsets), rows)
             return
         rows = rows.flatten(1)
-        rows = F.pad(rows, (0, -rows.shape[1] % COLUMNS)).unflatten(1, (-1, COLUMNS))
+        rows = F.pad(rows, (0, -rows.shape[1] % COLUMNS)).view(len(rows), -1, COLUMNS)
         self._part[:, : rows.shape[1]].transpose(1, 2).index_put_((blocks, offsets), rows)
 
     def _codes(self, rows: torch.Tensor) -> torch.Tensor:

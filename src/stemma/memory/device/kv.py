@@ -47,7 +47,7 @@ class DeviceKV:
         if layout.tiled:
             shape = [*shape[:3], num_pieces, layout.block_size, COLUMNS]
         self._token_rows: npt.NDArray[np.uint8] | None = None
-        """On CPU: the same bytes as [num_blocks, runs, block_size, bytes]; in each run a token has a row, or a
+        """On CPU: the same bytes as [num_blocks, runs, block_size, bytes]: a row of a token in each run, or a
         piece of one."""
         if self.device.type == "cpu":
             # Zeros from calloc: pages are committed only when first written, and padding read by attention
