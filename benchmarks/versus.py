@@ -34,6 +34,7 @@ from benchmarks.workloads import PROBES, Probe, ProbeResult
 from stemma.cli.bench.driver import Target, negotiate
 from stemma.cli.client import RequestFailed, make_http
 from stemma.errors import StemmaError
+from stemma.model.demo import demo_model
 from stemma.model.tokenizer import Tokenizer
 
 BUSY_PERCENT = 8.0
@@ -73,6 +74,9 @@ def main(
     openvino: Annotated[
         Path | None, typer.Option(help="Python with openvino-genai, optimum-intel[openvino], fastapi.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="What is served; `demo`: the demo's model. Default: 0.5B, random.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder with gsm8k_test.jsonl and mmlu/.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each server.")] = psutil.cpu_count(False) or 2,
     rounds: Annotated[int, typer.Option(min=1)] = 1,
@@ -83,21 +87,24 @@ def main(
 ) -> None:
     """Measure every server that is given; print ratios of Stemma to each peer."""
     console = Console(highlight=False)
-    checkpoint = half_billion_checkpoint()
-    configured = [servers.stemma(checkpoint, threads, tuple(stemma_flags.split()))]
+    path = _checkpoint(checkpoint)
+    asked = only.split(",") if only else [p.name for p in PROBES if p.num_tokens <= servers.MAX_MODEL_LEN]
+    chosen = [probe for probe in PROBES if probe.name in asked]
+    length = max([servers.MAX_MODEL_LEN, *(probe.num_tokens for probe in chosen)])
+    flags = tuple(stemma_flags.split())
+    configured = [servers.stemma(path, threads, flags, max_model_len=length)]
     if vllm is not None:
-        configured.append(servers.vllm(vllm, checkpoint, threads))
+        configured.append(servers.vllm(vllm, path, threads, max_model_len=length))
     if llama_cpp is not None:
-        configured.append(servers.llama_cpp(llama_cpp, _gguf(llama_cpp, checkpoint), threads))
+        configured.append(servers.llama_cpp(llama_cpp, _gguf(llama_cpp, path), threads))
     if transformers is not None:
-        configured.append(servers.transformers_serve(transformers, checkpoint))
+        configured.append(servers.transformers_serve(transformers, path))
     if openvino is not None:
-        configured.append(servers.openvino(openvino, _openvino_export(openvino, checkpoint), threads))
-    chosen = [probe for probe in PROBES if not only or probe.name in only.split(",")]
+        configured.append(servers.openvino(openvino, _openvino_export(openvino, path), threads))
     results = {server.name: ServerResult(server.name, server.note) for server in configured}
     if not busy_ok:
         refuse_if_busy()
-    count_tokens = _token_counter(checkpoint)
+    count_tokens = _token_counter(path)
     with ExitStack() as stack:
         up: dict[str, servers.Running] = {}
         for server in configured:
@@ -119,6 +126,12 @@ def main(
     console.print(_table(chosen, results))
     if json_file is not None:
         json_file.write_bytes(orjson.dumps(_as_json(results), option=orjson.OPT_INDENT_2))
+
+
+def _checkpoint(asked: Path | None) -> Path:
+    if asked == Path("demo"):
+        return demo_model().path
+    return asked or half_billion_checkpoint()
 
 
 def _gguf(python: Path, checkpoint: Path) -> Path:

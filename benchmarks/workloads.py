@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -42,6 +42,8 @@ class Probe:
     unit: str
     run: Callable[[Target, Path | None, Counter], Awaitable[ProbeResult]]
     needs_data: bool = False
+    num_tokens: int = 4096
+    """Longest prompt and answer together. What is longer than servers take by default runs if named."""
 
 
 def _result(value: float, answers: Sequence[Answer], samples: Sequence[float] = ()) -> ProbeResult:
@@ -231,6 +233,17 @@ def _repeats(_: Path | None, count: Counter) -> list[str]:
     return [maker.text(768) for _ in range(6)] * 4
 
 
+def _burst(_: Path | None, count: Counter) -> list[str]:
+    """296 prompts, each one of 8 prefixes of 512 tokens and 64 of its own, in random order."""
+    maker = _maker(count, 296)
+    prefixes = [maker.text(512) for _ in range(8)]
+    prompts = [f"{prefixes[i % 8]} {maker.text(64)}" for i in range(296)]
+    random.Random(296).shuffle(prompts)
+    return prompts
+
+
+_LONG = _ttft_probe("cold_7900", "TTFT, 7,900 tokens cold", lambda maker, _: ([], maker.text(7900)), 3)
+
 PROBES = (
     _ttft_probe("cold", "TTFT, 2,048 tokens cold", lambda maker, _: ([], maker.text(2048))),
     _ttft_probe("warm", "TTFT, 2,048 cached + 32 new", _warm),
@@ -249,4 +262,6 @@ PROBES = (
     _total_probe("no_sharing", "no sharing, 24 x (512 + 32)", _no_sharing, max_tokens=32),
     Probe("n_8", "n = 8 samples of a 1,024-token prompt", "s", _parallel_samples),
     Probe("beam_4", "beam, width 4, 1,024-token prompt, 24 tokens", "s", _beam),
+    _total_probe("burst", "296 prompts at once, 8 shared prefixes", _burst, max_tokens=32, limit=296),
+    replace(_LONG, num_tokens=8192),
 )

@@ -50,17 +50,21 @@ class Running:
     pid: int
 
 
-def stemma(checkpoint: Path, threads: int, extra: tuple[str, ...] = ()) -> Server:
+def stemma(
+    checkpoint: Path, threads: int, extra: tuple[str, ...] = (), *, max_model_len: int = MAX_MODEL_LEN
+) -> Server:
     """Return Stemma as `stemma serve` starts it."""
     command = (
         *(sys.executable, "-m", "stemma", "serve", str(checkpoint), "--port", "{port}"),
-        *("--served-name", MODEL_NAME, "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--served-name", MODEL_NAME, "--max-model-len", str(max_model_len)),
         *("--kv-cache-memory", str(KV_CACHE_BYTES), "--num-threads", str(threads), *extra),
     )
     return Server("stemma", command)
 
 
-def vllm(python: Path, checkpoint: Path, threads: int, *, eager: bool = False) -> Server:
+def vllm(
+    python: Path, checkpoint: Path, threads: int, *, eager: bool = False, max_model_len: int = MAX_MODEL_LEN
+) -> Server:
     """Return vLLM-CPU compiled, bound to all cores, with tcmalloc and libiomp5 preloaded (its best)."""
     preload = [
         path
@@ -73,7 +77,7 @@ def vllm(python: Path, checkpoint: Path, threads: int, *, eager: bool = False) -
     command = (
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
         *("--served-model-name", MODEL_NAME, "--port", "{port}", "--host", "127.0.0.1"),
-        *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)),
+        *("--dtype", "bfloat16", "--max-model-len", str(max_model_len)),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES), *(("--enforce-eager",) if eager else ())),
     )
