@@ -44,7 +44,16 @@ def rewrite(
     """Write `quantized/` and `plain/` into `folder`; `config` is added to config.json of the first."""
     plain = checkpoints.build(family, folder / "plain")
     quantized = checkpoints.build(family, folder / "quantized")
-    weights = load_file(plain / "model.safetensors")
+    numbers = quantize_in_place(quantized, quantize, config, file=file)
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    return Twin(quantized, plain)
+
+
+def quantize_in_place(
+    checkpoint: Path, quantize: Quantize, config: dict[str, Any], *, file: str = "model.safetensors"
+) -> Tensors:
+    """Replace the linear weights of a plain checkpoint; return the numbers that all tensors stand for."""
+    weights = load_file(checkpoint / "model.safetensors")
     stored, numbers = dict(weights), dict(weights)
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
@@ -52,12 +61,11 @@ def rewrite(
             tensors, numbers[name] = quantize(weight)
             del stored[name]
             stored |= {f"{stem}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
-    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
-    (quantized / "model.safetensors").unlink()
-    save_file(stored, quantized / file, metadata={"format": "pt"})
-    written = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps(written | config))
-    return Twin(quantized, plain)
+    (checkpoint / "model.safetensors").unlink()
+    save_file(stored, checkpoint / file, metadata={"format": "pt"})
+    written = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(written | config))
+    return numbers
 
 
 def edit(path: Path, change: Callable[[Tensors], object], file: str = "model.safetensors") -> None:

@@ -20,7 +20,7 @@ from stemma.engine.llm import engine_settings
 from stemma.errors import ConfigError
 from tests.adapters import write_adapter
 from tests.checkpoints import build, build_mtp
-from tests.quantized_files import gptq, rewrite
+from tests.quantized_files import Tensors, gptq, quantize_in_place, rewrite
 
 FAMILIES = ("llama", "qwen3-moe", "gemma2", "gpt-oss", "deepseek-v3")
 """One of each way to run: fused, fused with experts, modules, attention sinks, latents."""
@@ -30,6 +30,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
     "FP8": {"dtype": "bfloat16"},
+    "GPTQ": {"dtype": "bfloat16"},
+    "GPTQ-inputs": {"dtype": "bfloat16", "quantize": "inputs"},
 }
 KV: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -92,9 +94,13 @@ class Feature:
 
 def lora_settings(place: Place) -> dict[str, Any]:
     name = "model.layers.1.self_attn.o_proj"
-    weight = load_file(place.checkpoint / "model.safetensors")[f"{name}.weight"]
+    tensors = load_file(place.checkpoint / "model.safetensors")
+    if (packed := tensors.get(f"{name}.qweight")) is not None:  # eight codes of four bits to a word
+        outputs, inputs = packed.shape[1], 8 * packed.shape[0]
+    else:
+        outputs, inputs = tensors[f"{name}.weight"].shape
     torch.manual_seed(0)
-    pair = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4)
+    pair = torch.randn(4, inputs), torch.randn(outputs, 4)
     return {"lora": {"one": write_adapter(place.folder / "adapter", {name: pair})}}
 
 
@@ -135,17 +141,32 @@ def make_fp8(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(config))
 
 
+def make_gptq(checkpoint: Path) -> None:
+    """Turn the projections of a checkpoint into GPTQ's of four bits, all inputs of an output in one group."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}
+
+    def quantize(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        return gptq(4, weight.shape[1], zero=True)(weight)
+
+    quantize_in_place(checkpoint, quantize, {"quantization_config": config})
+
+
+STORED: dict[str, Callable[[Path], None]] = {"FP8": make_fp8, "GPTQ": make_gptq}
+"""Kinds of weights that a checkpoint must hold."""
+
+
 @pytest.fixture(scope="module")
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    made: dict[tuple[str, bool], Path] = {}
+    made: dict[tuple[str, str], Path] = {}
 
     def get(family: str, weights: str) -> Path:
-        key = family, weights == "FP8"
+        kind = weights.split("-")[0]
+        key = family, kind if kind in STORED else "plain"
         if key not in made:
             make = build_mtp if family == "deepseek-v3" else partial(build, family)
             made[key] = make(tmp_path_factory.mktemp("checkpoint") / family)
-            if key[1]:
-                make_fp8(made[key])
+            if kind in STORED:
+                STORED[kind](made[key])
         return made[key]
 
     return get
