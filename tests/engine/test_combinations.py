@@ -282,9 +282,10 @@ REFUSED_CASES: list[dict[str, object]] = [
     {"device": "cuda", "kv_layout": "nz"},
     {"device": "cuda", "speculation": "mtp"},
     {"device": "cuda", "quantize": "int8"},
+    {"context_parallel_size": 3},
     {"tensor_parallel_size": 2, "memory_limit": "8GB"},
     {"tensor_parallel_size": 2, "lora": {"one": "adapter"}},
-    {"tensor_parallel_size": 2, "speculation": "mtp"},
+    {"context_parallel_size": 2, "speculation": "mtp"},
     {"tensor_parallel_size": 2, "overlap_schedule": "on", "device": "cuda"},
 ]
 """One for each entry of `REFUSED`, in its order."""
@@ -300,7 +301,10 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
         kv=settings.cache.kv_cache_dtype,
         layout=settings.cache.kv_layout,
         quantize=settings.model.quantize,
-        ranks=2,
+        ranks=" ".join(
+            map(str, next((one for one in fields.items() if one[0].endswith("parallel_size")), ()))
+        ),
+        block_size=settings.cache.block_size,
     )
 
 
@@ -312,6 +316,7 @@ def test_what_doesnt_go_together(fields: dict[str, object], refused: Any) -> Non
         {"role": "prefill", "pool": "redis"},
         {"role": "decode", "pool": "redis", "enable_prefix_cache": False},
         {"kv_cache_dtype": "int8", "quantize": "int4"},
+        {"context_parallel_size": 2, "tensor_parallel_size": 2, "host_cache": "1GB", "speculation": "auto"},
         {"tensor_parallel_size": 2, "kv_cache_dtype": "int8", "host_cache": "1GB", "disk_cache": "blocks"},
         {"tensor_parallel_size": 2, "pool": "redis", "role": "prefill"},
         {"tensor_parallel_size": 2, "quantize": "int4", "overlap_schedule": "on"},
@@ -331,5 +336,6 @@ def test_quantized_weights_arent_quantized_again(tmp_path: Path) -> None:
 def test_the_document_has_every_refusal() -> None:
     document = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
     for refused in REFUSED:
-        names = {"role": "ROLE", "kv": "DTYPE", "layout": "nz", "quantize": "KIND", "ranks": "N"}
-        assert f"`{refused.message.format(**names)}`" in document
+        values = {"role": "ROLE", "kv": "DTYPE", "layout": "nz", "quantize": "KIND"}
+        values |= {"ranks": "RANKS", "block_size": "SIZE"}
+        assert f"`{refused.message.format(**values)}`" in document

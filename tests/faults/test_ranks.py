@@ -13,7 +13,7 @@ from stemma.cli.server_process import ServerProcess
 from tests.checkpoints import build
 from tests.engine.ranks.processes import rank_processes
 
-FLAGS = ["--tensor-parallel-size", "2", "--block-size", "8", "--kv-cache-memory", "1MB", "--num-threads", "1"]
+FLAGS = ["--block-size", "8", "--kv-cache-memory", "1MB", "--num-threads", "1"]
 FLAGS += ["--load-when", "always", "--load-timeout-s", "20", "--speculation", "off"]
 PROMPT = [(11 * i * i + 5 * i) % 400 + 3 for i in range(70)]
 
@@ -30,9 +30,10 @@ def complete(server: ServerProcess, max_tokens: int = 4) -> httpx.Response:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["--tensor-parallel-size", "--context-parallel-size"])
+def test_a_killed_rank_ends_the_server(kind: str, tmp_path: Path) -> None:
     model = build("llama", tmp_path / "model")
-    flags = [*FLAGS, "--disk-cache", str(tmp_path / "disk")]
+    flags = [*FLAGS, kind, "2", "--disk-cache", str(tmp_path / "disk")]
     server = ServerProcess(model, flags)
     server.start()
     try:

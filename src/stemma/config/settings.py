@@ -229,6 +229,14 @@ class ParallelSettings(SettingsModel):
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
     """Of a mixture of experts: groups of ranks that the experts are divided over. 1: all ranks split each
     expert."""
+    context_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Groups of `tensor_parallel_size` processes that each hold some tokens of every block, and compute their
+    rows: one prompt's KV may exceed the memory of one of them. It divides `block_size`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     @model_validator(mode="after")
     def _divides(self) -> Self:

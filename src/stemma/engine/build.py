@@ -27,7 +27,7 @@ from stemma.engine.ranks.execution import LeadingDecoder, LeadingKV
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
 from stemma.engine.ranks.pool import OtherPools
-from stemma.engine.ranks.settings import pool_part, rank_key_space
+from stemma.engine.ranks.settings import pool_part, rank_key_space, shares_of
 from stemma.engine.ranks.tiers import RankedTiers
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
@@ -45,7 +45,6 @@ from stemma.model.causal_lm import CausalLM
 from stemma.model.demo import is_demo, resolve_checkpoint
 from stemma.model.directory import check_directory, is_gguf
 from stemma.model.loading import Progress, load_model, resolve_device
-from stemma.model.parallel.share import Share
 from stemma.model.pretrained import check_cut, load_config
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
@@ -96,12 +95,11 @@ def build_engine(
     supervisor = supervisor or LoggingSupervisor()
     check_combinations(settings, resolve_device(settings.model.device).type)
     settings = with_checkpoint(settings, progress)
-    if settings.parallel.tensor_parallel_size == 1:
+    if settings.parallel.num_ranks == 1:
         return _build(settings, progress, supervisor, None)
-    parallel = settings.parallel
-    share = Share(0, parallel.tensor_parallel_size, parallel.expert_parallel_size)
     check_directory(settings.model.path)
-    check_cut(settings.model, load_config(settings.model), share)  # before processes are started for nothing
+    # Before processes are started for nothing.
+    check_cut(settings.model, load_config(settings.model), shares_of(settings)[0])
     ranks = Ranks(settings, supervisor)
     with ranks.closing_on_error():
         return _build(ranks.settings, progress, supervisor, ranks)
@@ -135,7 +133,9 @@ def _build(
         kv_layout += ":mtp"  # what the last layer of a block holds
     if ranks is not None:
         kv_layout += f":tp{ranks.share.size}:ep{ranks.share.expert_size}"
-    key_space = KeySpace(model.fingerprint, kv_layout, layout.block_size)
+        if ranks.share.context_size > 1:
+            kv_layout += f":cp{ranks.share.context_size}"
+    key_space = KeySpace(model.fingerprint, kv_layout, settings.cache.block_size)
     kv = make_kv(layout, num_blocks, model.device, key_space, ranks)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
@@ -190,7 +190,7 @@ def _build(
     pool = None
     if own_tiers is not None:
         pool = open_attachment(own_tiers, key_space, layout, settings.role, ranks)
-    num_ranks = 1 if ranks is None else ranks.share.size
+    num_ranks = 1 if ranks is None else ranks.share.num_processes
     return EngineParts(
         engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks
     )
@@ -258,6 +258,7 @@ def make_runner(
     options: dict[str, Any] = {
         "max_batch_tokens": settings.scheduler.max_batch_tokens,
         "adapters": PreparedAdapters(model, settings.lora.max_loras),
+        "block_size": settings.cache.block_size,
     }
     if settings.speculation.mode != "mtp" or drafter is None:
         return Runner(model, kv, **options), None
@@ -273,7 +274,7 @@ def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | No
     """
     if settings.speculation.mode == "mtp":
         return None
-    if settings.parallel.tensor_parallel_size > 1 and device.type == "cuda":
+    if settings.parallel.num_ranks > 1 and device.type == "cuda":
         return None
     wanted, is_cuda = settings.scheduler.overlap_schedule, device.type == "cuda"
     if wanted == "off" or (wanted == "auto" and (not is_cuda or settings.speculation.mode != "off")):

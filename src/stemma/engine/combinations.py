@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stemma.config.settings import EngineSettings
+from stemma.config.settings import EngineSettings, ParallelSettings
 from stemma.errors import ConfigError
 
 
@@ -21,7 +21,8 @@ class Refused:
     applies: Callable[[EngineSettings, str], bool]
     """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
     message: str
-    """What to do instead; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}``: settings."""
+    """What to do instead; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` and
+    ``{block_size}`` stand for settings."""
 
 
 REFUSED: tuple[Refused, ...] = (
@@ -64,25 +65,30 @@ REFUSED: tuple[Refused, ...] = (
         "quantize none",
     ),
     Refused(
-        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.cache.memory_limit is not None,
-        "tensor_parallel_size {ranks} doesn't go with memory_limit, which measures one process; give "
+        lambda s, _device: s.cache.block_size % s.parallel.context_parallel_size != 0,
+        "{ranks} doesn't go with block_size {block_size}: each rank holds as many tokens of a block; choose "
+        "a multiple of context_parallel_size",
+    ),
+    Refused(
+        lambda s, _device: s.parallel.num_ranks > 1 and s.cache.memory_limit is not None,
+        "{ranks} doesn't go with memory_limit, which measures one process; give "
         "kv_cache_memory, the bytes of each rank",
     ),
     Refused(
-        lambda s, _device: s.parallel.tensor_parallel_size > 1 and bool(s.lora.adapters),
-        "tensor_parallel_size {ranks} doesn't go with adapters, which aren't cut for ranks; leave lora out",
+        lambda s, _device: s.parallel.num_ranks > 1 and bool(s.lora.adapters),
+        "{ranks} doesn't go with adapters, which aren't cut for ranks; leave lora out",
     ),
     Refused(
-        lambda s, _device: s.parallel.tensor_parallel_size > 1 and s.speculation.mode == "mtp",
-        "tensor_parallel_size {ranks} doesn't go with speculation mtp, whose layer isn't cut for ranks; take "
+        lambda s, _device: s.parallel.num_ranks > 1 and s.speculation.mode == "mtp",
+        "{ranks} doesn't go with speculation mtp, whose layer isn't cut for ranks; take "
         "another speculation, e.g. auto",
     ),
     Refused(
         lambda s, device: (
-            s.parallel.tensor_parallel_size > 1 and s.scheduler.overlap_schedule == "on" and device != "cpu"
+            s.parallel.num_ranks > 1 and s.scheduler.overlap_schedule == "on" and device != "cpu"
         ),
-        "tensor_parallel_size {ranks} with overlap_schedule on runs on CPU only: ranks get drawn tokens by "
-        "way of the host; leave it auto",
+        "{ranks} with overlap_schedule on runs on CPU only: ranks get drawn tokens by way of the host; leave "
+        "it auto",
     ),
 )
 """The first that applies is reported. A new one needs a line in the document and a case in the test."""
@@ -101,6 +107,16 @@ def check_combinations(settings: EngineSettings, device: str) -> None:
                     kv=settings.cache.kv_cache_dtype,
                     layout=settings.cache.kv_layout,
                     quantize=settings.model.quantize,
-                    ranks=settings.parallel.tensor_parallel_size,
+                    ranks=_ranks_of(settings.parallel),
+                    block_size=settings.cache.block_size,
                 )
             )
+
+
+def _ranks_of(parallel: ParallelSettings) -> str:
+    """Return the settings that ask for several ranks, with their values."""
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+    }
+    return " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

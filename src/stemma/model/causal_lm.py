@@ -119,21 +119,30 @@ class ModuleDecoder:
         return logits
 
     @torch.inference_mode()
-    def _try(self, num_tokens: int) -> None:
+    def _try(self, num_tokens: int, probe: AttentionProbe | None = None) -> None:
         """Run `num_tokens` tokens without KV; logits of the last."""
         device = self._hf.device
         positions = torch.arange(num_tokens, device=device)
         with self.operations or nullcontext():
-            self._run(torch.zeros_like(positions), positions, positions[-1:], AttentionProbe())
+            self._run(torch.zeros_like(positions), positions, positions[-1:], probe or AttentionProbe())
 
 
 class CausalLM:
     """A transformers causal LM whose attention runs over `DeviceKV`. One step at a time; not thread-safe."""
 
     def __init__(
-        self, decoder: Decoder, info: ModelInfo, kv_shape: KVShape, device: torch.device, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        info: ModelInfo,
+        kv_shape: KVShape,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        context_size: int = 1,
     ) -> None:
+        """`context_size`: ranks that the tokens of each block are divided over."""
         self.decoder = decoder
+        self.context_size = context_size
         self.info = info
         self._kv_shape = kv_shape
         self.device = device
@@ -187,11 +196,11 @@ class CausalLM:
     def layout(
         self, block_size: int, kv_dtype: KVDtype = "auto", arrangement: KVArrangement = "rows"
     ) -> KVLayout:
-        """Return what a block of `block_size` tokens looks like for this model.
+        """Return what this rank's part of a block of `block_size` tokens looks like for this model.
 
         Raises ConfigError for a KV dtype or an arrangement that the model can't attend over.
         """
-        shape = self._kv_shape
+        shape, block_size = self._kv_shape, block_size // self.context_size
         dtype = str(self.dtype).removeprefix("torch.")
         plain = KVLayout(
             shape.num_layers, shape.num_parts, block_size, shape.num_kv_heads, shape.head_dim, dtype

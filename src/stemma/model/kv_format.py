@@ -13,10 +13,12 @@ functions here run on torch. The kernels (`native/kv_format.h`) compute the same
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
-from stemma.memory.device.kv import TORCH_DTYPES, DeviceKV
+from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.memory.device.layout import COLUMNS, SCALE_BYTES, KVLayout, StoredAs
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
@@ -61,10 +63,21 @@ def decode(
     return torch.cat(parts, dim=-1).to(dtype)
 
 
+class LayerSource(Protocol):
+    """What rows of KV are read from: a `DeviceKV`, or blocks of one layer that came from elsewhere."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of a block."""
+
+    def layer(self, index: int, /) -> torch.Tensor:
+        """Return a layer of all blocks; see `DeviceKV.layer`."""
+
+
 class KVRows:
     """Keys or values of one layer in all blocks, written and read as rows of the model's dtype."""
 
-    def __init__(self, kv: DeviceKV, layer: int, part: int, dim: int) -> None:
+    def __init__(self, kv: LayerSource, layer: int, part: int, dim: int) -> None:
         """`dim` is the length of a row; the layout may have room for more."""
         self._layout: KVLayout = kv.layout
         self._part = kv.layer(layer)[:, part]

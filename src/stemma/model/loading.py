@@ -34,6 +34,7 @@ from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format
 from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.latent import cache_latents
+from stemma.model.parallel.context import ContextDecoder
 from stemma.model.parallel.group import RankGroup
 from stemma.model.parallel.sums import add_sums
 from stemma.model.prediction import (
@@ -120,9 +121,9 @@ def load_model(
         numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
     packing = None if kernels is None else Packing(kernels, dtype, rounding)
-    if group is not None:
+    if group is not None and group.share.size > 1:
         add_sums(hf_model, group)
-    model = _make_servable(hf_model, info, device, packing, settings, report, is_whole=group is None)
+    model = _make_servable(hf_model, info, device, packing, settings, report, group)
     num_packed = 0 if packing is None else packing.num_quantized
     formats = counts.describe(str(dtype).removeprefix("torch."), num_packed)
     model.info = replace(model.info, formats=formats)
@@ -142,12 +143,11 @@ def _make_servable(
     packing: Packing | None,
     settings: ModelSettings,
     report: Progress,
-    *,
-    is_whole: bool,
+    group: RankGroup | None,
 ) -> CausalLM:
     """Check a model, put our attention into it and choose how it runs; it is taken apart.
 
-    One that isn't whole is a rank's share.
+    With a `group` it is a rank's share.
     """
     checkpoint = MappedFiles(weight_files(settings.path))
 
@@ -175,15 +175,16 @@ def _make_servable(
     if hasattr(hf_model, "stemma_prediction"):
         kv_shape = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
     with large_blocks_apart(), weights_together():
-        decoder = _make_decoder(hf_model, calls, packing, reporting("packing weights"), may_fuse=is_whole)
+        decoder = _make_decoder(hf_model, calls, packing, reporting("packing weights"), group)
     trim_heap()
     if packing is not None:
         info = replace(info, weight_bytes=info.weight_bytes - packing.saved_bytes)
-    if device.type == "cuda" and all(call.sinks is None for call in calls):  # Triton's kernels know no sinks
-        decoder = make_cuda_decoder(
-            hf_model, device, max_context=info.max_model_len, use_graphs=settings.cuda_graphs and is_whole
-        )
-    model = CausalLM(decoder, info, kv_shape, device, hf_model.dtype)
+    context_size = 1 if group is None else group.share.context_size
+    has_sinks = any(call.sinks is not None for call in calls)  # Triton's kernels know none
+    if device.type == "cuda" and context_size == 1 and not has_sinks:
+        use_graphs = settings.cuda_graphs and group is None
+        decoder = make_cuda_decoder(hf_model, device, max_context=info.max_model_len, use_graphs=use_graphs)
+    model = CausalLM(decoder, info, kv_shape, device, hf_model.dtype, context_size=context_size)
     report("self-check", 0.0)
     with nullcontext() if reference is None else shallow(hf_model):
         check_served(model, reference, None if packing is None else packing.fewest_bits)
@@ -270,15 +271,20 @@ def _make_decoder(
     calls: list[AttentionCall],
     packing: Packing | None,
     report: Callable[[float], None],
-    *,
-    may_fuse: bool,
+    group: RankGroup | None,
 ) -> Decoder:
     """Choose how to run the model: fused layers on CPU where they fit, else its own modules."""
+    if group is not None and group.share.context_size > 1:
+        if packing is not None:
+            _pack_modules(hf_model, packing, report)
+        decoder = ContextDecoder(hf_model, packing, group)
+        detach(hf_model)
+        return decoder
     predicts = hasattr(hf_model, "stemma_prediction")
     kernels = None if packing is None else packing.kernels
     main: MainDecoder
     operations: RowwiseOperations | None
-    if packing is not None and may_fuse and follows_pattern(hf_model):
+    if packing is not None and group is None and follows_pattern(hf_model):
         main, operations = FusedDecoder(hf_model, calls, packing, report), RowwiseOperations(packing.kernels)
         if predicts:
             _pack_modules(hf_model.stemma_prediction, packing, lambda _share: None)

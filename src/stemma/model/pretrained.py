@@ -218,7 +218,7 @@ def check_cut(settings: ModelSettings, config: Any, share: Share) -> None:
         kind = "a GGUF file" if is_gguf(settings.path) else "quantized"
         raise UnsupportedModel(
             f"{settings.path} is {kind}: only plain safetensors are cut for several ranks; leave "
-            "tensor_parallel_size 1, or take the unquantized checkpoint"
+            "tensor_parallel_size and context_parallel_size 1, or take the unquantized checkpoint"
         )
     if runs_remote_code(settings):
         raise UnsupportedModel(f"{settings.path} brings its own code, which isn't cut for several ranks")

@@ -41,6 +41,7 @@ TESTED = frozenset(
 """Architectures whose logits tests/model compares with plain transformers, on every path."""
 
 _BLOCK_SIZE = 8
+"""On each of the ranks that tokens are divided over."""
 _CHUNKS = (7, 6)
 """The second begins inside a block and ends in another."""
 _NUM_TOKENS = sum(_CHUNKS)
@@ -210,14 +211,15 @@ def _prompt(config: Any, vocab_size: int) -> torch.Tensor:
 
 def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
     """Return logits [T, vocab] on CPU of one sequence, computed in chunks over blocks in mixed order."""
-    num_blocks = -(-len(tokens) // _BLOCK_SIZE)
-    kv = DeviceKV(model.layout(_BLOCK_SIZE), num_blocks + 1, model.device)
+    block_size = _BLOCK_SIZE * model.context_size
+    num_blocks = -(-len(tokens) // block_size)
+    kv = DeviceKV(model.layout(block_size), num_blocks + 1, model.device)
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     logits: list[torch.Tensor] = []
     start = 0
     for length in chunks:
         positions = torch.arange(start, start + length)
-        slots = table[positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        slots = table[positions // block_size].long() * block_size + positions % block_size
         batch = ForwardBatch(
             token_ids=tokens[start : start + length].to(model.device),
             positions=positions.to(model.device),

@@ -27,10 +27,11 @@ static std::string describe_structures() {
 #define BEGIN(NAME) { using S = NAME; text += Described<S>(#NAME)
 #define F(FIELD) .field(#FIELD, offsetof(S, FIELD))
 #define END ; }
-    BEGIN(Batch) F(num_seqs) F(query_starts) F(context_lens) F(tables) F(table_stride) F(block_size) END
+    BEGIN(Batch) F(num_seqs) F(query_starts) F(context_lens) F(tables) F(table_stride) F(block_size) F(limits) END
     BEGIN(AttendArgs) F(query) F(keys) F(values) F(output) F(query_token_stride) F(query_head_stride)
         F(block_stride) F(token_stride) F(head_stride) F(key_dim) F(value_dim) F(window) F(first_key) F(is_bf16)
-        F(scale) F(softcap) F(sinks) F(format) END
+        F(scale) F(softcap) F(sinks) F(format) F(lows) F(partials) END
+    BEGIN(MergeArgs) F(parts) F(output) F(sinks) F(rows) F(num_parts) F(heads) F(value_dim) F(is_bf16) F(threads) END
     BEGIN(NormArgs) F(delta) F(residual) F(weight) F(output) F(rows) F(dim) F(is_bf16) F(threads) F(eps) END
     BEGIN(RotateArgs) F(qkv) F(cos) F(sin) F(q_norm) F(k_norm) F(query) F(keys) F(values) F(slots) F(tokens)
         F(block_stride) F(token_stride) F(head_stride) F(heads) F(kv_heads) F(dim) F(block_size) F(is_bf16)

@@ -105,8 +105,12 @@ static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, i
     }
     const Segment& segment = plan.segments[item.segment];
     for (int r = 0; r < item.num_rows; r++) {
-        int position = plan.positions[segment.token_begin + (item.row_begin + r) / plan.group_size];
+        int at = segment.token_begin + (item.row_begin + r) / plan.group_size, position = plan.positions[at];
         s.limits.high[r] = position + 1;
+        if (args.lows) {
+            s.limits.low[r] = args.lows[plan.tokens[at]];
+            continue;
+        }
         int low = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
         s.limits.low[r] = std::max(low, std::min(args.first_key, position));
     }

@@ -26,10 +26,16 @@ static inline void merge(float& max, float& sum, float* acc, float next_max, flo
     for (; d < dim; d++) acc[d] = fma_one(next_acc[d], now, acc[d] * before);
 }
 
-// Divide one row's merged sum and write it as token `token` of query head `head`.
+// Divide one row's merged sum and write it as token `token` of query head `head`; or write it as it is.
 template <class T>
 static void put_row(const AttendArgs& args, int num_heads, int64_t token, int head, float max, float sum,
                     const float* acc) {
+    if (args.partials) {
+        float* partial = args.partials + (token * num_heads + head) * (args.value_dim + 2);
+        partial[0] = max, partial[1] = sum;
+        if (sum != 0) std::memcpy(partial + 2, acc, sizeof(float) * args.value_dim);
+        return;
+    }
     float factor = 1.0f;
     if (args.sinks) {
         float sink = args.sinks[head] * LOG2_E, top = std::max(max, sink), both[2 * LANES];
@@ -57,5 +63,30 @@ static void merge_token(const AttendArgs& args, const Plan& plan, int index) {
             merge(max, sum, acc.data(), slot[0], slot[1], slot + 2, dim);
         }
         put_row<T>(args, heads, plan.merged[index], h, max, sum, acc.data());
+    }
+}
+
+// Partial results of rows over several runs of keys, which ranks computed.
+struct MergeArgs {
+    const float* parts;  // [num_parts, rows, heads, value_dim + 2], as AttendArgs::partials
+    void* output;        // [rows, heads, value_dim]
+    const float* sinks;
+    int64_t rows;
+    int32_t num_parts, heads, value_dim, is_bf16, threads;
+};
+
+// Merge one row's parts in their order.
+template <class T>
+static void merge_parts_of(const MergeArgs& a, int64_t row) {
+    AttendArgs whole{};
+    whole.output = a.output, whole.sinks = a.sinks, whole.value_dim = a.value_dim;
+    std::vector<float> acc(a.value_dim);
+    for (int h = 0; h < a.heads; h++) {
+        float max = MASKED, sum = 0;
+        for (int p = 0; p < a.num_parts; p++) {
+            const float* part = a.parts + ((p * a.rows + row) * a.heads + h) * (a.value_dim + 2);
+            merge(max, sum, acc.data(), part[0], part[1], part + 2, a.value_dim);
+        }
+        put_row<T>(whole, a.heads, row, h, max, sum, acc.data());
     }
 }

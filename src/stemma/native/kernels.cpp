@@ -59,6 +59,12 @@ static void attend(Plan& plan, const AttendArgs& args) {
 }
 
 template <class T>
+static void merge_parts(const MergeArgs& a) {
+    for_rows(a.rows, a.rows * a.heads * a.value_dim * a.num_parts, a.threads,
+             [&](int64_t i) { merge_parts_of<T>(a, i); });
+}
+
+template <class T>
 static void run_step(Plan& plan, const StepArgs& args) {
     with_team(args.threads, [&](Team& team, int member) { DecoderStep<T>(args, plan, team, member).run(); });
 }
@@ -126,6 +132,9 @@ void stemma_plan_free(Plan* plan) { delete plan; }
 
 void stemma_attend(Plan* plan, const AttendArgs* args) {
     args->is_bf16 ? attend<bf16>(*plan, *args) : attend<float>(*plan, *args);
+}
+void stemma_merge_parts(const MergeArgs* args) {
+    args->is_bf16 ? merge_parts<bf16>(*args) : merge_parts<float>(*args);
 }
 void stemma_write_rows(const WriteArgs* args) {
     args->is_bf16 ? write_rows<bf16>(*args) : write_rows<float>(*args);

@@ -24,6 +24,8 @@ struct AttendArgs {  // strides in elements; of codes, in bytes
     float scale, softcap;  // softcap 0: none
     const float* sinks;    // [heads]: a score beside those of the keys, with no value; null: none
     KVFormat format;
+    const int32_t* lows;  // [tokens]: the first key that a query sees, in place of window and first_key; null: those
+    float* partials;      // [tokens, heads, value_dim + 2]: maximum, sum and weighted values, instead of output
 };
 
 // Rows of a tile's tokens, for one KV head.

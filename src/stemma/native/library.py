@@ -37,6 +37,7 @@ class BatchArgs(ctypes.Structure):
         ("tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("block_size", ctypes.c_int32),
+        ("limits", ctypes.c_void_p),
     )
 
 
@@ -72,6 +73,17 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("sinks", ctypes.c_void_p),
         ("format", KVFormat),
+        *((name, ctypes.c_void_p) for name in ("lows", "partials")),
+    )
+
+
+class MergeArgs(ctypes.Structure):
+    """`MergeArgs` of attention_merge.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "output", "sinks")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("num_parts", "heads", "value_dim", "is_bf16", "threads")),
     )
 
 
@@ -298,6 +310,7 @@ class Kernels:
         self.attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.attend.restype = None
         self.write_rows = library.stemma_write_rows
+        self.merge_parts = library.stemma_merge_parts
         self.copy = library.stemma_copy
         self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.copy.restype = None
@@ -335,7 +348,7 @@ class Kernels:
         self.silu_and_multiply = library.stemma_silu_and_multiply
         for function in (
             *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
-            *(self.pack, self.pack_codes, self.multiply, self.mixture),
+            *(self.pack, self.pack_codes, self.multiply, self.mixture, self.merge_parts),
         ):
             function.argtypes = [ctypes.c_void_p]
             function.restype = None
@@ -353,7 +366,7 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
     **{
         mirror.__name__: mirror
         for mirror in (
-            *(KVFormat, WriteArgs, AttendArgs, NormArgs, RotateArgs, GateArgs),
+            *(KVFormat, WriteArgs, AttendArgs, MergeArgs, NormArgs, RotateArgs, GateArgs),
             *(Codes, PackCodesArgs, Strips, GatedWeights, PackArgs, MultiplyArgs),
             *(MixtureArgs, LatentWeights, LatentArgs, Router, LayerWeights, StepArgs),
         )

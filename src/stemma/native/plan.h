@@ -26,6 +26,7 @@ struct Batch {
     const int32_t* tables;        // [num_seqs, table_stride]
     int64_t table_stride;
     int block_size;
+    const int32_t* limits;  // [rows]: keys that a row sees, rising within a sequence; null: all up to its own
 };
 
 struct Segment {
@@ -82,10 +83,13 @@ class Planner {
 
     const int32_t* table(int s) const { return batch_.tables + s * batch_.table_stride; }
     int num_queries(int s) const { return batch_.query_starts[s + 1] - batch_.query_starts[s]; }
-    // Units that lie wholly before the sequence's first query: visible to all its queries.
-    int full_units(int s) const {
-        return (batch_.context_lens[s] - num_queries(s)) / batch_.block_size / unit_;
+    // Position of the j-th query of a sequence; where limits are given, of the last key that it sees, or -1.
+    int position(int s, int j) const {
+        if (batch_.limits) return batch_.limits[batch_.query_starts[s] + j] - 1;
+        return batch_.context_lens[s] - num_queries(s) + j;
     }
+    // Units that lie wholly before the sequence's first query: visible to all its queries.
+    int full_units(int s) const { return std::max(0, position(s, 0)) / batch_.block_size / unit_; }
 
     void add_segment(const int32_t* seqs, int count, int key_begin, int key_end) {
         Segment segment{table(seqs[0]), key_begin, key_end, int(plan_.tokens.size()), 0};
@@ -93,7 +97,7 @@ class Planner {
             int s = seqs[i], queries = num_queries(s);
             for (int j = 0; j < queries; j++) {
                 plan_.tokens.push_back(batch_.query_starts[s] + j);
-                plan_.positions.push_back(batch_.context_lens[s] - queries + j);
+                plan_.positions.push_back(position(s, j));
             }
             segment.num_tokens += queries;
         }

@@ -218,10 +218,13 @@ def same_as_one_process(checkpoint: Path, ranks: dict[str, int], settings: dict[
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "context_parallel_size"])
+def test_a_rank_that_hangs_ends_the_engine(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stemma.model.parallel.group.STEP_TIMEOUT_S", 2.0)
     monkeypatch.setattr("stemma.engine.ranks.leader._END_TIMEOUT_S", 2.0)
-    llm = LLM(build("llama", tmp_path), tensor_parallel_size=2, **SMALL)
+    llm = LLM(build("llama", tmp_path), **SMALL, **{kind: 2})
     [process] = rank_processes(os.getpid())
     os.kill(process, signal.SIGSTOP)
     with pytest.raises(StemmaError, match=r"a step failed on rank 0: .*[Tt]imed out"):

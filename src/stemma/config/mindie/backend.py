@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from stemma.config.mindie.base import NO_LINK, NO_NPU, NO_RANKS, MindIESection, key, no_effect
+from stemma.config.mindie.base import (
+    NO_CONTEXT_RANKS,
+    NO_LINK,
+    NO_NPU,
+    NO_RANKS,
+    MindIESection,
+    key,
+    no_effect,
+)
 from stemma.config.mindie.schedule import ScheduleConfig
 
 MAX_PLUGIN_PARAMS = 1024
@@ -94,8 +102,8 @@ class ModelConfig(MindIESection):
     `mtp`, `splitfuse`; absent: no plugin. `mtp` needs a checkpoint with that layer."""
     models: dict[str, ModelOptions] = Field(default_factory=dict, alias="models")
     dp: int = no_effect(1, NO_RANKS, alias="dp", ge=-1)
-    sp: int = no_effect(1, NO_RANKS, alias="sp", ge=-1)
-    cp: int = no_effect(1, NO_RANKS, alias="cp", ge=-1)
+    sp: int = no_effect(1, NO_CONTEXT_RANKS, alias="sp", ge=-1)
+    cp: int = no_effect(1, NO_CONTEXT_RANKS, alias="cp", ge=-1)
     tp: int = no_effect(-1, NO_RANKS, alias="tp", ge=-1)
     pp: int = no_effect(-1, NO_RANKS, alias="pp", ge=-1)
     moe_tp: int = no_effect(-1, NO_RANKS, alias="moe_tp", ge=-1)

@@ -87,14 +87,18 @@ class Runner:
         *,
         max_batch_tokens: int,
         adapters: PreparedAdapters | None = None,
+        block_size: int | None = None,
     ) -> None:
-        """`adapters`: makes those that a step needs ready; None: no request has one."""
+        """`adapters`: makes those that a step needs ready; None: no request has one.
+
+        `block_size`: tokens of a block; None: `kv` holds them all.
+        """
         self._model = model
         self._adapters = adapters
         self.kv = kv
         self.on_launch: Callable[[], None] | None = None
         """See `ForwardBatch`; of steps that run in turn."""
-        self._block_size = kv.layout.block_size
+        self._block_size = block_size or kv.layout.block_size
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
         self._buffers = StepBuffers(max_batch_tokens, model.device)
         self._other_buffers = StepBuffers(max_batch_tokens, model.device)

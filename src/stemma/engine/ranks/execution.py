@@ -8,6 +8,7 @@ import torch
 
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import CopyHead, Step
+from stemma.engine.ranks.settings import dealing_of
 from stemma.errors import EngineFailed, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
@@ -35,6 +36,7 @@ class LeadingDecoder:
                     query_starts=batch.query_starts,
                     context_lens=batch.context_lens,
                     block_tables=batch.block_tables.numpy(),
+                    logits_rows=batch.logits_rows.cpu().numpy(),
                 )
             )
             return self._own.forward(batch, kv)
@@ -55,10 +57,12 @@ class LeadingKV(DeviceKV):
     """Rank 0's device tier; copies within it are made on all ranks."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, ranks: Ranks) -> None:
+        """`layout`: of rank 0's part of a block."""
         super().__init__(layout, num_blocks, device)
         self._ranks = ranks
+        self._dealing = dealing_of(ranks.settings)
 
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
-        """See `DeviceKV.copy_block_head`."""
+        """See `DeviceKV.copy_block_head`; each rank copies what it has of the first `num_tokens` tokens."""
         self._ranks.tell(CopyHead(src, dst, num_tokens))
-        super().copy_block_head(src, dst, num_tokens)
+        super().copy_block_head(src, dst, self._dealing.num_held_of_block(0, num_tokens))

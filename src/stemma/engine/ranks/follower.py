@@ -35,7 +35,7 @@ from stemma.engine.ranks.messages import (
     StopPrefetch,
     Tell,
 )
-from stemma.engine.ranks.settings import pool_part, rank_key_space, settings_of_rank
+from stemma.engine.ranks.settings import dealing_of, pool_part, rank_key_space, settings_of_rank
 from stemma.errors import EngineFailed, StemmaError
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
@@ -67,6 +67,7 @@ class Follower:
         self._share = start.share
         self._part = pool_part(start.share)
         self._settings = settings_of_rank(start.settings, start.share)
+        self._dealing = dealing_of(start.settings)
         device = resolve_device(self._settings.model.device)
         link.send(Reached("started"))
         self._group = RankGroup(start.share, start.meeting_file, device.type)
@@ -117,7 +118,8 @@ class Follower:
             case Step():
                 self._step(message)
             case CopyHead(src, dst, num_tokens):
-                self._kv.copy_block_head(src, dst, num_tokens)
+                held = self._dealing.num_held_of_block(self._share.context_rank, num_tokens)
+                self._kv.copy_block_head(src, dst, held)
             case Tell(method, arguments) if method in _TOLD:
                 getattr(self._tiers, method)(*arguments)
             case Ask(number, "num_held", (keys,)):
@@ -149,6 +151,8 @@ class Follower:
 
     def _step(self, step: Step) -> None:
         device = self._model.device
+        wants_logits = self._share.context_size > 1 and self._share.rank == 0
+        logits_rows = step.logits_rows if wants_logits else step.logits_rows[:0]
         batch = ForwardBatch(
             token_ids=torch.from_numpy(step.token_ids).to(device),
             positions=torch.from_numpy(step.positions).to(device),
@@ -156,7 +160,7 @@ class Follower:
             query_starts=step.query_starts,
             context_lens=step.context_lens,
             block_tables=torch.from_numpy(step.block_tables),
-            logits_rows=torch.empty(0, dtype=torch.int64, device=device),
+            logits_rows=torch.from_numpy(logits_rows).to(device),
         )
         self._model.forward(batch, self._kv)
 
@@ -224,7 +228,7 @@ def main() -> int:
     link = Link(socket.socket(fileno=int(sys.argv[1])), send_timeout_s=STEP_TIMEOUT_S)
     try:
         start = link.receive()
-        logging.basicConfig(format=f"rank {start.share.rank}: %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(format=f"rank {start.share.number}: %(levelname)s %(name)s: %(message)s")
         follower = Follower(link, start)
         follower.open(link.receive())
         follower.serve()

@@ -32,11 +32,10 @@ from stemma.engine.ranks.messages import (
     Start,
     StartPrefetch,
 )
-from stemma.engine.ranks.settings import settings_of_rank
+from stemma.engine.ranks.settings import settings_of_rank, shares_of
 from stemma.errors import EngineFailed, StemmaError
 from stemma.model.loading import resolve_device
 from stemma.model.parallel.group import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, RankGroup
-from stemma.model.parallel.share import Share
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import BlockKey
 
@@ -95,8 +94,7 @@ class Ranks:
 
         `supervisor` learns of a rank that ends after `open`.
         """
-        size = settings.parallel.tensor_parallel_size
-        shares = [Share(rank, size, settings.parallel.expert_parallel_size) for rank in range(size)]
+        shares = shares_of(settings)
         self.share = shares[0]
         self.settings = settings_of_rank(settings, self.share)
         """Those of rank 0."""
@@ -108,7 +106,7 @@ class Ranks:
         self._failed = threading.Event()
         self._is_open = self._is_closing = False
         self._folder = tempfile.TemporaryDirectory(prefix="stemma-ranks-")
-        self._followers = [_Follower(share.rank) for share in shares[1:]]
+        self._followers = [_Follower(share.number) for share in shares[1:]]
         self._threads = [
             start_thread(f"stemma-rank-{one.rank}", partial(self._listen, one), supervisor)
             for one in self._followers

@@ -44,7 +44,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A `ForwardBatch`, as arrays; logits are wanted by rank 0 alone."""
+    """A `ForwardBatch`, as arrays."""
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
@@ -52,6 +52,8 @@ class Step:
     query_starts: list[int]
     context_lens: list[int]
     block_tables: npt.NDArray[np.int32]
+    logits_rows: npt.NDArray[np.int64]
+    """Rank 0 alone gets them; ranks that divide the tokens compute those of their rows for it."""
 
 
 @dataclass(frozen=True, slots=True)

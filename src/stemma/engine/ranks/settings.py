@@ -8,8 +8,22 @@ from typing import Any
 
 from stemma.config.settings import EngineSettings
 from stemma.model.loading import resolve_device
+from stemma.model.parallel.dealing import Dealing
 from stemma.model.parallel.share import Share
 from stemma.prefix.keys import KeySpace
+
+
+def shares_of(settings: EngineSettings) -> list[Share]:
+    """Return the part of each process, in order."""
+    parallel = settings.parallel
+    sizes = parallel.tensor_parallel_size, parallel.expert_parallel_size, parallel.context_parallel_size
+    return [Share.of_process(number, *sizes) for number in range(parallel.num_ranks)]
+
+
+def dealing_of(settings: EngineSettings) -> Dealing:
+    """Return how the tokens of a block are divided over the ranks."""
+    size = settings.parallel.context_parallel_size
+    return Dealing(size, settings.cache.block_size // size)
 
 
 def settings_of_rank(settings: EngineSettings, share: Share) -> EngineSettings:
@@ -17,14 +31,14 @@ def settings_of_rank(settings: EngineSettings, share: Share) -> EngineSettings:
     model: dict[str, Any] = {}
     cache: dict[str, Any] = {}
     if resolve_device(settings.model.device).type == "cuda":
-        model["device"] = f"cuda:{share.rank}"
+        model["device"] = f"cuda:{share.number}"
     else:
-        cache["kv_cache_fraction"] = settings.cache.kv_cache_fraction / share.size
+        cache["kv_cache_fraction"] = settings.cache.kv_cache_fraction / share.num_processes
         if settings.model.num_threads is None:
-            model["num_threads"] = max(1, len(os.sched_getaffinity(0)) // share.size)
+            model["num_threads"] = max(1, len(os.sched_getaffinity(0)) // share.num_processes)
     tiers: dict[str, Any] = {}
     if settings.tiers.disk_cache is not None:
-        tiers["disk_cache"] = settings.tiers.disk_cache / f"rank-{share.rank}-of-{share.size}"
+        tiers["disk_cache"] = settings.tiers.disk_cache / f"rank-{share.number}-of-{share.num_processes}"
     return settings.model_copy(
         update={
             "model": settings.model.model_copy(update=model),
@@ -39,7 +53,7 @@ def pool_part(share: Share) -> tuple[int, int]:
 
     No two ranks of an engine may have the same one: a pool's keys are the same on all, bytes aren't.
     """
-    return share.rank, share.size
+    return share.number, share.num_processes
 
 
 def rank_key_space(key_space: KeySpace, share: Share) -> KeySpace:
@@ -47,4 +61,4 @@ def rank_key_space(key_space: KeySpace, share: Share) -> KeySpace:
 
     Keys are the same on all ranks; bytes aren't. So the directory of another rank must not be taken for ours.
     """
-    return replace(key_space, kv_layout=f"{key_space.kv_layout}:rank{share.rank}")
+    return replace(key_space, kv_layout=f"{key_space.kv_layout}:rank{share.number}")

@@ -164,7 +164,7 @@ class RankedTiers:
     def stats(self) -> TransferStats:
         """Return those of rank 0, and the blocks that each rank lacked."""
         with self._lock:
-            missing = {rank: self._missing[rank] for rank in range(self._ranks.share.size)}
+            missing = {rank: self._missing[rank] for rank in range(self._ranks.share.num_processes)}
         return replace(self._own.stats(), missing_by_rank=missing)
 
     def check(self) -> None:

@@ -7,9 +7,11 @@ all layers. It decides who computes what; a row's result is the same to the bit 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stemma.memory.device.kv import DeviceKV
@@ -22,21 +24,42 @@ _STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 """By their numbers in kv_format.h."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedQueries:
+    """What a plan is made for: T rows of S sequences, as in `ForwardBatch`."""
+
+    starts: npt.NDArray[np.int32]
+    """[S + 1]."""
+    num_keys: npt.NDArray[np.int32]
+    """[S]."""
+    tables: npt.NDArray[np.int32]
+    """[S, N], contiguous."""
+    limits: npt.NDArray[np.int32] | None = None
+    """[T]: keys that each row sees; None: those up to its own."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> PlannedQueries:
+        """Return those of a whole step."""
+        return cls(
+            np.array(batch.query_starts, dtype=np.int32),
+            np.array(batch.context_lens, dtype=np.int32),
+            np.ascontiguousarray(batch.block_tables.numpy(), dtype=np.int32),
+        )
+
+
 class NativePlan:
     """The kernels' plan of a step, for layers with these numbers of KV heads and of query heads on each."""
 
-    def __init__(self, batch: ForwardBatch, block_size: int, num_kv_heads: int, group_size: int) -> None:
-        starts = np.array(batch.query_starts, dtype=np.int32)
-        context_lens = np.array(batch.context_lens, dtype=np.int32)
-        tables = np.ascontiguousarray(batch.block_tables.numpy(), dtype=np.int32)
-        self._arrays = starts, context_lens, tables  # the plan points there
+    def __init__(self, queries: PlannedQueries, block_size: int, num_kv_heads: int, group_size: int) -> None:
+        self._queries = queries  # the plan points there
         self._args = BatchArgs(
-            len(context_lens),
-            starts.ctypes.data,
-            context_lens.ctypes.data,
-            tables.ctypes.data,
-            tables.shape[1],
+            len(queries.num_keys),
+            queries.starts.ctypes.data,
+            queries.num_keys.ctypes.data,
+            queries.tables.ctypes.data,
+            queries.tables.shape[1],
             block_size,
+            None if queries.limits is None else queries.limits.ctypes.data,
         )
         self._shape = num_kv_heads, group_size
         self.handle: int | None = None
@@ -47,6 +70,12 @@ class NativePlan:
             handle = kernels.plan_new(ctypes.addressof(self._args), *self._shape, torch.get_num_threads())
             self.handle = int(handle)
         return self.handle
+
+    def free(self, kernels: Kernels) -> None:
+        """Free what `open` made."""
+        if self.handle is not None:
+            kernels.plan_free(self.handle)
+        self.handle = None
 
 
 class NativeAttentionStep:
@@ -65,8 +94,7 @@ class NativeAttentionStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for plan in self._plans.values():
-            if plan.handle is not None:
-                self._kernels.plan_free(plan.handle)
+            plan.free(self._kernels)
         self._plans.clear()
 
     def plan(self, num_kv_heads: int, group_size: int) -> NativePlan:
@@ -74,7 +102,8 @@ class NativeAttentionStep:
         key = num_kv_heads, group_size
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = NativePlan(self._batch, self.kv.layout.block_size, *key)
+            queries = PlannedQueries.of(self._batch)
+            plan = self._plans[key] = NativePlan(queries, self.kv.layout.block_size, *key)
         return plan
 
     def attend(

@@ -1,5 +1,7 @@
 """Which part of a model a rank holds: tensor parallel, and expert parallel for mixtures of experts.
 
+Context parallel (dealing.py) divides the tokens: groups of ranks, each of which holds the whole model.
+
 Column-parallel layers (query, key, value, gate, up, and what expands a latent) hold some of their outputs,
 row-parallel ones (attention's output, down) the inputs that belong to them, as in Megatron-LM
 (arXiv:1909.08053, section 3). Each row-parallel layer's results are then partial sums. Embedding, output
@@ -39,10 +41,31 @@ class Share:
     """The part of one rank."""
 
     rank: int
+    """Among those that divide the model."""
     size: int
-    """Ranks."""
+    """Ranks that divide the model."""
     expert_size: int = 1
     """Groups of ranks that the experts are divided over; the ranks of a group split each of its experts."""
+    context_rank: int = 0
+    """Among the groups of `size` ranks that divide the tokens."""
+    context_size: int = 1
+    """Groups that divide the tokens."""
+
+    @classmethod
+    def of_process(cls, number: int, size: int, expert_size: int = 1, context_size: int = 1) -> Share:
+        """Return the part of a process: those of a group that divides the model follow one another."""
+        context_rank, rank = divmod(number, size)
+        return cls(rank, size, expert_size, context_rank, context_size)
+
+    @property
+    def number(self) -> int:
+        """Of the process, from 0: what users know as its rank."""
+        return self.context_rank * self.size + self.rank
+
+    @property
+    def num_processes(self) -> int:
+        """All ranks."""
+        return self.size * self.context_size
 
     @property
     def ranks_per_expert(self) -> int:
@@ -108,7 +131,8 @@ def check_share(architecture: str, config: Any, share: Share) -> None:
     """Raise UnsupportedModel or ConfigError unless the model can be cut for so many ranks."""
     if architecture not in SERVED:
         raise UnsupportedModel(
-            f"{architecture} isn't served on several ranks; leave tensor_parallel_size 1. Those that are: "
+            f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "
+            "context_parallel_size 1. Those that are: "
             f"{', '.join(sorted(SERVED))}"
         )
     size = share.size

@@ -39,6 +39,7 @@ def check_cluster(cluster: ClusterFile) -> ClusterFile:
         "record_trace": engine.cache.record_trace is not None,
         "ledger": settings.server.ledger is not None,
         "tensor_parallel_size": engine.parallel.tensor_parallel_size > 1,
+        "context_parallel_size": engine.parallel.context_parallel_size > 1,
     }
     for name, is_given in refused.items():
         if is_given:
