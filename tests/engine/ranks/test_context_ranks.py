@@ -199,9 +199,20 @@ def test_bits_dont_depend_on_chunks(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"speculation": "la"}, {"index": "hash"}])
-def test_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
-    checkpoint = build("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"kv_cache_dtype": "int8"}),
+        ("llama", {"speculation": "la"}),
+        ("llama", {"index": "hash"}),
+        ("llama", {"overlap_schedule": "on"}),
+        ("llama", {"quantize": "int8"}),
+        ("deepseek-v3", {"kv_layout": "nz", "kv_cache_dtype": "int8"}),
+        ("deepseek-v3", {"kv_layout": "nz"}),
+    ],
+)
+def test_other_settings(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = build(family, tmp_path)
     expected = in_one_process(checkpoint, **settings)
     llm = LLM(checkpoint, context_parallel_size=2, **(SMALL | settings))
     for _ in range(2):

@@ -86,7 +86,7 @@ class NativePartials:
             query_token_stride=query.stride(0),
             query_head_stride=query.stride(1),
             block_stride=rows.stride(0),
-            token_stride=rows.stride(2),
+            token_stride=rows.stride(3 if layout.tiled else 2),
             head_stride=layout.head_dim,
             key_dim=query.shape[2],
             value_dim=value_dim,
