@@ -20,7 +20,7 @@
 #include <optional>
 #include <vector>
 
-#include "attention_decode.h"
+#include "attention_decode_floats.h"
 #include "attention_floats.h"
 #include "attention_merge.h"
 #include "attention_pairs.h"
@@ -50,7 +50,7 @@ struct Scratch {
 struct ItemShape {
     int tile;
     bool paired, tiles;  // products of bf16 pairs, and those on tiles
-    bool decodes;        // few rows: attention_decode.h
+    bool decodes;        // few rows, lanes over keys: attention_decode.h, attention_decode_floats.h
 
     template <class T>
     static ItemShape of(const AttendArgs& args, int num_rows) {
@@ -59,9 +59,8 @@ struct ItemShape {
 #if STEMMA_AMX
         shape.tiles = shape.paired && args.key_dim % 32 == 0 && amx_ready();
 #endif
-#if STEMMA_BF16_DOT
-        shape.decodes = shape.paired && !shape.tiles && num_rows <= DECODE_ROWS;
-#endif
+        const bool fits = shape.paired ? !shape.tiles : STEMMA_FLOAT_DECODE && decodes_floats<T>(args);
+        shape.decodes = fits && num_rows <= DECODE_ROWS;
         return shape;
     }
 };
@@ -194,19 +193,20 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
     weigh_floats(scores, W, rows, s.values.data(), n, dim, head.split_acc);
 }
 
-#if STEMMA_BF16_DOT
 // The same for few rows; `num_next` tokens of the next tile are in s.next_tokens.
-static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int key, int n, int num_next, Scratch& s) {
+template <class T>
+static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int key, int n, int num_next,
+                            const ItemShape& shape, Scratch& s) {
     const KVFormat& format = args.format;
     const bool plain = format.stored == PLAIN;
     const int kv_head = item.first_head + h;
     auto next = [&](const void* const* tokens) {  // of codes, rows whole: scales lie at their end
         if (!format.whole()) {
-            const int64_t size = plain ? sizeof(bf16) : 1;
+            const int64_t size = plain ? sizeof(T) : 1;
             const int columns = plain ? args.key_dim : format.scale_offset + format.num_scales * int(sizeof(bf16));
             return NextRows::tiled(tokens, num_next, columns, size, format.column_stride);
         }
-        const int64_t bytes = args.head_stride * int64_t(sizeof(bf16));
+        const int64_t bytes = args.head_stride * int64_t(sizeof(T));
         const int64_t offset = plain ? item.first_head * bytes : 0;
         const int64_t row_bytes = plain ? item.num_heads * bytes : args.token_stride;
         return NextRows(tokens, num_next, offset, row_bytes, h, item.num_heads);
@@ -214,6 +214,23 @@ static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int
     HeadState& head = s.heads[h];
     DecodeTile tile{head.query, s.limits, head.split, head.split_acc, key, next(s.next_tokens.keys),
                     next(s.next_tokens.values)};
+#if STEMMA_FLOAT_DECODE
+    if (!shape.paired) {
+        if (plain && format.whole())
+            return decode_tile_floats_any(args, item.num_rows, tile, keys_of<T>(args, s.tokens, kv_head),
+                                          values_of<T>(args, s.tokens, kv_head), n);
+        to_floats<T>(args, s.tokens.keys, kv_head, n, args.key_dim, s.keys.data());
+        to_floats<T>(args, s.tokens.values, kv_head, n, args.value_dim, s.values.data());
+        TileTokens decoded;
+        for (int t = 0; t < n; t++) {
+            decoded.keys[t] = s.keys.data() + int64_t(t) * args.key_dim;
+            decoded.values[t] = s.values.data() + int64_t(t) * args.value_dim;
+        }
+        return decode_tile_floats_any(args, item.num_rows, tile, Rows<float>{decoded.keys, 0},
+                                      Rows<float>{decoded.values, 0}, n);
+    }
+#endif
+#if STEMMA_BF16_DOT
     const Rows<bf16> keys = keys_of<bf16>(args, s.tokens, kv_head), values = values_of<bf16>(args, s.tokens, kv_head);
     if (plain && format.whole()) {
         PlainTile source{keys, values, n};
@@ -229,8 +246,8 @@ static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int
     }
     CodedTile<FP8> source(args, s.tokens, kv_head, n);
     decode_tile_any(args, item.num_rows, tile, source);
-}
 #endif
+}
 
 // Write an item's rows down: as results if nothing else is to be merged, or as partial ones from `slot` on.
 template <class T>
@@ -279,14 +296,12 @@ static void run_split(const AttendArgs& args, const Plan& plan, const Item& item
     for (int key = begin, n; key < end; key += n) {
         n = std::min(shape.tile, end - key);
         locate<T>(args, plan, segment, key, n, s.tokens);
-#if STEMMA_BF16_DOT
         if (shape.decodes) {
             const int next = std::min(shape.tile, visible.end - key - n);
             if (next > 0) locate<T>(args, plan, segment, key + n, next, s.next_tokens);
-            for (int h = 0; h < item.num_heads; h++) run_decode_tile(args, item, h, key, n, next, s);
+            for (int h = 0; h < item.num_heads; h++) run_decode_tile<T>(args, item, h, key, n, next, shape, s);
             continue;
         }
-#endif
         bool masked = key + n > visible.all_end || key < visible.all_begin;
         for (int h = 0; h < item.num_heads; h++) run_tile<T, NB>(args, plan, item, h, key, n, masked, shape, s);
     }

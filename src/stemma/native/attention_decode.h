@@ -6,9 +6,9 @@
 #include "attention_pairs.h"
 #include "softmax.h"
 
-#if STEMMA_BF16_DOT
 constexpr int DECODE_ROWS = 8;  // with more rows, lanes over rows take as long
 
+#if STEMMA_AVX512
 // 16 dwords of each of 16 keys, turned: [dword][key]
 static inline void turn_keys(const __m512i* rows, __m512i* turned) {
     __m512i s[16], t[16];
@@ -39,6 +39,8 @@ static inline void turn_keys(const __m512i* rows, __m512i* turned) {
         turned[i + 12] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd);
     }
 }
+
+#endif
 
 // Lines of the next tile's keys or values. While a KV head of this tile is computed, its share of them is asked for;
 // together the heads ask for all, in the order in which they lie.
@@ -80,6 +82,17 @@ class NextRows {
     }
 };
 
+// What a tile's rows need beside keys and values
+struct DecodeTile {
+    const float* query;  // [key_dim / 2][LANES] pairs, or [key_dim][LANES] floats
+    const RowLimits& limits;
+    RowState& state;
+    float* acc;  // [row][value_dim]
+    int first_key;
+    NextRows next_keys, next_values;
+};
+
+#if STEMMA_BF16_DOT
 // Keys and values of a tile of `n` tokens, for one KV head, as they lie.
 struct PlainTile {
     Rows<bf16> key_rows, value_rows;
@@ -303,16 +316,6 @@ static inline void weigh_keys(const bf16* weights, Source& source, int dim, Next
     for (; d < dim; d += LANES)
         weigh_keys_tile<R, 1>(weights, source, d, d == 0 ? next : none, alpha, dim, acc + d);
 }
-
-// What a tile's rows need beside keys and values
-struct DecodeTile {
-    const float* query;  // [key_dim / 2][LANES]
-    const RowLimits& limits;
-    RowState& state;
-    float* acc;  // [row][value_dim]
-    int first_key;
-    NextRows next_keys, next_values;
-};
 
 template <int R, class Source>
 static void decode_tile(const AttendArgs& args, DecodeTile& tile, Source& source) {
