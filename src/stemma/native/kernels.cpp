@@ -109,6 +109,9 @@ const char* stemma_structures() {
     return text.c_str();
 }
 void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
+void stemma_copy_runs(char* const* targets, const char* const* sources, const int64_t* sizes, int64_t count) {
+    for (int64_t run = 0; run < count; run++) stream_copy(targets[run], sources[run], sizes[run]);
+}
 
 // Whether tiles may be used: the system may refuse them to a process although the processor has them.
 int32_t stemma_tiles_ready() {

@@ -314,6 +314,9 @@ class Kernels:
         self.copy = library.stemma_copy
         self.copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         self.copy.restype = None
+        self.copy_runs = library.stemma_copy_runs
+        self.copy_runs.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64]
+        self.copy_runs.restype = None
         self.decoder_step = library.stemma_decoder_step
         self.decoder_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self.decoder_step.restype = None

@@ -15,6 +15,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_hash_str
@@ -42,7 +45,25 @@ class HostPool:
         self.buffer[:, :, index : index + PAGE_SIZE] = page.reshape(SHAPE)
 
 
-def open_backend(model: str, disk: str, pool: HostPool) -> Any:
+class StatePool:
+    """A kind of pages that isn't KV: one index, one vector."""
+
+    page_size = 1
+
+    def __init__(self, num_pages: int, dim: int) -> None:
+        self.buffer = torch.randn(num_pages, dim)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(self.buffer.shape[1])
+
+    def get_data_page(self, index: int) -> torch.Tensor:
+        return self.buffer[index]
+
+    def set_from_flat_data_page(self, index: int, page: torch.Tensor) -> None:
+        self.buffer[index] = page
+
+
+def open_backend(model: str, disk: str, pool: HostPool, others: dict[PoolName, Any] | None = None) -> Any:
     extra = {
         "backend_name": "stemma",
         "module_path": "stemma.connectors.sglang",
@@ -57,6 +78,9 @@ def open_backend(model: str, disk: str, pool: HostPool) -> Any:
     backend = StorageBackendFactory.create_backend("dynamic", config, pool)
     assert isinstance(backend, HiCacheStorage)
     backend.register_mem_pool_host(pool)
+    for name, other in (others or {}).items():
+        backend.register_mem_host_pool_v2(other, name)
+    backend.on_host_pools_registered()
     return backend
 
 
@@ -99,7 +123,7 @@ def main(model: str, disk: str) -> None:
     assert second.get(names_of(1, seed=3)[0]) is None
 
     # Damage is a miss; the pages before it count.
-    (slab,) = Path(disk).glob("*/slab-00000")
+    (slab,) = Path(disk).glob("kv/*/slab-00000")
     with slab.open("r+b") as file:
         file.seek(slab.stat().st_size // 2)
         file.seek(0)
@@ -112,7 +136,52 @@ def main(model: str, disk: str) -> None:
     second.clear()
     assert second.batch_exists(names) == 0
     second.close()
+    several_kinds(model, disk)
     print("sglang went through it")
+
+
+def several_kinds(model: str, disk: str) -> None:
+    """Interface v2: KV, an index of every page, and a state that only some prefixes have."""
+    pool, index, state = HostPool(8), HostPool(8), StatePool(8, 20)
+    others = {PoolName.INDEXER: index, PoolName.MAMBA: state}
+    backend = open_backend(model, disk, pool, others)
+    names = names_of(6, seed=7)
+    everything = torch.arange(6 * PAGE_SIZE)
+    assert backend.batch_set_v1(names, everything) == [True] * 6
+    behind = HiCacheStorageExtraInfo(prefix_keys=names[:1])
+    written = [PoolTransfer(PoolName.INDEXER, host_indices=everything[: 5 * PAGE_SIZE], keys=names[:5])]
+    written += [PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([1]), keys=names[1:2])]
+    assert backend.batch_set_v2(written[:1]) == {PoolName.INDEXER: [True] * 5}
+    assert backend.batch_set_v2(written[1:], behind) == {PoolName.MAMBA: [True]}
+    last = [PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([3]), keys=names[3:4])]
+    assert backend.batch_set_v2(last) == {PoolName.MAMBA: [True]}
+    wrong = [PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([3, 4]), keys=names[3:4])]
+    assert backend.batch_set_v2(wrong) == backend.batch_get_v2(wrong) == {PoolName.MAMBA: [False]}
+    unknown = [PoolTransfer(PoolName.SWA, host_indices=torch.tensor([3]), keys=names[3:4])]
+    assert backend.batch_get_v2(unknown) == {PoolName.SWA: [False]}
+
+    asked = [PoolTransfer(PoolName.INDEXER)]
+    found = backend.batch_exists_v2(names, asked)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (5, [1, 2, 3, 4, 5])
+    assert found.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.INDEXER: 5}
+    asked += [PoolTransfer(PoolName.MAMBA, keys=["one"], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    found = backend.batch_exists_v2(names, asked)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [2, 4])
+    assert backend.batch_exists_v2(names_of(2, seed=8), asked).kv_hit_pages == 0
+
+    expected = index.buffer.clone(), state.buffer.clone()
+    index.buffer.zero_()
+    state.buffer.zero_()
+    backend.close()
+    again = open_backend(model, disk, pool, others)
+    assert again.batch_get_v2([*written, *last]) == {PoolName.INDEXER: [True] * 5, PoolName.MAMBA: [True]}
+    assert torch.equal(index.buffer[:, :, : 5 * PAGE_SIZE], expected[0][:, :, : 5 * PAGE_SIZE])
+    assert torch.equal(state.buffer[3], expected[1][3])
+    assert again.batch_get_v2(written[1:]) == {PoolName.MAMBA: [True]}
+    assert torch.equal(state.buffer[1], expected[1][1])
+    again.clear()
+    assert again.batch_exists_v2(names, asked).kv_hit_pages == 0
+    again.close()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from stemma.connectors.settings import ConnectorSettings
 from stemma.connectors.vllm.blocks import VllmBlocks
+from stemma.connectors.vllm.cores import on_all_cores
 from stemma.connectors.vllm.lookup import LookupClient, LookupServer, socket_path
 from stemma.connectors.vllm.work import LoadWork, StepWork
 from stemma.connectors.vllm.worker import WorkerSide
@@ -178,6 +180,42 @@ def test_layouts_differ_where_bytes_would():
     half = VllmBlocks({"a": torch.zeros(8, 2, 4, 8, dtype=torch.float16)}, 8)
     assert len({plain.layout, turned.layout, half.layout}) == 3
     assert plain.block_bytes == turned.block_bytes == 2 * half.block_bytes
+
+
+def test_large_copies_by_two_threads_and_back(monkeypatch):
+    monkeypatch.setattr("stemma.connectors.vllm.blocks._PARALLEL_BYTES", 1)
+    caches = make_caches()
+    before = {name: cache.clone() for name, cache in caches.items()}
+    blocks = VllmBlocks(caches, NUM_BLOCKS)
+    buffers = [torch.empty(blocks.block_bytes, dtype=torch.uint8) for _ in range(3)]
+    blocks.out([6, 0, 3], buffers)
+    for beside_reads in (False, True):
+        for cache in caches.values():
+            cache.zero_()
+        blocks.into([1, 2, 7], buffers, beside_reads=beside_reads)
+        for name, cache in caches.items():
+            assert torch.equal(cache[[1, 2, 7]], before[name][[6, 0, 3]])
+            assert not cache[[0, 3, 4, 5, 6]].any()
+
+
+def test_our_threads_may_run_on_every_core():
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("this machine has one core")
+    found: list[set[int]] = []
+
+    def bound_as_vllms_worker() -> None:
+        os.sched_setaffinity(0, {min(allowed)})
+        with on_all_cores():
+            inner = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+            inner.start()
+            inner.join()
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=bound_as_vllms_worker)
+    thread.start()
+    thread.join()
+    assert found == [allowed, {min(allowed)}]
 
 
 class TestLookup:

@@ -13,6 +13,7 @@ from stemma.errors import StemmaError
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.opening import open_disk
 from stemma.memory.tiers.pool.opening import open_pool
+from stemma.memory.tiers.pool.reads import BATCH_BLOCKS
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import BlockKey
 
@@ -63,6 +64,19 @@ class PageStores:
             present = store.exists_many(keys[count:])
             count += next((n for n, is_there in enumerate(present) if not is_there), len(present))
         return count
+
+    def held(self, names: Sequence[str]) -> list[bool]:
+        """Return which pages some tier probably has, also behind a gap."""
+        keys = [self.key(name) for name in names]
+        present = [False] * len(keys)
+        for store in self._stores:
+            for start in range(
+                0, len(keys), BATCH_BLOCKS
+            ):  # a pool answers no further than a batch with a gap
+                some = store.exists_many(keys[start : start + BATCH_BLOCKS])
+                for number, is_there in enumerate(some, start):
+                    present[number] |= is_there
+        return present
 
     def read(self, names: Sequence[str], into: Sequence[memoryview]) -> list[bool]:
         """Read pages, each from the nearest tier that delivers sound bytes; return which were read.

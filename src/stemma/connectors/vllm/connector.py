@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from stemma.connectors.settings import ConnectorSettings
 from stemma.connectors.vllm.blocks import VllmBlocks
+from stemma.connectors.vllm.cores import on_all_cores
 from stemma.connectors.vllm.identity import key_space, model_directory, numeric_fields, require_supported
 from stemma.connectors.vllm.lookup import LookupClient, LookupServer, socket_path
 from stemma.connectors.vllm.metrics import StemmaPromMetrics, StemmaStats
@@ -92,8 +93,9 @@ class StemmaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         model = model_directory(config.model_config.model, config.model_config.revision)
         space = key_space(fields, model, blocks.layout, self._block_size)
         supervisor = LoggingSupervisor()
-        self._worker = WorkerSide(self._settings, blocks, space, supervisor)
-        self._server = LookupServer(self._socket, space, self._worker.lookup, supervisor)
+        with on_all_cores():
+            self._worker = WorkerSide(self._settings, blocks, space, supervisor)
+            self._server = LookupServer(self._socket, space, self._worker.lookup, supervisor)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins: vLLM calls this first."""
