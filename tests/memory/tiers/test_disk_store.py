@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,14 +79,15 @@ def test_a_restart_finds_everything(tmp_path: Path) -> None:
 
 
 def test_a_restart_without_close_finds_everything(tmp_path: Path) -> None:
-    """What kill -9 leaves: nothing was flushed on the way out, and the lock is gone."""
+    """What kill -9 leaves: the files as they are, nothing flushed on the way out, and no lock held."""
     blocks = chain("a", 5)
-    first = make_disk(tmp_path)
+    first = make_disk(tmp_path / "killed")
     first.put_many(blocks)
-    first._space.free()
-    second = make_disk(tmp_path)
+    shutil.copytree(tmp_path / "killed", tmp_path / "left")
+    second = make_disk(tmp_path / "left")
     assert read(second, keys(blocks)) == [ReadResult.HIT] * 5
     second.close()
+    first.close()
 
 
 def test_order_of_use_outlives_a_restart(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_budget_below_one_block_is_refused() -> None:
 def test_the_arena_stays_within_its_budget() -> None:
     store = make_host(3 * BLOCK_BYTES + BLOCK_BYTES // 2)
     assert store.capacity_blocks == 3
-    assert store._arena.nbytes <= 3 * BLOCK_BYTES + BLOCK_BYTES // 2
+    assert store.memory.nbytes <= 3 * BLOCK_BYTES + BLOCK_BYTES // 2
 
 
 def test_a_borrowed_view_is_not_evicted_until_it_is_unpinned() -> None:

@@ -152,7 +152,7 @@ class LoadQueue:
 
     @property
     def num_queued_blocks(self) -> int:
-        """Number of blocks requested and not yet read."""
+        """Number of blocks of loads and prefetches that haven't ended."""
         return self._num_queued
 
     @property
@@ -196,11 +196,6 @@ class LoadQueue:
             task.probe.set_result(None)
         self._submit(task, _PREFETCH, timeout_s)
         return task
-
-    def wake(self) -> None:
-        """Read the clock now: for tests that set the clock."""
-        with self._deadlines_changed:
-            self._deadlines_changed.notify_all()
 
     def close(self) -> None:
         """End the threads; waiting loads end with the blocks they have. A second call does nothing."""

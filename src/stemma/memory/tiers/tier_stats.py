@@ -46,6 +46,8 @@ class TransferStats:
     loads: LoadCounters
     num_dropped_writes: int
     """Blocks not copied down because staging was full."""
+    num_queued_blocks: int
+    """Blocks of loads and prefetches that haven't ended: what a further load waits for."""
     compute_s_per_block: float | None
     """Estimated cost of computing a block; nothing is loaded from a slower tier."""
     missing_by_rank: Mapping[int, int] = field(default_factory=dict)

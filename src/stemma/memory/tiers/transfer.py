@@ -453,7 +453,13 @@ class TierTransfer:
                 is_worth_loading=self.estimator.is_worth_loading(store.tier),
                 num_queued_writes=queue.num_queued if queue else 0,
             )
-        return TransferStats(tiers, self._loads.snapshot(), self._num_dropped, self.estimator.compute_s)
+        return TransferStats(
+            tiers,
+            self._loads.snapshot(),
+            self._num_dropped,
+            self._loads.num_queued_blocks,
+            self.estimator.compute_s,
+        )
 
     def check(self) -> None:
         """Raise IntegrityError if a local tier is inconsistent (slow)."""

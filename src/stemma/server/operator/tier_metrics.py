@@ -82,6 +82,11 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
         ("stemma_dropped_writes", "Blocks not copied down: staging full", stats.num_dropped_writes),
     ):
         yield CounterMetricFamily(name, text, value=number)
+    yield GaugeMetricFamily(
+        "stemma_queued_load_blocks",
+        "Blocks of loads and prefetches that haven't ended",
+        value=stats.num_queued_blocks,
+    )
     if stats.missing_by_rank:
         missing = CounterMetricFamily(
             "stemma_rank_missing_blocks", "Blocks that a rank lacked and another had", labels=["rank"]
@@ -109,6 +114,7 @@ def tiers_as_json(stats: TransferStats) -> dict[str, Any]:
         "prefetched_blocks": {tier.value: n for tier, n in loads.prefetched_blocks.items()},
         "lost_blocks": {f"{tier.value}:{result.value}": n for (tier, result), n in loads.lost_blocks.items()},
         "num_dropped_writes": stats.num_dropped_writes,
+        "num_queued_blocks": stats.num_queued_blocks,
         "compute_s_per_block": stats.compute_s_per_block,
         "missing_by_rank": {str(rank): n for rank, n in stats.missing_by_rank.items()},
     }

@@ -75,12 +75,19 @@ class Rig:
         )
         self.attach()
 
-    def attach(self) -> None:
+    def attach(self, deadline_s: float = 5.0) -> None:
         self.backend = Watched(self.config)
-        settings = PoolSettings(name="mooncake", deadline_s=5.0)
+        settings = PoolSettings(name="mooncake", deadline_s=deadline_s)
         self.pool = PoolStore(self.backend, PoolKeys("loads"), BLOCK, settings)
         self.transfer.introduce(self.pool)
         self.transfer.attach(self.pool)
+
+    def attach_anew(self, deadline_s: float = 5.0) -> None:
+        """With another client. Mooncake keeps a client's values in its memory: they go with it."""
+        finish = self.transfer.detach(Tier.POOL)
+        assert finish is not None
+        finish()
+        self.attach(deadline_s)
 
     def put(self, keys: Sequence[BlockKey]) -> None:
         puts = [BlockPut(key, ROOT, memoryview(bytes_of(key, BLOCK))) for key in keys]
@@ -118,19 +125,16 @@ def test_blocks_are_read_straight_into_registered_memory(rig: Rig) -> None:
         assert all(rig.backend.registered.covers(parts[0]) for parts in rig.backend.read)
         assert rig.pool.staging.slots.num_taken == 0
         # And once more with another client: what is attached at run time is no different.
-        finish = rig.transfer.detach(Tier.POOL)
-        assert finish is not None
-        finish()
-        rig.attach()
+        rig.attach_anew()
         rig.put(keys)
 
 
 def test_a_late_transfer_has_its_memory_for_itself(rig: Rig) -> None:
     near, far = keys_of("near", 4), keys_of("far", 8)
+    rig.attach_anew(deadline_s=0.5)
     rig.host.put_many([BlockPut(key, ROOT, memoryview(bytes_of(key, BLOCK))) for key in near])
     rig.put(far)
     assert rig.pool.exists_many(far) == [True] * 8
-    rig.pool._guard.deadline_s = 0.2
     rig.backend.exists_many = rig.backend.inner.exists_many  # type: ignore[method-assign]
     rig.backend.gate.clear()  # so that only reads hang
     rig.kv.data.zero_()

@@ -445,9 +445,16 @@ def test_a_call_that_finds_its_store_just_closed_is_a_storage_error(
 ) -> None:
     """A load may be on its way when its pool is detached; its thread must live on."""
     store = store_over(backend, clock)
-    store._guard.close()
+    blocks = chain("a", 100)  # two calls of the backend
+    store.put_many(blocks)
+
+    def close(_parts: Parts) -> None:
+        backend.spoil = None
+        store.close()
+
+    backend.spoil = close
     with pytest.raises(StorageError, match="closed"):
-        store.lend_many(keys(chain("a", 1)))
+        read(store, keys(blocks))
 
 
 def _until(condition: object) -> None:

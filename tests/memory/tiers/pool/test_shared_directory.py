@@ -77,8 +77,13 @@ def test_a_put_does_not_wait_for_a_collection(tmp_path: Path, monkeypatch: pytes
     """A walk over millions of files would make it late, and the pool look dead."""
     pool = open_backend({"path": str(tmp_path), "capacity": 10 * VALUE_BYTES})
     gate = threading.Event()
-    walk = pool._walk
-    monkeypatch.setattr(pool, "_walk", lambda now: walk(now) if gate.wait(20) else iter(()))
+    scandir = os.scandir
+
+    def slow(path: str) -> object:
+        assert gate.wait(20)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", slow)
     names = [name_of(n) for n in range(12)]
     assert set(pool.put_many(names, [parts_of(name) for name in names])) == {PutResult.STORED}
     assert all(pool.exists_many(names))
