@@ -1,7 +1,7 @@
 """A streaming client that costs little: for measuring a server on the cores that the client uses too.
 
 `stemma.cli.client` takes 0.2 ms of a core for each event (httpx), twice the server's own share. If a step of
-eight answers takes 30 ms of two cores, that is 3 % of the speed. Here all streams are looked at every 10 ms,
+eight answers takes 30 ms of two cores, that is 3 % of the speed. Here all streams are looked at every 20 ms,
 in one go: a client that wakes for each event takes a core away from the step eight times, and a step waits
 for its slowest thread.
 """
@@ -20,7 +20,7 @@ import orjson
 
 from stemma.cli.client import Answer, RequestFailed
 
-POLL_S = 0.01
+POLL_S = 0.02
 """How late an event may be noticed, the first and the last alike."""
 _TIMEOUT_S = 600.0
 _RECEIVE_BYTES = 1 << 18

@@ -20,7 +20,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.core.engine import Engine, describe_error
 from stemma.engine.core.request import SequenceNews
+from stemma.engine.mailbox import Mailbox
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.supervisor import EngineSupervisor, ThreadFailure
@@ -57,8 +58,7 @@ GRAMMAR_TIMEOUT_S = 10.0
 class _Subscription:
     """Where the outputs of one request go."""
 
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[RequestOutput | StemmaError] = field(default_factory=asyncio.Queue)
+    outputs: Mailbox[RequestOutput | StemmaError]
     has_started: bool = False
 
 
@@ -223,7 +223,7 @@ class AsyncEngine:
             raise Overloaded(f"{num_waiting} requests are waiting already")
         if request.request_id in self._subscriptions:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        subscription = _Subscription(asyncio.get_running_loop())
+        subscription = _Subscription(Mailbox(asyncio.get_running_loop()))
         self._subscriptions[request.request_id] = subscription
         if self._over is not None:  # set meanwhile, perhaps before this subscription could be seen
             del self._subscriptions[request.request_id]
@@ -375,7 +375,7 @@ class AsyncEngine:
             subscription = self._subscriptions.get(request_id)
             if subscription is not None:
                 subscription.has_started = True
-                loops.setdefault(subscription.loop, []).append((subscription, output))
+                loops.setdefault(subscription.outputs.loop, []).append((subscription, output))
         for loop, group in loops.items():
             try:
                 loop.call_soon_threadsafe(_put_all, group)
@@ -383,13 +383,13 @@ class AsyncEngine:
                 # The clients' event loop is closed, so nobody reads the outputs.
                 for request_id, _ in outputs:
                     subscription = self._subscriptions.get(request_id)
-                    if subscription is not None and subscription.loop is loop:
+                    if subscription is not None and subscription.outputs.loop is loop:
                         self._commands.put(partial(self._abort, request_id))
 
 
 def _put_all(group: Sequence[tuple[_Subscription, RequestOutput | StemmaError]]) -> None:
     for subscription, output in group:
-        subscription.outputs.put_nowait(output)
+        subscription.outputs.put(output)
 
 
 def _settle(future: Future[Any], outcome: object) -> None:

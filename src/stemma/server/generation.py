@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -36,9 +36,9 @@ from stemma.types import FinishReason, Tier
 
 
 async def run_one(
-    context: ServerContext, request: GenerationRequest, api: str
-) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the engine's outputs for one request. Closing this early aborts it in the engine.
+    context: ServerContext, request: GenerationRequest, api: str, index: int = 0
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield `index` and the engine's outputs for one request. Closing this early aborts it in the engine.
 
     A whole answer is in the usage ledger before its last output is yielded.
     Raises what the engine raises, and GenerationFailed if the engine reports an error.
@@ -54,9 +54,10 @@ async def run_one(
     stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
     limit_s = context.settings.server.request_timeout_s
     outputs = stream if limit_s is None else within(stream, limit_s)
+    rounds = context.settings.server.report_granularity != "token"
     try:
         async for exact in outputs:
-            output = reported(context.settings, exact)
+            output = rounded_to_blocks(context.settings, exact) if rounds else exact
             if not is_noted:
                 is_noted = True
                 context.explanations.add(Explanation.of(request, exact.cache))
@@ -67,7 +68,7 @@ async def run_one(
             if output.finished:
                 outcome = "ok"
                 await entry.committed()
-            yield output
+            yield index, output
     except (InvalidRequest, Overloaded, ShuttingDown):
         outcome = "refused"
         raise
@@ -97,10 +98,8 @@ async def within(stream: AsyncIterator[RequestOutput], limit_s: float) -> AsyncG
         yield output
 
 
-def reported(settings: Settings, output: RequestOutput) -> RequestOutput:
-    """Return `output` with cached tokens rounded as `report_granularity` says."""
-    if settings.server.report_granularity == "token":
-        return output
+def rounded_to_blocks(settings: Settings, output: RequestOutput) -> RequestOutput:
+    """Return `output` with cached tokens rounded down to whole blocks."""
     size = settings.engine.cache.block_size
     cache = output.cache
     whole = cache.num_cached_tokens // size * size
@@ -117,22 +116,23 @@ async def _close(stream: AsyncIterator[RequestOutput]) -> None:
         await stream.aclose()
 
 
-async def run_all(
+def run_all(
     context: ServerContext, requests: Sequence[GenerationRequest], api: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield (prompt index, output) of all requests as they come; the first error ends them all."""
-    if len(requests) == 1:
-        async with aclosing(run_one(context, requests[0], api)) as stream:
-            async for output in stream:
-                yield 0, output
-        return
+    return run_one(context, requests[0], api) if len(requests) == 1 else _run_several(context, requests, api)
+
+
+async def _run_several(
+    context: ServerContext, requests: Sequence[GenerationRequest], api: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     queue: asyncio.Queue[tuple[int, RequestOutput] | StemmaError | None] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            async with aclosing(run_one(context, requests[index], api)) as stream:
-                async for output in stream:
-                    queue.put_nowait((index, output))
+            async with aclosing(run_one(context, requests[index], api, index)) as stream:
+                async for item in stream:
+                    queue.put_nowait(item)
         except StemmaError as error:
             queue.put_nowait(error)
         finally:
@@ -225,17 +225,20 @@ class OutputStream:
         self, first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
     ) -> None:
         self.first = first
-        self._first: tuple[int, RequestOutput] | None = first
+        self._is_first_read = False
         self._rest = rest
 
     def __aiter__(self) -> OutputStream:
         return self
 
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return await anext(self._rest)
+    def __anext__(self) -> Awaitable[tuple[int, RequestOutput]]:
+        if self._is_first_read:
+            return anext(self._rest)
+        self._is_first_read = True
+        return self._first()
+
+    async def _first(self) -> tuple[int, RequestOutput]:
+        return self.first
 
     async def aclose(self) -> None:
         """Abort what is still running."""

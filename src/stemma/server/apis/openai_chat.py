@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from stemma.engine.api import GenerationRequest, SequenceDelta
 from stemma.errors import StemmaError
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.chat import AnswerReader, delta_of, message_of, tool_use
-from stemma.server.answers.events import CallStart, Event, Reasoning
+from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs
 from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
 from stemma.server.answers.reasoning import prompt_opens_reasoning
@@ -31,7 +31,7 @@ from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
 from stemma.server.schemas.openai import ChatRequest
-from stemma.server.transport.sse import DONE, EventStream, event
+from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
 from stemma.types import FinishReason, TokenArray
 
 router = APIRouter(route_class=OpenAIRoute)
@@ -128,19 +128,20 @@ async def _events(
         "model": answered_by(context, body.model),
     }
     tail: dict[str, Any] = {"usage": None} if with_usage else {}
+
+    def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+        return {**head, "choices": [choice], **tail}
+
     role = {"role": "assistant", "content": ""}
     with_ids = bool(body.return_token_ids)
-    streams = [_ChoiceStream(context, index, reader, with_ids) for index in range(generation.params.n)]
+    streams = [_ChoiceStream(context, i, reader, chunk, with_ids) for i in range(generation.params.n)]
     ids = {"prompt_token_ids": generation.prompt_token_ids.tolist()} if with_ids else {}
-    chunks = [event({**head, "choices": [stream.choice(role)], **ids, **tail}) for stream in streams]
+    chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
     try:
         async for index, output in outputs:
             meter.seen(index, output)
-            chunks.extend(
-                event({**head, "choices": [choice], **tail})
-                for delta in output.deltas
-                for choice in streams[delta.index].choices(delta)
-            )
+            for delta in output.deltas:
+                chunks += streams[delta.index].events(delta)
             if chunks:
                 yield b"".join(chunks)
                 chunks.clear()
@@ -154,22 +155,41 @@ async def _events(
 class _ChoiceStream:
     """One choice of a streamed answer."""
 
-    def __init__(self, context: ServerContext, index: int, reader: AnswerReader, with_ids: bool) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        index: int,
+        reader: AnswerReader,
+        chunk: Callable[[dict[str, Any]], dict[str, Any]],
+        with_ids: bool,
+    ) -> None:
+        """`chunk` returns what an event with this choice carries."""
         self._context = context
+        self._chunk = chunk
         self._with_ids = with_ids
         self._index = index
         self._reader = reader
         self._parser = reader.parser()
         self._has_calls = False
+        self._content = TextEvent(lambda text: chunk(self.choice({"content": text})))
 
     def choice(self, delta: dict[str, Any]) -> dict[str, Any]:
         """Return a choice that holds nothing but `delta`."""
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def choices(self, delta: SequenceDelta) -> list[dict[str, Any]]:
-        """Return the choices of what a step gave: log-probabilities with the first, the end with the last."""
+    def events(self, delta: SequenceDelta) -> list[bytes]:
+        """Return the events of what a step gave."""
         ended = delta.finish_reason is not None
-        events = self._parser.feed(delta.text) + (self._parser.end() if ended else [])
+        parts = self._parser.feed(delta.text) + (self._parser.end() if ended else [])
+        if len(parts) == 1 and not (ended or self._with_ids or delta.logprobs is not None):
+            match parts[0]:
+                case Content(text):  # nearly every token
+                    return [self._content(text)]
+        return [event(self._chunk(choice)) for choice in self._choices(delta, parts)]
+
+    def _choices(self, delta: SequenceDelta, events: list[Event]) -> list[dict[str, Any]]:
+        """Return the choices of `events`: log-probabilities with the first, the end with the last."""
+        ended = delta.finish_reason is not None
         found = [self.choice(part) for part in map(self._delta, events) if part]
         if delta.logprobs or ended or (self._with_ids and delta.token_ids):
             found = found or [self.choice({})]

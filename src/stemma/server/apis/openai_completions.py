@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -27,7 +28,7 @@ from stemma.server.requests.prompts import completion_prompts
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import completion_sampling
 from stemma.server.schemas.openai import CompletionRequest
-from stemma.server.transport.sse import DONE, EventStream, event
+from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
 from stemma.types import FinishReason, TokenArray
 
 router = APIRouter(route_class=OpenAIRoute)
@@ -176,12 +177,18 @@ class _Reply:
             before = SequenceDelta(copy, (), "")
             yield self.choice(index, self.echoes[number], pieces, before, prompt), writer
 
+    def _text_body(self, index: int, tail: dict[str, Any], text: str) -> dict[str, Any]:
+        choice = self.choice(index, text, None, SequenceDelta(index, (), text))
+        return {**self.head, "choices": [choice], **tail}
+
     async def events(self, outputs: OutputStream, prompts: list[TokenArray]) -> AsyncGenerator[bytes, None]:
         """Yield the chunks: echoes and ids of the prompts first, then text, then usage if asked for."""
         tail: dict[str, Any] = {"usage": None} if self._with_usage else {}
         meter = UsageMeter()
         logprobs: dict[int, CompletionLogprobs] = {}
         chunks: list[bytes] = []
+        texts: dict[int, TextEvent] = {}
+        has_text_alone = self._body.logprobs is None and not self._body.return_token_ids
         opened: set[int] = set()
         if not self._echoes_logprobs:
             opened = set(range(len(prompts)))
@@ -200,6 +207,13 @@ class _Reply:
                         logprobs[choice["index"]] = writer
                         chunks.append(event({**self.head, "choices": [choice], **tail}))
                 for delta in output.deltas:
+                    if has_text_alone and delta.finish_reason is None:
+                        if delta.text:
+                            index = prompt_index * self.n + delta.index
+                            if index not in texts:
+                                texts[index] = TextEvent(partial(self._text_body, index, tail))
+                            chunks.append(texts[index](delta.text))
+                        continue
                     has_ids = self._body.return_token_ids and delta.token_ids
                     if not (delta.text or delta.logprobs or has_ids or delta.finish_reason is not None):
                         continue

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
+from uuid import uuid4
 
 import orjson
 from starlette.responses import Response
@@ -22,6 +23,19 @@ def event(body: Any, name: str | None = None) -> bytes:
     """Return one event that carries `body` as JSON; `name` is its type, for APIs that give one."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class TextEvent:
+    """Events whose JSON differs in one string alone: the rest of it is written once."""
+
+    def __init__(self, body: Callable[[str], Any]) -> None:
+        """`body` returns what an event with this string carries."""
+        mark = uuid4().hex  # in nothing else that the body holds
+        self._head, self._tail = event(body(mark)).split(orjson.dumps(mark))
+
+    def __call__(self, text: str) -> bytes:
+        """Return the event with `text`."""
+        return self._head + orjson.dumps(text) + self._tail
 
 
 class EventStream(Response):
