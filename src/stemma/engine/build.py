@@ -183,7 +183,9 @@ def _build(
         trace_log=open_trace_log(settings.cache, supervisor),
         queue=open_queue(settings, model.device),
         memory=memory,
-        grammars=GrammarCompiler(tokenizer.transformers_tokenizer, model.vocab_size, sorted(eos_token_ids)),
+        grammars=GrammarCompiler(
+            tokenizer.transformers_tokenizer, model.vocab_size, sorted(eos_token_ids), settings.model.isa
+        ),
         max_adapters=settings.lora.max_loras,
         on_close=_closing(publisher, ranks),
     )

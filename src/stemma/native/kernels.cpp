@@ -9,6 +9,7 @@
 #include "decoder_step.h"
 #include "layers.h"
 #include "limits.h"
+#include "masks.h"
 #include "mixture.h"
 #include "products.h"
 
@@ -190,6 +191,7 @@ float stemma_read_memory(const char* data, int64_t num_bytes, int32_t threads) {
     for (int64_t i = 0; i < pieces; i++) total += read_memory(data + (i << 20), 1 << 20);
     return total;
 }
+int64_t stemma_masked_argmax(const float* x, const uint32_t* mask, int64_t n) { return masked_argmax(x, mask, n); }
 void stemma_take_rows(const Strips* weight, const int64_t* ids, int64_t count, void* out, int32_t is_bf16,
                       int32_t threads) {
     is_bf16 ? take_rows(*weight, ids, count, (bf16*)out, threads) : take_rows(*weight, ids, count, (float*)out, threads);

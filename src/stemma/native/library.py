@@ -341,6 +341,9 @@ class Kernels:
         self.read_memory = library.stemma_read_memory
         self.read_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
         self.read_memory.restype = ctypes.c_float
+        self.masked_argmax = library.stemma_masked_argmax
+        self.masked_argmax.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self.masked_argmax.restype = ctypes.c_int64
         self.take_rows = library.stemma_take_rows
         self.take_rows.argtypes = [
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),

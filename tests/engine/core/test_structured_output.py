@@ -12,7 +12,7 @@ import torch
 from tests.engine.harness import greedy, prompt
 
 from stemma.engine.sampling.constraints import Constraints, keep_allowed
-from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec, GrammarState
+from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason
@@ -128,18 +128,24 @@ def test_forced_tokens_are_drafts_that_hold(harness, schema):
     )
 
 
-def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer, monkeypatch):
-    def refuse(self, ahead=()):
-        raise AssertionError("a mask was computed")
-
-    monkeypatch.setattr(GrammarState, "packed", refuse)
+def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer):
     vocab_size = len(tokenizer.transformers_tokenizer)
-    state = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0]).compile(OBJECT).start()
-    one = Constraints(SamplingParams(temperature=0.0, grammar=OBJECT), vocab_size, state)
+    masks = []
+
+    def argmax(x, mask):
+        masks.append(mask)
+        return -1
+
+    compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
+    compiler._room.argmax = argmax
+    one = Constraints(
+        SamplingParams(temperature=0.0, grammar=OBJECT), vocab_size, compiler.compile(OBJECT).start()
+    )
     brace, digit = (tokenizer.encode(text)[0] for text in ("{", "7"))
     assert one.most_likely(np.zeros(vocab_size, np.float32), [], brace) == brace
-    with pytest.raises(AssertionError, match="a mask"):
-        one.most_likely(np.zeros(vocab_size, np.float32), [brace], digit)
+    assert not masks
+    one.most_likely(np.zeros(vocab_size, np.float32), [brace], digit)
+    assert len(masks) == 1
 
 
 @pytest.mark.parametrize("text", [json.dumps(SCHEMA), '{"type": "object"}'])
@@ -164,6 +170,39 @@ def test_the_likeliest_allowed_token_is_that_of_the_mask(tokenizer, text):
             assert one.most_likely(logits.numpy(), ahead, int(logits.argmax())) == expected
             state.append(expected)
             ahead.append(expected)
+
+
+@pytest.mark.parametrize("text", [json.dumps(SCHEMA), '{"type": "object"}'])
+def test_what_was_found_likeliest_need_not_be_appended(tokenizer, text):
+    """A token that `most_likely` returned is taken back where another follows, or something else is asked."""
+    rng = np.random.default_rng(2)
+    vocab_size = len(tokenizer.transformers_tokenizer)
+    compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
+    spec = GrammarSpec("json_schema", text)
+    for _ in range(12):
+        state, plain = compiler.compile(spec).start(), compiler.compile(spec).start()
+        for _ in range(30):
+            allowed = plain.allowed()
+            if plain.is_over or not allowed.any():
+                break
+            logits = rng.normal(size=vocab_size).astype(np.float32)
+            favoured = int(rng.choice(np.flatnonzero(allowed)))
+            logits[favoured] += float(rng.choice([0.0, 9.0]))
+            found = state.most_likely(logits, [], int(logits.argmax()))
+            assert found == int(np.where(allowed, logits, -np.inf).argmax())
+            match int(rng.integers(5)):
+                case 0:
+                    assert np.array_equal(state.allowed(), allowed)
+                case 1:
+                    assert state.num_valid([found]) == 1
+                case 2:
+                    state = state.copy()
+                case 3:
+                    assert state.forced() == plain.forced()
+            next_token = found if rng.random() < 0.7 else int(rng.choice(np.flatnonzero(allowed)))
+            state.append(next_token)
+            plain.append(next_token)
+        assert state.is_over == plain.is_over
 
 
 def test_a_packed_mask_is_the_grammars_own():

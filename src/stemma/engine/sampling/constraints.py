@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.engine.sampling.grammar import AllowedTokens, GrammarState, PackedMask, unpack
+from stemma.engine.sampling.grammar import AllowedTokens, GrammarState, PackedMask
 from stemma.engine.sampling.params import SamplingParams
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -96,17 +96,9 @@ class Constraints:
         """Return the most likely token that the grammar allows after the output and then `ahead`.
 
         `logits` [V], `likeliest`: the most likely token of all. Only where `is_grammar_alone`.
-        Models mostly follow a grammar that they were told of, so the mask is seldom computed.
         """
         assert self._grammar is not None
-        token = self._grammar.settle(ahead, likeliest)
-        if token is not None:
-            return token
-        mask = self._grammar.packed(ahead)
-        if mask is None or not mask.any():
-            return likeliest
-        ids = np.flatnonzero(unpack(mask, self._vocab_size))
-        return int(ids[logits[ids].argmax()])
+        return self._grammar.most_likely(logits, ahead, likeliest)
 
     def append(self, token_id: int) -> None:
         """Record a token of the output."""

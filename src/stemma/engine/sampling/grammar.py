@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import InvalidRequest
+from stemma.native.masks import MaskedArgmax, masked_argmax_function
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 Reasoning = Literal["none", "optional", "opened"]
@@ -58,12 +59,32 @@ class GrammarSpec:
             )
 
 
-class GrammarState:
-    """Where one sequence is in its grammar. Not thread-safe: the step loop's own."""
+class MaskRoom:
+    """Room for one mask, used again and again by the step loop, and how the best of what it allows is found."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, argmax: MaskedArgmax) -> None:
+        self.vocab_size = vocab_size
+        self.mask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
+        self.address = self.mask.ctypes.data
+        self.argmax = argmax
+
+
+class GrammarState:
+    """Where one sequence is in its grammar. Not thread-safe: the step loop's own.
+
+    Beside the model's weights everything here is cold in the processor's caches, so calls count: a token that
+    was found to be allowed is consumed at once, and `append` only confirms it. What else is asked first takes
+    it back.
+    """
+
+    def __init__(self, matcher: Any, room: MaskRoom) -> None:
         self._matcher = matcher
-        self._vocab_size = vocab_size
+        self._room = room
+        self._vocab_size = room.vocab_size
+        self._consumed: int | None = None
+        """A token that isn't appended yet."""
+        self._strays = False
+        """Whether the last likeliest token was forbidden: then a mask is taken without asking for the next."""
 
     def packed(self, ahead: Sequence[int] = ()) -> PackedMask | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
@@ -90,23 +111,42 @@ class GrammarState:
         self._go_back(ahead)
         return tokens
 
-    def settle(self, ahead: Sequence[int], likeliest: int) -> int | None:
-        """Return the most likely token that may follow the output and then `ahead`, where no mask is needed.
+    def most_likely(self, logits: npt.NDArray[np.float32], ahead: Sequence[int], likeliest: int) -> int:
+        """Return the most likely token that may follow the output and then `ahead`.
 
-        That is `likeliest`, the most likely of the whole vocabulary, where it is allowed, or the forced one
-        then; also where nothing after `ahead` will be used. None: it takes a mask to know.
+        `logits` [V], contiguous; `likeliest`: the most likely token of all, which is returned where nothing
+        after `ahead` will be used. Models mostly follow a grammar that they were told of, so a mask is seldom
+        computed.
         """
         if not self._go(ahead):
             return likeliest
-        token: int | None = None
-        if self._matcher.validate_tokens([likeliest]):
-            # What is forced is one token after another as the tokenizer cuts it, not any that would fit.
-            token = next(iter(self._matcher.compute_ff_tokens()), likeliest)
-        self._go_back(ahead)
+        matcher, room = self._matcher, self._room
+        keeps = not ahead and not matcher.is_stopped()
+        # What is forced is one token after another as the tokenizer cuts it, not any that would fit.
+        forced = matcher.compute_ff_tokens()
+        if forced:
+            token = int(forced[0])
+        elif not self._strays and (matcher.try_consume_tokens if keeps else matcher.validate_tokens)(
+            [likeliest]
+        ):
+            if keeps:
+                self._consumed = likeliest
+                return likeliest
+            token = likeliest
+        else:
+            matcher.unsafe_compute_mask_ptr(room.address, room.mask.nbytes)
+            found = room.argmax(logits, room.mask)
+            self._strays = found != likeliest
+            token = likeliest if found < 0 else found
+        if ahead:
+            self._go_back(ahead)
+        elif keeps and matcher.try_consume_tokens([token]):
+            self._consumed = token
         return token
 
     def _go(self, ahead: Sequence[int]) -> bool:
         """Consume `ahead`; consume nothing and return False if the grammar doesn't allow all of it."""
+        self._take_back()
         if not ahead:
             return True
         num_consumed = self._matcher.try_consume_tokens(list(ahead))
@@ -118,24 +158,36 @@ class GrammarState:
         if ahead:
             self._matcher.rollback(len(ahead))
 
+    def _take_back(self) -> None:
+        if self._consumed is not None:
+            self._matcher.rollback(1)
+            self._consumed = None
+
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids`, in order, the grammar allows next."""
+        self._take_back()
         valid: int = self._matcher.validate_tokens(list(token_ids))
         return valid
 
     def append(self, token_id: int) -> None:
         """Record a token of the output. One that the grammar forbids ends the constraint (min_tokens may)."""
+        if token_id == self._consumed:
+            self._consumed = None
+            return
+        self._take_back()
         if not self._matcher.is_stopped():
             self._matcher.try_consume_tokens([token_id])
 
     @property
     def is_over(self) -> bool:
         """Whether nothing but an end-of-sequence token can follow."""
+        self._take_back()
         return bool(self._matcher.is_stopped())
 
     def copy(self) -> GrammarState:
         """Return an independent state at the same place, for a sequence that forks."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+        self._take_back()
+        return GrammarState(self._matcher.deep_copy(), self._room)
 
 
 def unpack(mask: PackedMask, vocab_size: int) -> AllowedTokens:
@@ -148,22 +200,25 @@ class Grammar:
     """A compiled grammar; many sequences may follow it."""
 
     _matcher: Any
-    _vocab_size: int
+    _room: MaskRoom
 
     def start(self) -> GrammarState:
         """Return the state before the first token."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarState(self._matcher.deep_copy(), self._room)
 
 
 class GrammarCompiler:
     """Compiles the grammars of one model's requests and remembers the latest. Thread-safe.
 
-    `hf_tokenizer` is the checkpoint's fast tokenizer, `vocab_size` the number of logits.
+    `hf_tokenizer` is the checkpoint's fast tokenizer, `vocab_size` the number of logits, `isa` the level of
+    the kernels.
     """
 
-    def __init__(self, hf_tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, hf_tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], isa: str = "auto"
+    ) -> None:
         self._hf_tokenizer = hf_tokenizer
-        self._vocab_size = vocab_size
+        self._room = MaskRoom(vocab_size, masked_argmax_function(isa))
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: Any = None
         self._grammars: OrderedDict[tuple[str, str, str], Grammar] = OrderedDict()
@@ -196,7 +251,7 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:500]
             raise InvalidRequest(f"{spec.param}: {reason}", param=spec.param)
-        return Grammar(matcher, self._vocab_size)
+        return Grammar(matcher, self._room)
 
     def _llguidance_tokenizer(self, param: str) -> Any:
         """Return llguidance's view of the vocabulary, made at the first request that needs it."""
@@ -205,7 +260,7 @@ class GrammarCompiler:
 
             try:
                 self._tokenizer = from_tokenizer(
-                    self._hf_tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+                    self._hf_tokenizer, n_vocab=self._room.vocab_size, eos_token=self._eos_token_ids or None
                 )
             except (ValueError, RuntimeError) as error:
                 raise InvalidRequest(

@@ -303,10 +303,8 @@ def _settle(
     """
     if not settled:
         return
-    ids, values = (
-        token_ids.tolist(),
-        logits.numpy(),
-    )  # a tensor's own indexing costs more than a grammar's answer
+    # A tensor's own indexing costs more than a grammar's answer.
+    ids, values = token_ids.tolist(), logits.numpy()
     for i in settled:
         constraints = rows[i].state.constraints
         assert constraints is not None
