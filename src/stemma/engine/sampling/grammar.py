@@ -60,7 +60,7 @@ class GrammarSpec:
 
 
 class MaskRoom:
-    """Room for one mask, used again and again by the step loop, and how the best of what it allows is found."""
+    """Room for one mask, used again and again by the step loop, and how the best that it allows is found."""
 
     def __init__(self, vocab_size: int, argmax: MaskedArgmax) -> None:
         self.vocab_size = vocab_size
@@ -84,7 +84,7 @@ class GrammarState:
         self._consumed: int | None = None
         """A token that isn't appended yet."""
         self._strays = False
-        """Whether the last likeliest token was forbidden: then a mask is taken without asking for the next."""
+        """Whether the last likeliest token was forbidden: then the next isn't asked for before the mask."""
 
     def packed(self, ahead: Sequence[int] = ()) -> PackedMask | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
