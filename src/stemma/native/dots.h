@@ -53,7 +53,7 @@ static inline int lines_at_once(int rows, int lines) {
 }
 // While several passes go over a chunk of weights, the next chunk is asked for into L2. Into L1 it would wait for the
 // few buffers of L1's misses and drive out the chunk at hand. A single pass leaves asking to the processor.
-constexpr int SOME_ROWS = NATIVE == 16 ? 16 : 0;  // up to here memory is the limit, beyond it arithmetic
+constexpr int SOME_ROWS = NATIVE == 16 ? 12 : 0;  // up to here two passes, which want the next chunk sooner
 constexpr int SOME_STEPS = 32, MANY_STEPS = 64;   // of a chunk: 8 and 16 kB
 constexpr int BLOCK_ROWS = STEMMA_AMX ? 256 : 64;  // rows whose sums for one strip are kept at a time
 
