@@ -50,7 +50,7 @@ def _engines(cluster: ClusterFile) -> Iterator[list[ServerGroup]]:
         raise ConfigError("this file has no prefill_decode: `stemma cluster deploy` starts replicas")
     engine_ranks: list[tuple[Side, int]] = [("prefill", rank) for rank in range(plan.num_prefill)]
     engine_ranks += [("decode", rank) for rank in range(plan.num_decode)]
-    num_processes = len(engine_ranks) * cluster.settings.engine.parallel.tensor_parallel_size
+    num_processes = len(engine_ranks) * cluster.settings.engine.parallel.num_ranks
     share = max(1, (os.cpu_count() or 1) // num_processes)
     with tempfile.TemporaryDirectory(prefix="stemma-cluster-") as folder:
         engines = []

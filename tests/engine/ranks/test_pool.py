@@ -97,17 +97,45 @@ def test_what_one_rank_cannot_read_is_computed(llm: LLM, folder: Path, fault: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [{"context_parallel_size": 2}, RANKS | {"context_parallel_size": 2}])
+def test_tokens_of_several_ranks_come_back_from_the_pool(ranks: dict[str, int], tmp_path: Path) -> None:
+    llm = LLM(build("llama", tmp_path / "model"), **(SMALL | TIERS | ranks | directory_pool(tmp_path)))
+    first = llm.generate(LONG, GREEDY)[0]
+    found = after_flush(llm)
+    assert found.cache.cached_by_tier == {Tier.POOL: 64}
+    assert bits(found) == bits(first)
+    size = len(missing(llm))
+    keys = llm.engine.cache._key_space.roots(Namespace()).chain(np.asarray(LONG, dtype=np.int32))
+    [file] = (tmp_path / "pool").rglob(f"{keys[4].hex()}_{size - 1}_{size}_*")
+    file.unlink()
+    found = after_flush(llm)
+    assert found.cache.cached_by_tier == {Tier.POOL: 32}
+    assert bits(found) == bits(first)
+    assert missing(llm)[size - 1] > 0
+    llm.engine.check()
+    llm.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "size", "expert_size"),
-    [("llama", 2, 1), ("qwen3-moe", 2, 2), ("deepseek-v3", 4, 2), ("gemma2", 2, 1)],
+    ("family", "size", "expert_size", "context_size"),
+    [
+        ("llama", 2, 1, 1),
+        ("qwen3-moe", 2, 2, 1),
+        ("deepseek-v3", 4, 2, 1),
+        ("gemma2", 2, 1, 1),
+        ("llama", 1, 1, 2),
+        ("deepseek-v3", 2, 1, 2),
+    ],
 )
 def test_prefill_and_decode_on_ranks_of_their_own(
-    family: str, size: int, expert_size: int, tmp_path: Path
+    family: str, size: int, expert_size: int, context_size: int, tmp_path: Path
 ) -> None:
     checkpoint = build(family, tmp_path / "model", num_key_value_heads=4)
     expected = in_one_process(checkpoint)
     settings = SMALL | TIERS | directory_pool(tmp_path)
     settings |= {"tensor_parallel_size": size, "expert_parallel_size": expert_size}
+    settings |= {"context_parallel_size": context_size}
     prefill = LLM(checkpoint, role="prefill", **settings)
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     begun = [tokens(found) for found in prefill.generate([LONG, OTHER], one)]
@@ -120,7 +148,7 @@ def test_prefill_and_decode_on_ranks_of_their_own(
     assert [one[:1] for one in expected] == begun
     whole = prefill.generate(LONG, GREEDY, namespace=Namespace(salt="nobody's"))[0]
     assert bits(whole) == bits(found[0])
-    assert missing(decode) == dict.fromkeys(range(size), 0)
+    assert missing(decode) == dict.fromkeys(range(size * context_size), 0)
     for llm in (prefill, decode):
         llm.engine.check()
         llm.close()
