@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from stemma.model.parallel.dealing import Dealing, DealtStep, Sizes
 from stemma.model.parallel.partial import NativePartials, PartialAttention, TorchPartials
 from stemma.model.parallel.share import Share
 from stemma.native.library import load_kernels
+from tests.native.isa import level_params
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 QUERIES_TRAVEL, KEYS_TRAVEL = Sizes(row=0, block=1), Sizes(row=1, block=0)
@@ -101,10 +104,12 @@ def batch_of(lengths: Sequence[tuple[int, int]], block_size: int) -> ForwardBatc
 class Ranks:
     """KV of one layer on several ranks, and steps of all of them."""
 
-    def __init__(self, size: int, run: int, make: Callable[[], PartialAttention], sizes: Sizes) -> None:
+    def __init__(
+        self, size: int, run: int, make: Callable[[], PartialAttention], sizes: Sizes, dtype: str = "float32"
+    ) -> None:
         self.dealing = Dealing(size, run)
         self._make, self._sizes = make, sizes
-        layout = KVLayout(1, 2, run, KV_HEADS, DIM, "float32")
+        layout = KVLayout(1, 2, run, KV_HEADS, DIM, dtype)
         self._kvs = [DeviceKV(layout, 200) for _ in range(size)]
         for kv in self._kvs:
             kv.data.fill_(float("nan"))  # what lies beyond a sequence must not be read
@@ -125,14 +130,14 @@ class Ranks:
                 slots=torch.from_numpy(self.dealing.own_slots(rank, batch.slots.numpy()[step.own_rows])),
             )
             group: Any = ThreadGroup(board, rank, size)
-            partial = self._make()
+            made = self._make()
             writer = AttentionStep(own, self._kvs[rank])
-            context = ContextStep(step, self._kvs[rank], group, partial, writer)
+            context = ContextStep(step, self._kvs[rank], group, made, writer)
             if len(rows):
                 output[rows] = context.attend(call, q[rows], k[rows], v[rows])
             else:
                 context.exchange(call, q[rows], DIM)
-            partial.close()
+            made.close()
 
         with ThreadPoolExecutor(size) as pool:
             for done in [pool.submit(run, rank) for rank in range(size)]:
@@ -140,8 +145,8 @@ class Ranks:
         return output
 
 
-def native() -> PartialAttention:
-    kernels = load_kernels("auto")
+def native(isa: str = "auto") -> PartialAttention:
+    kernels = load_kernels(isa)
     if kernels is None:
         pytest.skip("no kernels")
     return NativePartials(kernels, DIM)
@@ -182,16 +187,23 @@ def test_attention_is_that_of_one_rank(
         torch.testing.assert_close(found, expected[rows], atol=2e-5, rtol=2e-5)
 
 
-def test_a_row_doesnt_depend_on_its_chunk_or_on_what_travels() -> None:
-    native()
+@pytest.mark.parametrize("isa", level_params())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_doesnt_depend_on_its_chunk_or_on_what_travels(dtype: torch.dtype, isa: str) -> None:
     length = 700
-    q, k, v = drawn(length)
+    q, k, v = (one.to(dtype) for one in drawn(length))
+    name = str(dtype).removeprefix("torch.")
     found = []
-    for sizes, chunk in ((KEYS_TRAVEL, 700), (QUERIES_TRAVEL, 700), (KEYS_TRAVEL, 33), (KEYS_TRAVEL, 1)):
-        ranks = Ranks(2, 8, native, sizes)
+    in_chunks, decoded = [0, 33, 290, 512, length], [0, *range(length - 40, length + 1)]
+    for sizes, cuts in (
+        (KEYS_TRAVEL, [0, length]),
+        (QUERIES_TRAVEL, [0, length]),
+        (KEYS_TRAVEL, in_chunks),
+        (KEYS_TRAVEL, decoded),
+    ):
+        ranks = Ranks(2, 8, partial(native, isa), sizes, name)
         parts = []
-        for start in range(0, length, chunk):
-            end = min(length, start + chunk)
+        for start, end in pairwise(cuts):
             batch = batch_of([(end, end - start)], 16)
             batch.block_tables = batch_of([(length, 1)], 16).block_tables[:, : batch.block_tables.shape[1]]
             at = torch.arange(start, end)
