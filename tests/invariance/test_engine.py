@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stemma.config.settings import KVDtype
+from stemma.config.settings import KVArrangement, KVDtype
 from stemma.engine.llm import LLM, Generation
 from stemma.engine.sampling.params import SamplingParams
 from stemma.native.levels import available_levels
@@ -101,9 +101,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def check_family(
-    path: Path, dtype: str, folder: Path, num_conversations: int, kv_dtype: KVDtype = "auto"
+    path: Path,
+    dtype: str,
+    folder: Path,
+    num_conversations: int,
+    kv_dtype: KVDtype = "auto",
+    kv_layout: KVArrangement = "rows",
 ) -> None:
-    """Serve the same requests in many ways; what one at a time gets without a cache is what all get."""
+    """Serve the same requests in many ways; what one at a time gets without a cache is what all get.
+
+    What is expected is served with whole rows of KV, whatever `kv_layout` is.
+    """
     asks = asks_of(num_conversations)
     stored = {"kv_cache_dtype": kv_dtype}
     with engine(path, dtype, **NO_CACHE, **stored) as llm:
@@ -131,7 +139,7 @@ def check_family(
         }
     rng = random.Random(1)
     for way, settings in ways.items():
-        with engine(path, dtype, **settings, **stored) as llm:
+        with engine(path, dtype, **settings, **stored, kv_layout=kv_layout) as llm:
             for round_number in range(2):
                 order = list(range(len(asks)))
                 rng.shuffle(order)
@@ -151,6 +159,16 @@ def test_answers(family: str, dtype: str, checkpoint: Callable[[str], Path], tmp
 
 def test_answers_over_codes(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     check_family(checkpoint("qwen2"), "bfloat16", tmp_path / "disk", 3, "int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2", MTP])
+def test_answers_over_tiled_latents(
+    family: str, dtype: str, kv_dtype: KVDtype, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check_family(checkpoint(family), dtype, tmp_path / "disk", 3, kv_dtype, "nz")
 
 
 @pytest.mark.slow
