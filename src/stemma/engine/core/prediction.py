@@ -41,9 +41,12 @@ class PredictingRunner(Runner):
         *,
         max_batch_tokens: int,
         adapters: PreparedAdapters | None = None,
+        block_size: int | None = None,
     ) -> None:
-        """Raise TypeError if the model was loaded without the layer."""
-        super().__init__(model, kv, max_batch_tokens=max_batch_tokens, adapters=adapters)
+        """See `Runner`. Raises TypeError if the model was loaded without the layer."""
+        super().__init__(
+            model, kv, max_batch_tokens=max_batch_tokens, adapters=adapters, block_size=block_size
+        )
         if not isinstance(model.decoder, PredictingDecoder):
             raise TypeError("the model has no layer for multi-token prediction")
         self._decoder = model.decoder
