@@ -93,6 +93,6 @@ def harness(checkpoint: Path, model: CausalLM, tokenizer: Tokenizer) -> Callable
             ),
             **options,
         )
-        return Harness(engine, OutputProcessor(tokenizer))
+        return Harness(engine, OutputProcessor(tokenizer), key_space, lower)
 
     return make

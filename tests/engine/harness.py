@@ -14,7 +14,8 @@ from stemma.engine.core.engine import Engine
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
-from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.memory.tiers.transfer import TierTransfer
+from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.types import FinishReason, as_tokens
 
 MAX_STEPS = 20_000
@@ -74,8 +75,16 @@ class CountingRunner:
 
 
 class Harness:
-    def __init__(self, engine: Engine, processor: OutputProcessor) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        processor: OutputProcessor,
+        key_space: KeySpace,
+        tiers: TierTransfer | None = None,
+    ) -> None:
         self.engine = engine
+        self.key_space = key_space
+        self.tiers = tiers
         self.cache = engine.cache
         self.processor = processor
         self.answers: dict[str, Answer] = {}
@@ -102,6 +111,9 @@ class Harness:
 
     def abort(self, request_id: str) -> None:
         self._take(self.engine.abort(request_id))
+
+    def fail_all(self, message: str) -> None:
+        self._take(self.engine.fail_all(message))
 
     def run(self, *, check: bool = False) -> None:
         """Step until nothing is left to do."""

@@ -5,18 +5,49 @@ from __future__ import annotations
 import asyncio
 import time
 from itertools import chain, pairwise
-from types import SimpleNamespace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
+from stemma.engine import async_engine
 from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
+from stemma.engine.core.scheduler import Scheduler
 from stemma.engine.llm import engine_settings
+from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
+
+
+@pytest.fixture
+def moments(monkeypatch):
+    """Return a list of what happens in engines made from now on; begins with news put into a queue."""
+    seen: list[str] = []
+
+    class NotingQueue(SimpleQueue):
+        def put(self, item):
+            if isinstance(item, list):  # commands aren't
+                seen.append("passed on")
+            super().put(item)
+
+    monkeypatch.setattr(async_engine, "SimpleQueue", NotingQueue)
+    return seen
+
+
+@pytest.fixture
+def processors(monkeypatch):
+    """Return the list of the processors of engines made from now on."""
+    made: list[OutputProcessor] = []
+
+    def make(tokenizer):
+        made.append(OutputProcessor(tokenizer))
+        return made[-1]
+
+    monkeypatch.setattr(async_engine, "OutputProcessor", make)
+    return made
 
 
 @pytest.fixture(params=["off", "on"])
@@ -63,11 +94,10 @@ async def test_many_at_once_and_nothing_left(engine):
     assert stats.num_generated_tokens == sum(5 * r.params.n for r in requests)
 
 
-async def test_news_of_a_step_are_passed_on_while_the_next_one_computes(engine, monkeypatch):
+async def test_news_of_a_step_are_passed_on_while_the_next_one_computes(moments, engine, monkeypatch):
     """Neither while Python prepares the next step, nor only once that has ended."""
-    moments: list[str] = []
-    core = engine._engine
-    step, put = core.step, engine._news.put
+    core = engine.parts.engine
+    step = core.step
 
     def noting_step():
         moments.append("step begins")
@@ -75,12 +105,7 @@ async def test_news_of_a_step_are_passed_on_while_the_next_one_computes(engine, 
         moments.append("step ends")
         return news
 
-    def noting_put(news):
-        moments.append("passed on")
-        put(news)
-
     monkeypatch.setattr(core, "step", noting_step)
-    monkeypatch.setattr(engine, "_news", SimpleNamespace(put=noting_put, get=engine._news.get))
     await collect(engine, request("a", prompt(1, 20), greedy(40)))
     passed = [before for before, moment in pairwise(moments) if moment == "passed on"]
     assert passed.count("step begins") >= 30
@@ -135,7 +160,7 @@ async def test_abort_by_id_ends_the_stream(engine):
     assert outputs[-1].deltas[0].finish_reason is FinishReason.ABORT
 
 
-async def test_stop_strings_reach_the_step_loop(engine):
+async def test_stop_strings_reach_the_step_loop(processors, engine):
     full = "".join(
         d.text for o in await collect(engine, request("a", prompt(4, 9), greedy(30))) for d in o.deltas
     )
@@ -145,7 +170,7 @@ async def test_stop_strings_reach_the_step_loop(engine):
     assert outputs[-1].deltas[0].stop_reason == stop
     while (await engine.stats()).num_running:
         await asyncio.sleep(0.01)
-    assert engine._processor.num_open == 0
+    assert [one.num_open for one in processors] == [0]
     await engine.check()
 
 
@@ -168,18 +193,24 @@ async def test_a_full_queue_is_overloaded(engine):
     assert all(isinstance(r, Overloaded) or r[-1].finished for r in results)
 
 
+def before_each_step(engine, action):
+    """Call `action` whenever a step is prepared for the device, in turn or ahead."""
+    runner = engine.parts.engine.runner
+    for name in ("forward", "prepare"):
+        real = getattr(runner, name)
+        setattr(runner, name, lambda plan, real=real: (action(), real(plan))[1])
+
+
 async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
-    batch = engine._engine.runner._batch  # steps in turn and steps ahead write it
     calls = 0
 
-    def fail_once(plan):
+    def fail_second():
         nonlocal calls
         calls += 1
         if calls == 2:
             raise RuntimeError("the device is on fire")
-        return batch(plan)
 
-    engine._engine.runner._batch = fail_once
+    before_each_step(engine, fail_second)
     outputs = await collect(engine, request("a", prompt(5, 9)))
     assert outputs[-1].deltas[0].finish_reason is FinishReason.ERROR
     assert "on fire" in outputs[-1].error
@@ -187,27 +218,24 @@ async def test_a_failing_step_fails_its_requests_and_serves_on(engine):
     await engine.check()
 
 
-async def test_a_bug_in_the_scheduler_does_not_kill_the_server(engine):
-    schedule = engine._engine._scheduler.schedule
+async def test_a_bug_in_the_scheduler_does_not_kill_the_server(engine, monkeypatch):
+    schedule, calls = Scheduler.schedule, 0
 
-    def fail(**_):
-        engine._engine._scheduler.schedule = schedule
-        raise ZeroDivisionError("bug")
+    def fail_first(scheduler, **options):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ZeroDivisionError("bug")
+        return schedule(scheduler, **options)
 
-    engine._engine._scheduler.schedule = fail
+    monkeypatch.setattr(Scheduler, "schedule", fail_first)
     outputs = await collect(engine, request("a", prompt(5, 9)))
     assert outputs[-1].error == "ZeroDivisionError: bug"
     assert (await collect(engine, request("b", prompt(5, 9))))[-1].error is None
 
 
 async def test_the_event_loop_is_not_blocked_by_a_step(engine):
-    batch = engine._engine.runner._batch  # steps in turn and steps ahead write it
-
-    def slow(plan):
-        time.sleep(0.2)
-        return batch(plan)
-
-    engine._engine.runner._batch = slow
+    before_each_step(engine, lambda: time.sleep(0.2))
     task = asyncio.create_task(collect(engine, request("a", prompt(6, 9), greedy(3))))
     ticks = 0
     while not task.done():

@@ -15,6 +15,7 @@ from stemma import LLM
 from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.beam_search import BeamSearch, run_beam_search
+from stemma.engine.build import build_engine
 from stemma.engine.llm import engine_settings
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, ShuttingDown
@@ -165,8 +166,9 @@ def test_it_stops_once_nothing_can_change(ending, llm, plain):
     search = BeamSearch(req, ENDS, 2048)
     num_rounds = 0
     while not search.is_done:
-        asked = [replace(one, request_id=f"{num_rounds}-{i}") for i, one in enumerate(search.requests())]
-        search.advance([g.completions[0].logprobs[0] for g in llm._run_requests(asked)])
+        asked = search.requests()
+        found = llm.generate([one.prompt_token_ids for one in asked], [one.params for one in asked])
+        search.advance([one.completions[0].logprobs[0] for one in found])
         num_rounds += 1
     assert num_rounds < 30
     expected = brute_force(plain, PROMPTS[1], 3, num_rounds + 4, -2.0, ENDS)
@@ -218,7 +220,7 @@ async def test_cancelling_leaves_nothing(engine):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert not engine._subscriptions
+    assert await engine.drain(0.0), "a search is open"
     while (await engine.stats()).num_running:
         await asyncio.sleep(0.005)
     await engine.check()
@@ -251,16 +253,21 @@ async def test_a_drain_that_is_over_ends_a_search_with_the_best_so_far(engine):
     await engine.check()
 
 
-async def test_a_full_queue_refuses_the_first_round_alone(engine):
-    engine._max_waiting = 0
-    with pytest.raises(Overloaded):
-        await run(engine, request())
-    engine._max_waiting = 1
-    assert len((await run(engine, request(width=4))).deltas) == 4
+@pytest.mark.parametrize("max_waiting", [0, 1])
+async def test_a_full_queue_refuses_the_first_round_alone(ending, max_waiting):
+    settings = engine_settings(ending, **SETTINGS)
+    engine = AsyncEngine(lambda supervisor: build_engine(settings, None, supervisor), max_waiting=max_waiting)
+    if max_waiting == 0:
+        with pytest.raises(Overloaded):
+            await run(engine, request())
+    else:
+        assert len((await run(engine, request(width=4))).deltas) == 4
+    engine.close()
 
 
 async def test_a_failing_step_fails_the_search(engine):
-    forward, num_steps = engine._engine.runner.forward, 0
+    runner = engine.parts.engine.runner
+    forward, num_steps = runner.forward, 0
 
     def fail_third(plan):
         nonlocal num_steps
@@ -269,7 +276,7 @@ async def test_a_failing_step_fails_the_search(engine):
             raise RuntimeError("the device is on fire")
         return forward(plan)
 
-    engine._engine.runner.forward = fail_third
+    runner.forward = fail_third
     with pytest.raises(GenerationFailed, match="on fire"):
         await run(engine, request())
     assert (await run(engine, request())).finished

@@ -7,9 +7,11 @@ import logging
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from stemma.engine import trace_log
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.build import build_engine
 from stemma.engine.core.engine import Engine
@@ -17,10 +19,9 @@ from stemma.engine.core.scheduler import Scheduler
 from stemma.engine.llm import LLM, engine_settings
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.step_thread import StepThread
-from stemma.engine.trace_log import TraceLog
 from stemma.errors import EngineFailed, IntegrityError, ShuttingDown
 from stemma.memory.tiers.disk.disk_store import DiskStore
-from stemma.memory.tiers.loads import LoadQueue
+from stemma.memory.tiers.loads import Load
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
 from tests.engine.test_async_engine import collect, request
@@ -77,10 +78,10 @@ def kill_outputs(monkeypatch):
 
 
 def kill_trace(monkeypatch):
-    def die(self, finished):
+    def die(line):
         raise OverflowError("bug")
 
-    monkeypatch.setattr(TraceLog, "_line", die)
+    monkeypatch.setattr(trace_log, "orjson", SimpleNamespace(dumps=die))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +133,14 @@ def kill_disk_reads(monkeypatch):
 
 
 def kill_load_limits(monkeypatch):
-    def die(self, tasks):
-        raise SystemExit("out of luck")
+    finish = Load.finish
 
-    monkeypatch.setattr(LoadQueue, "_stop_late", die)
+    def die(self, num_done, **options):
+        if threading.current_thread().name == "stemma-load-limit":
+            raise SystemExit("out of luck")
+        return finish(self, num_done, **options)
+
+    monkeypatch.setattr(Load, "finish", die)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +155,7 @@ async def test_a_dead_thread_of_the_tiers_fails_requests_and_the_engine(
     start, monkeypatch, tmp_path, caplog, thread, kill
 ):
     disk = {"disk_cache": tmp_path / "disk", "disk_cache_size": "10MB", "load_when": "always"}
+    disk["load_timeout_s"] = 0.05  # loads are looked at when that is over
     first = start(**disk)
     await collect(first, request("a", prompt(1, 100)))
     await asyncio.to_thread(first.close)  # its blocks are on disk now
@@ -223,11 +229,12 @@ async def test_a_request_that_cannot_be_queued_for_a_bug_fails_alone(start, monk
     assert engine.failure is None
 
 
-async def test_calls_whose_callers_left_do_not_stop_the_steps(start):
+async def test_calls_whose_callers_left_do_not_stop_the_steps(start, monkeypatch):
     """A client that leaves while its call waits cancels it; the step thread must not trip over that."""
     engine = start()
     gate = threading.Event()
-    blocked = asyncio.create_task(engine._call(gate.wait))
+    monkeypatch.setattr(Engine, "draw_tree", lambda self, *_: gate.wait())
+    blocked = asyncio.create_task(engine.draw_tree())
     await asyncio.sleep(0.05)
     left = [asyncio.create_task(engine.stats()) for _ in range(3)]
     await asyncio.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 from stemma.config.settings import TierSettings
 from stemma.errors import StorageError, StorageLocked
 from stemma.memory.tiers.disk.disk_store import DiskStore
-from stemma.memory.tiers.transfer import TierTransfer
+from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import FinishReason, Tier
 from tests.engine.harness import Answer, Harness, greedy, prompt
 from tests.memory.faulty_files import FaultyFiles
@@ -47,14 +48,18 @@ def serve(harness: Callable[..., Harness]) -> Iterator[Serve]:
         one.engine.close()
 
 
-def lower(one: Harness) -> TierTransfer:
-    transfer = one.cache._lower
-    assert isinstance(transfer, TierTransfer)
-    return transfer
-
-
 def disk(one: Harness) -> DiskStore:
     return next(store for store in one.cache.stores if isinstance(store, DiskStore))
+
+
+def break_disk(one: Harness) -> FaultyFiles:
+    """Open the directory anew, with files that fail on command."""
+    healthy, finish = disk(one), one.tiers.detach(Tier.DISK)
+    finish()
+    files, root = FaultyFiles(), healthy.path.parent
+    block_bytes, policy = healthy.block_bytes, LRUPolicy()
+    one.tiers.attach(DiskStore(root, one.key_space, block_bytes, 10_000_000, policy, time.time, files=files))
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +125,10 @@ def test_a_restart_is_warm(serve, expected, tmp_path) -> None:
 
 
 def test_a_kill_leaves_what_was_written(serve, expected, tmp_path) -> None:
-    one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    one = serve(disk_cache=tmp_path / "killed", disk_cache_size="10MB")
     round_of(one, expected)
-    disk(one)._space.free()  # as the end of the process would
-    two = serve(disk_cache=tmp_path, disk_cache_size="10MB")
+    shutil.copytree(tmp_path / "killed", tmp_path / "left")  # the files as they are, and no lock
+    two = serve(disk_cache=tmp_path / "left", disk_cache_size="10MB")
     assert cached(round_of(two, expected), Tier.DISK) == [96] * 5
 
 
@@ -162,8 +167,7 @@ def test_a_truncated_slab_costs_time_not_truth(serve, expected, tmp_path) -> Non
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_takes_nothing(serve, expected, tmp_path, number) -> None:
     one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
-    files = FaultyFiles()
-    disk(one)._files = files
+    files = break_disk(one)
     files.write_errno = number
     round_of(one, expected)
     round_of(one, expected)
@@ -174,8 +178,7 @@ def test_a_disk_that_takes_nothing(serve, expected, tmp_path, number) -> None:
 def test_a_disk_that_reads_nothing(serve, expected, tmp_path) -> None:
     one = serve(disk_cache=tmp_path, disk_cache_size="10MB")
     round_of(one, expected)
-    files = FaultyFiles()
-    disk(one)._files = files
+    files = break_disk(one)
     files.read_errno = errno.EIO
     round_of(one, expected)
     assert disk(one).counters.reasons["eio"] > 0
@@ -201,9 +204,7 @@ def slow_disk(serve: Serve, expected, tmp_path: Path, delay_s: float, **tiers: o
     """Return an engine whose prompts lie on a disk that takes `delay_s` for every read."""
     one = serve(disk_cache=tmp_path, disk_cache_size="10MB", **tiers)
     round_of(one, expected)
-    files = FaultyFiles()
-    disk(one)._files = files
-    files.read_delay_s = delay_s
+    break_disk(one).read_delay_s = delay_s
     return one
 
 
@@ -247,7 +248,7 @@ def test_a_tier_slower_than_computing_is_left_alone(
     one = harness(num_blocks=12, block_size=BLOCK_SIZE, tiers=tiers)
     round_of(one, expected)
     for _ in range(20):
-        lower(one).estimator.observe_load(Tier.DISK, 1, 10.0)
+        one.tiers.estimator.observe_load(Tier.DISK, 1, 10.0)
     assert cached(round_of(one, expected), Tier.DISK) == [0] * 5
     stats = one.cache.transfer_stats()
     assert not stats.tiers[Tier.DISK].is_worth_loading

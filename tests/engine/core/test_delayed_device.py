@@ -15,7 +15,7 @@ class DelayedWrites:
     """Undoes what a forward wrote to KV, and does it again when the tokens drawn from it are read."""
 
     def __init__(self, harness, monkeypatch) -> None:
-        self.kv = harness.engine.runner._runner.kv
+        self.kv = harness.cache.buffer
         self.forward = harness.engine.runner.forward
         self.pending: torch.Tensor | None = None
         harness.engine.runner.forward = self.run

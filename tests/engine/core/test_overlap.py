@@ -170,7 +170,7 @@ def test_fail_all_leaves_nothing_behind(harness):
         engine.add(prompt(seed, 20), greedy(10))
     engine.step()
     engine.step()
-    engine._take(engine.engine.fail_all("a bug"))
+    engine.fail_all("a bug")
     assert not engine.engine.has_work
     engine.engine.check()
     engine.cache.flush()

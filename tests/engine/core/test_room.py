@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import threading
 
 import numpy as np
 import pytest
@@ -59,16 +61,31 @@ async def test_an_answer_that_outgrows_what_pins_leave_fails(engine):
     await engine.check()
 
 
+class GatedFile(io.BytesIO):
+    """Takes what is written only once the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reached, self.gate = threading.Event(), threading.Event()
+
+    def write(self, data) -> int:
+        self.is_reached.set()
+        assert self.gate.wait(60)
+        return super().write(data)
+
+
 async def test_a_prompt_waits_while_a_command_holds_blocks(engine):
     """An export, unlike a pin, ends: what doesn't fit beside it waits."""
-    control = engine.cache_control
+    file = GatedFile()
     tokens = prompt(1, 40 * BLOCK_SIZE)
     await collect(engine, request("held", tokens, greedy(1)))
-    lease = await control._borrow(lambda: control._cache.hold(DEFAULT_NAMESPACE, tokens))
+    export = asyncio.create_task(engine.cache_control.export(DEFAULT_NAMESPACE, tokens, file))
+    assert await asyncio.to_thread(file.is_reached.wait, 20)
     long = asyncio.create_task(collect(engine, request("long", prompt(2, 560))))
     await asyncio.sleep(0.3)
     assert not long.done()
-    await control._give_up(lease, lease.num_tokens)
+    file.gate.set()
+    assert await export == 40
     assert (await long)[-1].error is None
 
 

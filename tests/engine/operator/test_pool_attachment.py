@@ -15,7 +15,9 @@ from stemma.config.settings import TierSettings
 from stemma.errors import StorageError
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.breaker import Circuit
+from stemma.memory.tiers.pool.keys import PoolKeys
 from stemma.memory.tiers.pool.pool_store import PoolStore
+from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_config
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import Tier
 
@@ -57,9 +59,8 @@ def expected(harness: Callable[..., Harness]) -> Expected:
 
 
 def lower(one: Harness) -> TierTransfer:
-    transfer = one.cache._lower
-    assert isinstance(transfer, TierTransfer)
-    return transfer
+    assert one.tiers is not None
+    return one.tiers
 
 
 def pool(one: Harness) -> PoolStore:
@@ -67,10 +68,15 @@ def pool(one: Harness) -> PoolStore:
 
 
 def break_pool(one: Harness, deadline_s: float = 0.1) -> FaultyBackend:
-    """Put an adapter that injects faults between the tier and its backend."""
-    guard = pool(one)._guard
-    guard.backend, guard.deadline_s = FaultyBackend(guard.backend), deadline_s
-    return guard.backend
+    """Attach the pool anew, with an adapter that injects faults in front of its backend."""
+    healthy, finish = pool(one), lower(one).detach(Tier.POOL)
+    assert finish is not None
+    finish()
+    settings = healthy.settings.model_copy(update={"deadline_s": deadline_s})
+    backend = FaultyBackend(open_pool_backend(settings.name, read_pool_config(settings.config)))
+    names = PoolKeys(one.key_space.model_fingerprint)
+    lower(one).attach(PoolStore(backend, names, healthy.block_bytes, settings), settings.write)
+    return backend
 
 
 def round_of(one: Harness, expected: Expected) -> list[Answer]:
