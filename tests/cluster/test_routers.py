@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -31,6 +34,53 @@ def test_a_long_queue_sends_a_hot_prefix_elsewhere() -> None:
     assert CacheAware().order(ask, busy, [0, 10])[0] == 0
     busy[1].num_tokens = 200
     assert CacheAware().order(ask, busy, [0, 10])[0] == 1
+
+
+def test_what_must_be_computed_goes_where_little_was_computed_lately() -> None:
+    loads = [ReplicaLoad(num_recent=9000.0), ReplicaLoad(num_recent=1000.0)]
+    half_cached, whole = Ask(list(range(10)), 165, 16), Ask(list(range(100)), 1605, 16)
+    assert CacheAware().order(half_cached, loads, [9, 0])[0] == 0  # little is missing: it stays
+    assert CacheAware().order(whole, loads, [20, 0])[0] == 1  # much is: it would evict others there
+    assert CacheAware().order(whole, [ReplicaLoad(), ReplicaLoad()], [20, 0])[0] == 0
+
+
+def test_older_tokens_count_less_and_none_without_events() -> None:
+    placements = Placements(CacheAware(), 2)
+    placements.end(placements.begin(Ask([1], 20, 16), 0))
+    assert placements.loads[0].num_recent == 0
+    placements.holdings.store(0, range(1000, 1010))
+    for chain in ([2], [3]):
+        placements.end(placements.begin(Ask(chain, 20, 16), 0))
+    assert 20 < placements.loads[0].num_recent < 40
+    placements.end(placements.begin(Ask(list(range(100)), 1600, 16), 1))
+    assert placements.loads[0].num_recent < 40 / 2.7
+
+
+def test_beginnings_that_do_not_divide_evenly_take_all_of_the_memory() -> None:
+    """Six beginnings, four replicas: without regard to what each computed they stay as 2, 2, 1 and 1."""
+    placements = Placements(CacheAware(), 4)
+    caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(4)]
+    num_sent = [0] * 4
+    rng = random.Random(0)
+    lengths = [20] * 48
+    for _ in range(480):
+        number = rng.randrange(48)
+        lengths[number] += 2
+        own = range(1000 * (number + 1), 1000 * (number + 1) + lengths[number] - 20)
+        chain = [*range(20 * (number % 6), 20 * (number % 6) + 20), *own]
+        ask = Ask(chain, 16 * len(chain) + 5, 16)
+        replica = placements.order(ask)[0]
+        placement = placements.begin(ask, replica)
+        num_sent[replica] += 1
+        cache = caches[replica]
+        for one in reversed(chain):
+            cache[one] = None
+            cache.move_to_end(one)
+        evicted = [cache.popitem(last=False)[0] for _ in range(max(0, len(cache) - 150))]
+        placements.holdings.store(replica, chain)
+        placements.holdings.remove(replica, evicted)
+        placements.end(placement)
+    assert max(num_sent) < 1.3 * 120  # 170 without
 
 
 def test_equal_replicas_get_the_same_prompt_by_its_beginning_and_different_ones_spread() -> None:

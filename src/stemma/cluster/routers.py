@@ -3,8 +3,10 @@
 `cache-aware` is Stemma's. For each replica it adds up the tokens that the request would have to compute
 there, `_MISS_WEIGHT` times, and the tokens that requests sent there before still have to compute, and takes
 the least. So a request goes where its prefix is, unless the queue there is long; then it goes elsewhere, and
-a hot prefix has two homes. Replicas that cost the same are ordered by rendezvous hashing of the prompt's
-beginning: requests that share a new prefix meet before the first event about it has come.
+a hot prefix has two homes. Tokens to compute cost more where much was computed lately, since there they evict
+sooner: so conversations spread over all of the memory. Replicas that cost the same are ordered by rendezvous
+hashing of the prompt's beginning: requests that share a new prefix meet before the first event about it has
+come.
 
 The others are what it is compared with: `round-robin`, `least-loaded`, `rendezvous` (a prefix has one home,
 unless that is overloaded), `prefix-affinity` (Ray Serve's policy: the best match of a history of what was
@@ -13,6 +15,7 @@ sent where, if queues are balanced and it matches at least a tenth; else the sho
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +32,10 @@ _MISS_WEIGHT = 8
 """A token computed where another replica has it is stored twice, and evicts one that would have been reused.
 With 1, four replicas lose 6.6 points of hits to one of the same memory, on Mooncake's conversations; with 8,
 1.3 points. Above 8 the longest waits grow (docs/cluster.md)."""
+_PRESSURE_WEIGHT = 5.0
+"""What a token computed on a replica costs more, for each time that the replica computed the mean of all
+lately: it evicts one there sooner. Without it, six beginnings of prompts stay on four replicas as two, two,
+one and one, and half of the memory holds a third of the conversations (docs/log.md)."""
 _RUNNING_TOKENS = 16
 """What a running answer adds to a replica's cost, in prompt tokens: its decodes share the steps."""
 _AFFINITY_IMBALANCE = 8
@@ -45,6 +52,9 @@ class ReplicaLoad:
     """Prompt tokens to compute, of requests without a first token."""
     num_running: int = 0
     """Requests that have their first token."""
+    num_recent: float = 0.0
+    """Prompt tokens that it was sent to compute while all caches filled once; older ones count less. 0 as
+    long as no replica has told what it holds."""
     number: int | None = None
     """Which replica it is, where a router is shown some of them; None: its place in the list."""
 
@@ -115,13 +125,14 @@ class CacheAware:
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
         """See `Router`."""
         ranks = _ranks(ask, loads)
+        mean = sum(load.num_recent for load in loads) / len(loads)
 
-        def cost(replica: int) -> tuple[int, int]:
+        def cost(replica: int) -> tuple[float, int]:
             load = loads[replica]
             missing = max(1, ask.num_tokens - depths[replica] * ask.block_size)
-            return _MISS_WEIGHT * missing + load.num_tokens + _RUNNING_TOKENS * load.num_running, ranks[
-                replica
-            ]
+            pressure = load.num_recent / mean - 1 if mean else 0.0
+            total = (_MISS_WEIGHT + _PRESSURE_WEIGHT * pressure) * missing
+            return total + load.num_tokens + _RUNNING_TOKENS * load.num_running, ranks[replica]
 
         return sorted(range(len(loads)), key=cost)
 
@@ -234,6 +245,13 @@ class Placements:
         load = self.loads[replica]
         load.num_requests += 1
         load.num_tokens += placement.num_missing
+        # Without events, only equal costs send prompts that begin alike to one replica.
+        if self.holdings.num_ids:
+            held = max(self.holdings.num_ids * ask.block_size, placement.num_missing)
+            kept = math.exp(-placement.num_missing / held)
+            for one_load in self.loads:
+                one_load.num_recent *= kept
+            load.num_recent += placement.num_missing
         expected = self._expected[replica]
         for one in ask.chain:
             expected[one] = expected.get(one, 0) + 1
