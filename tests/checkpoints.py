@@ -42,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-def _base(**overrides: Any) -> dict[str, Any]:
+def base_fields(**overrides: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "vocab_size": len(tokenizer()),
         "hidden_size": 64,
@@ -61,7 +61,7 @@ def _base(**overrides: Any) -> dict[str, Any]:
 
 def _deepseek(q_lora_rank: int | None) -> PreTrainedConfig:
     return DeepseekV3Config(
-        **_base(
+        **base_fields(
             num_hidden_layers=3,
             num_key_value_heads=4,
             moe_intermediate_size=32,
@@ -82,7 +82,7 @@ def _deepseek(q_lora_rank: int | None) -> PreTrainedConfig:
 
 def _deepseek_v2() -> PreTrainedConfig:
     return DeepseekV2Config(
-        **_base(
+        **base_fields(
             num_key_value_heads=4,
             moe_intermediate_size=32,
             n_routed_experts=4,
@@ -99,7 +99,7 @@ def _deepseek_v2() -> PreTrainedConfig:
 
 def _qwen3_moe() -> PreTrainedConfig:
     return Qwen3MoeConfig(
-        **_base(
+        **base_fields(
             head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, mlp_only_layers=[]
         )
     )
@@ -107,7 +107,7 @@ def _qwen3_moe() -> PreTrainedConfig:
 
 def _gpt_oss() -> PreTrainedConfig:
     return GptOssConfig(
-        **_base(
+        **base_fields(
             head_dim=16,
             sliding_window=SLIDING_WINDOW,
             num_local_experts=4,
@@ -118,13 +118,13 @@ def _gpt_oss() -> PreTrainedConfig:
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_base()),
-    "qwen2": lambda: Qwen2Config(**_base()),
-    "qwen3": lambda: Qwen3Config(**_base(head_dim=16)),
+    "llama": lambda: LlamaConfig(**base_fields()),
+    "qwen2": lambda: Qwen2Config(**base_fields()),
+    "qwen3": lambda: Qwen3Config(**base_fields(head_dim=16)),
     "qwen3-moe": _qwen3_moe,
-    "mistral-sliding": lambda: MistralConfig(**_base(sliding_window=SLIDING_WINDOW)),
+    "mistral-sliding": lambda: MistralConfig(**base_fields(sliding_window=SLIDING_WINDOW)),
     "gemma2": lambda: Gemma2Config(
-        **_base(
+        **base_fields(
             head_dim=16, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
         )
     ),

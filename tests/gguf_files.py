@@ -35,9 +35,9 @@ ARCHITECTURES = {
 """Family -> llama.cpp's name of it."""
 
 _GEMMAS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gemma": lambda: GemmaConfig(**checkpoints._base(head_dim=16, tie_word_embeddings=True)),
+    "gemma": lambda: GemmaConfig(**checkpoints.base_fields(head_dim=16, tie_word_embeddings=True)),
     "gemma3": lambda: Gemma3TextConfig(
-        **checkpoints._base(
+        **checkpoints.base_fields(
             head_dim=16,
             num_hidden_layers=7,
             sliding_window=checkpoints.SLIDING_WINDOW,

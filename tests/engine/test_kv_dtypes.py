@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from stemma.engine.llm import LLM, Generation
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.memory.tiers.pool.envelope import HEADER_BYTES
-from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.types import Tier
 from tests.checkpoints import build
@@ -139,7 +139,8 @@ def test_another_layout_misses_in_disk_and_pool(latents: Path, kv_dtype: KVDtype
 
 def test_other_devices_than_cpu_refuse_codes(checkpoint: Path) -> None:
     model = load_model(ModelSettings(path=checkpoint, device="cpu"))
-    elsewhere = CausalLM(model.decoder, model.info, model._kv_shape, torch.device("cuda"), model.dtype)
+    elsewhere = copy.copy(model)
+    elsewhere.device = torch.device("cuda")
     assert elsewhere.layout(BLOCK_SIZE) == model.layout(BLOCK_SIZE)
     with pytest.raises(ConfigError, match="kv_cache_dtype int8 runs on CPU only"):
         elsewhere.layout(BLOCK_SIZE, "int8")

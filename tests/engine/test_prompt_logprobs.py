@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stemma import LLM, SamplingParams
-from stemma.engine.core.scheduler import StepLimits
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason
 
@@ -78,7 +77,9 @@ def test_a_preempted_prompt_goes_on_where_it_was(harness):
         np.testing.assert_array_equal(found.logprobs, expected.logprobs)
 
 
-def test_no_step_holds_more_logits_than_allowed(llm, monkeypatch):
+def test_no_step_holds_more_logits_than_allowed(checkpoint, monkeypatch):
+    monkeypatch.setattr("stemma.engine.core.engine.num_scored_rows", lambda vocab_size, most: 9)
+    llm = LLM(checkpoint, kv_cache_memory="2MB", block_size=16)
     seen: list[int] = []
     forward = llm.engine.runner.forward
 
@@ -88,7 +89,6 @@ def test_no_step_holds_more_logits_than_allowed(llm, monkeypatch):
         return logits
 
     monkeypatch.setattr(llm.engine.runner, "forward", spy)
-    monkeypatch.setattr(llm.engine._scheduler, "_limits", StepLimits(max_scored_rows=9))
     [found] = llm.generate(PROMPT, ASKED)
     assert max(seen) <= 10
     assert found.prompt_logprobs is not None

@@ -51,11 +51,11 @@ def test_every_tier_keeps_its_bound(sharing, chains, device, host, disk):
     for request in range(trace.num_requests):
         hits = cache.serve(trace.blocks_of(request), float(request))
         assert sum(hits) <= len(trace.blocks_of(request))
-        assert cache._device.num_blocks <= device
+        assert cache.device.num_blocks <= device
         for tier, size in zip(cache.lower, (host, disk), strict=True):
             assert len(tier.index) <= size
             tier.index.check()
-        cache._device.check()
+        cache.device.check()
 
 
 def test_exclusive_never_holds_a_block_twice():

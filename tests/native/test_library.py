@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from stemma.errors import ConfigError
 from stemma.native import building, levels, library
 from stemma.native.building import BuildFailed, build, find_or_build, library_name
 from stemma.native.levels import LEVELS, available_levels, choose_level, level_named, missing_features
-from stemma.native.library import LibraryMismatch, forget_kernels, load_kernels, report_kernels
+from stemma.native.library import forget_kernels, load_kernels, report_kernels
 
 PORTABLE = level_named("portable")
 
@@ -170,15 +173,23 @@ def test_a_level_that_cannot_be_built_gives_way_unless_asked_for(monkeypatch: py
 
 
 @needs_compiler
-def test_structures_are_compared_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    class GateArgs(ctypes.Structure):
-        _fields_ = (("output", ctypes.c_void_p), ("gate_up", ctypes.c_void_p))
-
-    loaded = ctypes.CDLL(str(find_or_build(PORTABLE).path))
-    library._check_structures(loaded)
-    monkeypatch.setitem(library._MIRRORS, "GateArgs", GateArgs)
-    with pytest.raises(LibraryMismatch, match="structure GateArgs"):
-        library._check_structures(loaded)
+@pytest.mark.usefixtures("fresh_cache")
+def test_structures_are_compared_field_by_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library whose GateArgs has one field in another place isn't used, and the report says why."""
+    real = ctypes.CDLL(str(find_or_build(PORTABLE).path))
+    real.stemma_structures.restype = ctypes.c_char_p
+    described = real.stemma_structures().decode()
+    changed = re.sub(r"(?m)^(GateArgs .*output:)8 ", r"\g<1>16 ", described)
+    assert changed != described
+    other = tmp_path / "other.so"
+    source = f'extern "C" const char* stemma_structures() {{ return {json.dumps(changed)}; }}'
+    compiler = building.find_compiler()
+    assert compiler is not None
+    command = [compiler.path, "-x", "c++", "-shared", "-fPIC", "-o", str(other), "-"]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    monkeypatch.setattr(library, "find_or_build", lambda level: building.Library(other, "cached"))
+    assert load_kernels(PORTABLE.name) is None
+    assert "structure GateArgs" in report_kernels(PORTABLE.name).reason
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)

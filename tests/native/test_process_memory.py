@@ -67,10 +67,11 @@ def test_a_mapping_that_was_written_to_is_left_alone(tmp_path: Path):
         assert mapped[0] == ord("y")
 
 
-def test_a_container_limit_counts(tmp_path):
-    assert process_memory._cgroup_bytes(tmp_path) == sys.maxsize
+def test_a_container_limit_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_memory, "CGROUP", tmp_path)
+    assert process_memory.available_bytes() > 1 << 20
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
-    assert process_memory._cgroup_bytes(tmp_path) == 600
+    assert process_memory.available_bytes() == 600
     (tmp_path / "memory.max").write_text("max\n")
-    assert process_memory._cgroup_bytes(tmp_path) == sys.maxsize
+    assert process_memory.available_bytes() > 1 << 20

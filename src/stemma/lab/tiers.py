@@ -97,7 +97,7 @@ class TieredCache:
 
     def __init__(self, plan: TierPlan) -> None:
         self._plan = plan
-        self._device = RadixIndex(1, make_policy(plan.policy))
+        self.device = RadixIndex(1, make_policy(plan.policy))
         below = plan.capacities[1:]
         self.lower = [
             # What one tier refuses no tier further down gets to see: the decision is about all of them.
@@ -114,7 +114,7 @@ class TieredCache:
 
     def serve(self, chain: BlockIds, now: float) -> list[int]:
         """Serve one request; return the hit blocks by tier."""
-        match = self._device.match(DEFAULT_NAMESPACE, chain)
+        match = self.device.match(DEFAULT_NAMESPACE, chain)
         blocks: list[int] = chain.tolist()
         hits = [match.num_tokens] + [0] * len(self.lower)
         end = self._hits_below(blocks, match.num_tokens, hits, now)
@@ -122,13 +122,13 @@ class TieredCache:
             self._uses[block] = self._uses.get(block, 0) + 1
             self._parent_of.setdefault(block, blocks[position - 1] if position else -1)
         if match.num_tokens:
-            self._device.touch(match.block_ids, now)
+            self.device.touch(match.block_ids, now)
         if match.num_tokens < len(chain):
             fresh = self._take(len(chain) - match.num_tokens)
             self._block_in.update(zip(fresh, blocks[match.num_tokens :], strict=True))
             ids = np.concatenate((match.block_ids, np.asarray(fresh, dtype=np.int32)))
             traits = BlockTraits(fingerprints=chain.astype(np.uint64))
-            self._device.insert(DEFAULT_NAMESPACE, chain, ids, now, traits)
+            self.device.insert(DEFAULT_NAMESPACE, chain, ids, now, traits)
         if self._plan.sharing == "inclusive":
             self._write_through(blocks, end, now)
         self._make_room(now)
@@ -174,10 +174,10 @@ class TieredCache:
                     tier.write(block, self._parent_of[block], now)
 
     def _make_room(self, now: float) -> None:
-        excess = self._device.num_blocks - self._plan.capacities[0]
+        excess = self.device.num_blocks - self._plan.capacities[0]
         if excess <= 0:
             return
-        for device_id in self._device.evict(excess, now).tolist():
+        for device_id in self.device.evict(excess, now).tolist():
             block = self._block_in.pop(device_id)
             self._free.append(device_id)
             if self._plan.sharing != "inclusive":

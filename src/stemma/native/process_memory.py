@@ -17,6 +17,8 @@ from typing import TypeAlias
 Mapping: TypeAlias = tuple[int, int, str]
 """First address, address after the last, file."""
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where the limit of the container is read (cgroup v2)."""
 _PROC = Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MADV_DONTNEED = 4
@@ -50,11 +52,11 @@ def _system_bytes() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _cgroup_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int:
+def _cgroup_bytes() -> int:
     """Return the bytes left of the container's memory limit; a huge number if there is none."""
     try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = (folder / "memory.current").read_text(encoding="ascii").strip()
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = (CGROUP / "memory.current").read_text(encoding="ascii").strip()
     except OSError:
         return sys.maxsize
     return sys.maxsize if limit == "max" else max(0, int(limit) - int(used))

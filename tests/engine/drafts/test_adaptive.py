@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.engine.drafts.known_cost import KnownCost
 
 from stemma.engine.drafts.adaptive import Acceptance, AcceptanceTable, Probe, StepCost, best_length
 
@@ -51,10 +52,7 @@ def test_draft_length_is_where_the_next_token_no_longer_pays(
     probability: float, row_share: float, expected: int
 ) -> None:
     """The k-th token pays if probability ** k exceeds a row's cost as a share of a token's time."""
-    cost = StepCost()
-    cost._weights = np.array([1.0, row_share, 0.0])
-    cost._num_tokens = cost._duration_s = 1.0
-    length, gain = best_length(probability, 16, cost)
+    length, gain = best_length(probability, 16, KnownCost(row_share))
     assert length == expected
     assert (gain > 0) == (expected > 0)
 

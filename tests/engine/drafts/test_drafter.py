@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -174,10 +176,23 @@ def test_other_tenants_tokens_are_never_drafted() -> None:
 
 
 def test_finished_sequences_leave_nothing_behind() -> None:
-    world = World(SpeculationSettings(mode="auto"))
+    sources: weakref.WeakSet[PromptLookup] = weakref.WeakSet()
+    num_made = 0
+
+    def make(_: Namespace) -> list[PromptLookup]:
+        nonlocal num_made
+        num_made += 1
+        source = PromptLookup(IndexMemory())
+        sources.add(source)
+        return [source]
+
+    settings = SpeculationSettings(mode="prompt_lookup")
+    world = World(settings)
+    world.drafter = Drafter(make, settings, SuffixCorpus())
     world.generate(PROMPT, SamplingParams(temperature=0.0), 20)
-    assert world.drafter is not None
-    assert not world.drafter._running
+    gc.collect()
+    assert num_made == 1
+    assert not sources
 
 
 def test_a_full_batch_asks_for_no_drafts_and_a_small_one_does() -> None:

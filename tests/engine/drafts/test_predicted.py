@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 import pytest
+from tests.engine.drafts.known_cost import KnownCost
 
 from stemma.config.settings import SpeculationSettings
-from stemma.engine.drafts.adaptive import StepCost
 from stemma.engine.drafts.drafter import Ask, Drafter
 from stemma.engine.drafts.predicted import Predicted, best_depth
 from stemma.engine.drafts.source import DraftSource, Proposal
@@ -117,9 +117,7 @@ def test_a_guess_is_for_one_state_of_the_sequence() -> None:
 
 
 def test_depth_is_chosen_for_all_together() -> None:
-    cost = StepCost()
-    cost._weights = np.array([1.0, 0.05, 0.0])
-    cost._num_tokens = cost._duration_s = 1.0
+    cost = KnownCost(0.05)
     assert best_depth([], [], [], cost, 0.1) == (0, [])
     assert best_depth([0.9], [0.0], [4], cost, 0.1)[0] == 4
     assert best_depth([0.9], [0.0], [4], cost, 0.9) == (0, [False])
