@@ -45,9 +45,10 @@ def test_what_must_be_computed_goes_where_little_was_computed_lately() -> None:
 
 
 def test_older_tokens_count_less_and_none_without_events() -> None:
+    silent = Placements(CacheAware(), 2, has_events=False)
+    silent.end(silent.begin(Ask([1], 20, 16), 0))
+    assert silent.loads[0].num_recent == 0
     placements = Placements(CacheAware(), 2)
-    placements.end(placements.begin(Ask([1], 20, 16), 0))
-    assert placements.loads[0].num_recent == 0
     placements.holdings.store(0, range(1000, 1010))
     for chain in ([2], [3]):
         placements.end(placements.begin(Ask(chain, 20, 16), 0))
@@ -113,5 +114,6 @@ def test_requests_under_way_count_as_load_and_as_cached() -> None:
     placements.end(placement)
     assert placements.depths([1, 2, 3, 4])[first] == 3
     placements.end(second)
-    assert placements.loads[first] == ReplicaLoad(number=first)
+    recent = placements.loads[first].num_recent
+    assert placements.loads[first] == ReplicaLoad(number=first, num_recent=recent)
     assert placements.depths([1, 2, 3, 4]) == [0, 0]

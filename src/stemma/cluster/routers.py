@@ -53,8 +53,8 @@ class ReplicaLoad:
     num_running: int = 0
     """Requests that have their first token."""
     num_recent: float = 0.0
-    """Prompt tokens that it was sent to compute while all caches filled once; older ones count less. 0 as
-    long as no replica has told what it holds."""
+    """Prompt tokens that it was sent to compute while all caches filled once; older ones count less. 0
+    where no replica tells what it holds."""
     number: int | None = None
     """Which replica it is, where a router is shown some of them; None: its place in the list."""
 
@@ -206,7 +206,12 @@ class Placements:
     event will come later.
     """
 
-    def __init__(self, router: Router, num_replicas: int, holdings: Holdings | None = None) -> None:
+    def __init__(
+        self, router: Router, num_replicas: int, holdings: Holdings | None = None, *, has_events: bool = True
+    ) -> None:
+        """`has_events`: replicas tell what they hold. Else only equal costs send prompts that begin alike to
+        one replica, so what was computed lately makes no difference."""
+        self._has_events = has_events
         self.holdings = holdings or Holdings()
         self.loads = [ReplicaLoad(number=number) for number in range(num_replicas)]
         self._router = router
@@ -245,8 +250,7 @@ class Placements:
         load = self.loads[replica]
         load.num_requests += 1
         load.num_tokens += placement.num_missing
-        # Without events, only equal costs send prompts that begin alike to one replica.
-        if self.holdings.num_ids:
+        if self._has_events:
             held = max(self.holdings.num_ids * ask.block_size, placement.num_missing)
             kept = math.exp(-placement.num_missing / held)
             for one_load in self.loads:

@@ -96,7 +96,8 @@ class Fleet:
             raise ConfigError(f"unknown router {router!r}; known: {', '.join(ROUTERS)}")
         self.servers = tuple(servers)
         self.relay = relay
-        self.placements = Placements(ROUTERS[router](), len(servers))
+        has_events = any(server.events is not None for server in servers)
+        self.placements = Placements(ROUTERS[router](), len(servers), has_events=has_events)
         self.num_requests = 0
         self.num_retries = 0
         """Attempts that failed before a byte was sent, after which another server was asked."""
