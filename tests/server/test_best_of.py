@@ -34,6 +34,19 @@ async def test_the_engine_makes_more_than_are_returned(
     assert len(plain.json()["text"]) == 1
 
 
+async def test_chat_and_tgi_answer_the_best_of_several(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "best_of": 3, "n": 2, "max_tokens": 3}
+    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+    parameters = {"best_of": 2, "do_sample": True, "max_new_tokens": 3}
+    tgi = await client.post("/generate", json={"inputs": "ab", "parameters": parameters})
+
+    assert [request.params.n for request in engine.requests] == [3, 2]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert isinstance(tgi.json()["generated_text"], str)
+
+
 @pytest.mark.parametrize("extra", [{"n": 3}, {"best_of": 1000}, {"stream": True}, {"temperature": 0}])
 async def test_what_makes_no_sense_is_refused(client: httpx.AsyncClient, extra: dict[str, object]) -> None:
     body = {"model": "scripted", "prompt": "ab", "best_of": 2, **extra}
