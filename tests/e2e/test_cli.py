@@ -23,6 +23,7 @@ from stemma.cli.client import make_http
 from stemma.cli.demo.stage import Stage
 from stemma.cli.demo.steps import CACHE_STEPS
 from stemma.cli.server_process import ServerProcess
+from stemma.engine.async_engine import AsyncEngine
 from stemma.errors import StemmaError
 from tests import gguf_files
 from tests.e2e.conftest import Served
@@ -183,7 +184,7 @@ def test_a_ledger_that_cannot_be_used_is_told_before_the_model_is_loaded(
     def refuse(*_: object) -> None:
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr("stemma.cli.serve._load", refuse)
+    monkeypatch.setattr(AsyncEngine, "from_settings", refuse)
     result = CliRunner().invoke(make_app(), ["serve", str(tiny_model), "--port", "0", "--ledger", ledger])
     assert isinstance(result.exception, StemmaError)
     assert "ledger" in str(result.exception)
