@@ -55,6 +55,28 @@ def test_many_processes_write_read_and_remove_the_same_keys(tmp_path: Path) -> N
     assert not list(tmp_path.rglob(".new-*"))
 
 
+def test_clients_of_one_process_never_share_a_temporary_file(tmp_path: Path) -> None:
+    """As two containers with the same name and process number, which write into the same folder."""
+    pools = [open_backend({"path": str(tmp_path)}) for _ in range(2)]
+    name, barrier, found = name_of(1), threading.Barrier(2), []
+
+    def write(pool: DirectoryPool) -> None:
+        for turn in range(200):
+            barrier.wait()
+            found.extend(pool.put_many([name], [parts_of(name)]))
+            barrier.wait()
+            if turn % 2:
+                pool.remove([name])
+
+    threads = [threading.Thread(target=write, args=(pool,)) for pool in pools]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert PutResult.ERROR not in found
+    assert not list(tmp_path.rglob(".new-*"))
+
+
 def test_collection_keeps_the_values_used_last(tmp_path: Path) -> None:
     pool = open_backend({"path": str(tmp_path), "capacity": 10 * VALUE_BYTES})
     names = [name_of(n) for n in range(12)]

@@ -26,6 +26,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import stat
 import threading
 import time
@@ -94,7 +95,8 @@ class DirectoryPool(PoolBackend):
         self._capacity = config.capacity
         self._ttl_s = config.ttl_s
         self._serial = count()
-        self._tag = f"{os.uname().nodename}-{os.getpid()}"
+        # Containers may have the same name and process numbers, and a process may have several clients.
+        self._tag = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()
         self._unseen_bytes = 0
         self._looked_at = time.monotonic()
