@@ -1,9 +1,11 @@
 """What structured output costs in decode: `python -m benchmarks.structured`.
 
-Random weights of Qwen2.5-0.5B's shape in bf16, the worst case: nearly every token needs a mask. With `--real`
-the demo's model, which is asked for what the schema says and mostly follows it by itself. Batches that follow
-a JSON schema and batches that are free take turns on fresh prompts; the medians of their steps are compared.
-Drafts are off. Options: `--batch N`, `--rounds N`, `--threads N`, `--json FILE`. Run it on a quiet machine.
+Random weights of Qwen2.5-0.5B's shape in bf16, the worst case: nearly every token needs a mask. With
+`--real` the demo's model, which is asked for what the schema says and mostly follows it by itself. Batches
+that follow a JSON schema and batches that are free take turns on fresh prompts. Drafts are off, and the
+medians of steps are compared; with `--drafts` they are as `stemma serve` has them (tokens that a grammar
+forces are drafts too), and times per token are. Options: `--batch N`, `--rounds N`, `--threads N`,
+`--json FILE`. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -51,19 +54,39 @@ SCHEMA = json.dumps(
 )
 
 
-def step_times_ms(engine: Engine, prompts: Sequence[np.ndarray], grammar: GrammarSpec | None) -> list[float]:
-    """Serve the prompts together; return what each step of pure decode took."""
+@dataclass(slots=True)
+class Decode:
+    """Steps of pure decode of a whole batch."""
+
+    times_ms: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, other: Decode) -> None:
+        """Count the steps of another batch too."""
+        self.times_ms += other.times_ms
+        self.num_tokens += other.num_tokens
+
+    def per_token_ms(self, batch: int) -> float:
+        """Time in which each sequence of the batch gets a token."""
+        return batch * sum(self.times_ms) / self.num_tokens
+
+
+def decode(engine: Engine, prompts: Sequence[np.ndarray], grammar: GrammarSpec | None) -> Decode:
+    """Serve the prompts together; return the steps of pure decode."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, grammar=grammar)
     for number, prompt in enumerate(prompts):
         engine.add(GenerationRequest(f"r{time.monotonic_ns()}-{number}", prompt, params))
-    times: list[float] = []
+    found, has_begun = Decode(), False
     while engine.has_work:
         start = time.perf_counter()
         news = engine.step()
         took = 1e3 * (time.perf_counter() - start)
         if len(news) == len(prompts) and not any(item.finish_reason for item in news):
-            times.append(took)
-    return times[1:]  # the first one draws the tokens of the prompts
+            if has_begun:  # the first one draws the tokens of the prompts
+                found.times_ms.append(took)
+                found.num_tokens += sum(len(item.token_ids) for item in news)
+            has_begun = True
+    return found
 
 
 def main() -> None:
@@ -73,31 +96,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    settings = {"kv_cache_memory": "400MB", "speculation": "off", "num_threads": options.threads}
+    speculation = "auto" if options.drafts else "off"
+    settings = {"kv_cache_memory": "400MB", "speculation": speculation, "num_threads": options.threads}
     settings = {name: value for name, value in settings.items() if value is not None}
     checkpoint = demo_model().path if options.real else half_billion_checkpoint()
     parts = build_engine(engine_settings(checkpoint, **settings))
     engine, rng = parts.engine, np.random.default_rng(0)
     spec = GrammarSpec("json_schema", SCHEMA)
-    free: list[float] = []
-    structured: list[float] = []
+    free, structured = Decode(), Decode()
     for number in range(options.rounds + 1):
-        for grammar, times in ((None, free), (spec, structured)):
+        for grammar, whole in ((None, free), (spec, structured)):
             prompts = [
                 parts.tokenizer.encode(ASKED.format(number=int(rng.integers(3, 1000)), topic=topic))
                 if options.real
                 else rng.integers(3, VOCAB_SIZE - 64, NUM_PROMPT_TOKENS).astype(np.int32)
                 for topic in range(options.batch)
             ]
-            found = step_times_ms(engine, prompts, grammar)
+            found = decode(engine, prompts, grammar)
             if number:  # the first round warms up
-                times += found
-    ours, plain = statistics.median(structured), statistics.median(free)
+                whole.add(found)
+    if options.drafts:
+        what, (ours, plain) = "token", [one.per_token_ms(options.batch) for one in (structured, free)]
+    else:
+        what, (ours, plain) = "step", [statistics.median(one.times_ms) for one in (structured, free)]
     percent = 100 * (ours / plain - 1)
     print(
-        f"decode, batch {options.batch}: free {plain:.2f} ms a step, JSON schema {ours:.2f} ms, "
+        f"decode, batch {options.batch}: free {plain:.2f} ms a {what}, JSON schema {ours:.2f} ms, "
         f"{percent:+.2f} % (goal: at most {GOAL_PERCENT} %)"
     )
     if options.json is not None:
