@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from stemma import LLM, SamplingParams
-from stemma.errors import EngineFailed, PromptTooLong, StemmaError
+from stemma import LLM
+from stemma.errors import PromptTooLong
 from stemma.prefix.keys import Namespace
-from stemma.types import Tier
 from tests.checkpoints import build
-from tests.engine.ranks.processes import rank_processes
-from tests.engine.ranks.test_ranks import GREEDY, LONG, OTHER, SMALL, TIERS, bits, in_one_process, tokens
+from tests.engine.ranks.checks import (
+    GREEDY,
+    LONG,
+    OTHER,
+    SMALL,
+    TIERS,
+    bits,
+    check_death,
+    check_lost_disk,
+    check_other_tiers,
+    check_shared_prompt,
+    in_one_process,
+    tokens,
+)
 
 NARROW: dict[str, Any] = {"kv_cache_memory": "48KB"}
 """Of each rank: 96 tokens of the tiny models, so 192 on two ranks."""
@@ -91,67 +99,20 @@ def test_what_is_cached_doesnt_change_a_bit(llm: LLM) -> None:
 
 
 def test_what_left_the_device_comes_back_on_all_ranks(llm: LLM) -> None:
-    expected = bits(llm.generate(LONG, GREEDY)[0])
-    for salt in "ab":  # each takes most of the device tier
-        llm.generate([LONG, OTHER], GREEDY, namespace=Namespace(salt=salt))
-    found = llm.generate(LONG, GREEDY)[0]
-    assert found.cache.cached_by_tier[Tier.HOST] > 0
-    assert found.cache.num_cached_tokens >= 64
-    assert bits(found) == expected
-    llm.engine.check()
+    check_other_tiers(llm)
 
 
 def test_answers_share_their_prompt(llm: LLM) -> None:
-    params = SamplingParams(n=3, max_tokens=4, temperature=0.0, ignore_eos=True)
-    answers = llm.generate(LONG, params)[0].completions
-    assert len({tuple(one.token_ids) for one in answers}) == 1
-    assert llm.beam_search(LONG, 2, 3, ignore_eos=True)[0].completions[0].token_ids
-    llm.engine.check()
+    check_shared_prompt(llm)
 
 
-def test_a_rank_that_dies_ends_the_engine_and_a_restart_is_warm(
-    llm: LLM, start: Callable[[], LLM], disk: Path
-) -> None:
-    expected = bits(llm.generate(LONG, GREEDY)[0])
-    assert llm.engine.cache.drain(20.0)
-    [process] = rank_processes(os.getpid())
-    os.kill(process, signal.SIGKILL)
-    reason = rf"rank 1 \(process {process}\) was ended by SIGKILL"
-    with pytest.raises(StemmaError, match=reason):
-        llm.generate(OTHER, GREEDY)
-    with pytest.raises(EngineFailed, match=reason):
-        llm.generate(OTHER, GREEDY)
-    llm.close()
-    assert rank_processes(os.getpid()) == []
-
-    again = start()
-    found = again.generate(LONG, GREEDY)[0]
-    assert found.cache.cached_by_tier == {Tier.DISK: 64}
-    assert bits(found) == expected
-    transfer = again.stats().transfer
-    assert transfer is not None
-    assert transfer.missing_by_rank == {0: 0, 1: 0}
-    again.close()
+def test_a_rank_that_dies_ends_the_engine_and_a_restart_is_warm(llm: LLM, start: Callable[[], LLM]) -> None:
+    check_death(llm, start)
 
 
 @pytest.mark.slow
 def test_one_rank_has_lost_its_disk(checkpoint: Path, tmp_path: Path) -> None:
-    settings = SMALL | TIERS | {"disk_cache": tmp_path, "context_parallel_size": 2}
-    llm = LLM(checkpoint, **settings)
-    expected = bits(llm.generate(LONG, GREEDY)[0])
-    llm.close()
-    [theirs] = tmp_path.glob("rank-1-of-2")
-    shutil.rmtree(theirs)
-    for num_cached, missing in ((0, 8), (64, 0)):  # what is computed again is whole again
-        llm = LLM(checkpoint, **settings)
-        found = llm.generate(LONG, GREEDY)[0]
-        assert found.cache.num_cached_tokens == num_cached
-        assert bits(found) == expected
-        transfer = llm.stats().transfer
-        assert transfer is not None
-        assert transfer.missing_by_rank == {0: 0, 1: missing}
-        llm.engine.check()
-        llm.close()
+    check_lost_disk(checkpoint, tmp_path, {"context_parallel_size": 2})
 
 
 @pytest.mark.slow

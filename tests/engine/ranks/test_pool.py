@@ -20,7 +20,7 @@ from stemma.errors import ConfigError, StemmaError
 from stemma.prefix.keys import Namespace
 from stemma.types import Tier
 from tests.checkpoints import build
-from tests.engine.ranks.test_ranks import GREEDY, LONG, OTHER, SMALL, TIERS, bits, in_one_process, tokens
+from tests.engine.ranks.checks import GREEDY, LONG, OTHER, SMALL, TIERS, bits, in_one_process, tokens
 from tests.memory.tiers.pool.servers import MooncakeMaster, RedisServer
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
