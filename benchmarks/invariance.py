@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"kv_cache_memory": "80MB", "load_when": "always"}
 """A device for some 3,400 tokens of the 135M model: what is asked for again has moved down."""
 
 
-def prompts_of(llm: LLM, texts: Sequence[Path], num_prompts: int) -> list[list[int]]:
+def prompts_of(llm: LLM, texts: Sequence[Path], first: int, num_prompts: int) -> list[list[int]]:
     """Cut prompts out of texts: each begins somewhere in one of them and ends somewhere else."""
     tokens: list[list[int]] = [
         llm.tokenizer.encode(path.read_text(encoding="utf-8")).tolist() for path in texts
@@ -45,10 +45,10 @@ def prompts_of(llm: LLM, texts: Sequence[Path], num_prompts: int) -> list[list[i
         return text[start : start + size]
 
     prompts: list[list[int]] = []
-    while len(prompts) < num_prompts:
+    while len(prompts) < first + num_prompts:
         prefix = piece(PREFIX_TOKENS)
         prompts += [prefix + piece(rng.randrange(1, OWN_TOKENS)) for _ in range(NUM_SHARING)]
-    return prompts[:num_prompts]
+    return prompts[first : first + num_prompts]
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[Any]:
@@ -59,12 +59,12 @@ def answers(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[Any
 
 
 def count_differences(
-    model: Path, num_prompts: int, *, max_tokens: int = 12, texts: Sequence[Path] = TEXTS
+    model: Path, num_prompts: int, *, first: int = 0, max_tokens: int = 12, texts: Sequence[Path] = TEXTS
 ) -> dict[str, int]:
     """Return, for each way to serve the prompts, how many of two rounds of answers differ."""
     llm = LLM(model, device="cpu", **NO_CACHE)
     try:
-        prompts = prompts_of(llm, texts, num_prompts)
+        prompts = prompts_of(llm, texts, first, num_prompts)
         expected = [answers(llm, [prompt], max_tokens)[0] for prompt in prompts]
     finally:
         llm.close()
@@ -95,11 +95,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo's")
     parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the first prompt, to count in several runs")
     parser.add_argument("--tokens", type=int, default=12, help="length of an answer")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="where prompts are cut from")
     options = parser.parse_args()
     model = options.model or demo_model().path
-    found = count_differences(model, options.prompts, max_tokens=options.tokens, texts=options.text)
+    found = count_differences(
+        model, options.prompts, first=options.first, max_tokens=options.tokens, texts=options.text
+    )
     table = Table("served from", "answers", "that differ")
     for way, number in found.items():
         table.add_row(way, str(2 * options.prompts), str(number))
