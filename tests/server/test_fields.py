@@ -125,3 +125,97 @@ async def test_ranges_of_the_prompt_have_hints_of_their_own(
     assert answer.json()["error"]["param"] == "cache_retention"
     answer = await client.post("/v1/completions", json=body | {"cache_retention": [{"num_tokens": 0}]})
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, "ef"), ("left", "ef"), ("right", "ab")])
+async def test_a_prompt_is_cut_on_the_side_that_is_asked_for(
+    client: httpx.AsyncClient, engine: ScriptedEngine, side: str | None, kept: str
+) -> None:
+    cut = {"truncate_prompt_tokens": 2, "truncation_side": side, "max_tokens": 1}
+    assert (await client.post("/v1/completions", json={"prompt": "abcdef", **cut})).status_code == 200
+    assert engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist()) == kept
+    chat = {"messages": USER, **cut}
+    assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+    assert len(engine.requests[-1].prompt_token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/infer", {"inputs": "x" * 20_000}),
+        ("/infer", {"input_id": [1] * 10_000}),
+        ("/v2/models/scripted/generate", {"text_input": "x" * 20_000}),
+        ("/generate", {"inputs": "x" * 20_000}),
+    ],
+)
+async def test_a_long_prompt_that_is_cut_fits(
+    client: httpx.AsyncClient, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    parameters = {"truncate": 3, "max_new_tokens": 2}
+    response = await client.post(path, json={**body, "parameters": parameters})
+    assert response.status_code == 200, response.text
+    assert len(engine.requests[-1].prompt_token_ids) == 3
+    without = await client.post(path, json={**body, "parameters": {"max_new_tokens": 2}})
+    assert without.status_code in (413, 422), without.text
+
+
+async def test_vllms_generate_takes_its_sampling_params(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = {
+        "prompt": "abcdef",
+        "truncate_prompt_tokens": 4,
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "logit_bias": {"3": -1.5},
+        "allowed_token_ids": [3, 4],
+        "bad_words": ["no"],
+    }
+    response = await client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    request = engine.requests[-1]
+    assert len(request.prompt_token_ids) == 4
+    params = request.params
+    assert (params.min_tokens, params.logit_bias, params.allowed_token_ids) == (2, ((3, -1.5),), (3, 4))
+    assert params.bad_words
+    shaped = {"prompt": "x", "structured_outputs": {"regex": "[a-z]+"}}
+    assert (await client.post("/generate", json=shaped)).status_code == 200
+    grammar = engine.requests[-1].params.grammar
+    assert grammar is not None
+    assert grammar.kind == "regex"
+    wide = {**shaped, "use_beam_search": True, "best_of": 2, "temperature": 0}
+    assert (await client.post("/generate", json=wide)).status_code == 422
+
+
+async def test_responses_take_what_vllms_clients_send(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    body = {
+        "input": "Hello",
+        "stop": ["END"],
+        "stop_token_ids": [7],
+        "logit_bias": {"3": 2.0},
+        "skip_special_tokens": False,
+        "structured_outputs": {"choice": ["yes", "no"]},
+    }
+    assert (await client.post("/v1/responses", json=body)).status_code == 200
+    params = engine.requests[-1].params
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("END",), (7,), ((3, 2.0),))
+    assert params.grammar is not None
+    assert not params.skip_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 4}),
+    ],
+)
+async def test_a_watermark_is_refused(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    assert (await client.post(path, json={**body, "watermarking": False})).status_code == 200
+    refused = await client.post(path, json={**body, "watermarking": True})
+    assert refused.status_code == 400
+    assert "watermarking is not supported" in refused.text

@@ -18,7 +18,7 @@ from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
-from stemma.server.requests.prompts import check_tokens, text_prompt
+from stemma.server.requests.prompts import check_tokens, last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling
 from stemma.server.schemas.mindie import InferParameters, InferRequest
 from stemma.server.timed import TimedRun, run_timed, start_timed
@@ -50,10 +50,11 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     if body.inputs is None and body.input_id is None:
         raise InvalidRequest("Contains not prompt or prompt null: give inputs or input_id", param="inputs")
     if body.input_id is not None:
-        tokens = token_prompt(context, body.input_id, "input_id")
+        tokens = token_prompt(context, body.input_id, "input_id", body.parameters)
     else:
         assert body.inputs is not None
-        tokens = await text_prompt(context, body.inputs, param="inputs")
+        cut = last_tokens(body.parameters.truncate)
+        tokens = await text_prompt(context, body.inputs, param="inputs", cut=cut)
     parameters = body.parameters
     generation = one_sequence(context, "infer", tokens, parameters)
     if body.stream:
@@ -72,9 +73,11 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     return json_response(answer, headers=cached_header(result.cache))
 
 
-def token_prompt(context: ServerContext, ids: list[int], param: str) -> TokenArray:
-    """Return token ids of a prompt, checked."""
-    return as_tokens(check_tokens(context, ids, param))
+def token_prompt(
+    context: ServerContext, ids: list[int], param: str, parameters: InferParameters
+) -> TokenArray:
+    """Return token ids of a prompt, cut as `truncate` wants it, and checked."""
+    return as_tokens(check_tokens(context, ids, param, last_tokens(parameters.truncate)))
 
 
 def one_sequence(
@@ -86,8 +89,6 @@ def one_sequence(
     for name in ("decoder_input_details", "return_full_text"):
         if getattr(parameters, name):
             raise InvalidRequest(f"{name} is not supported in this shape", param=f"parameters.{name}")
-    if parameters.truncate is not None:
-        tokens = tokens[-parameters.truncate :]
     return GenerationRequest(
         new_request_id(api),
         tokens,

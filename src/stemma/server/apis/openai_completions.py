@@ -24,7 +24,7 @@ from stemma.server.openapi import takes
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.prompts import completion_prompts
+from stemma.server.requests.prompts import completion_prompts, wanted_cut
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import completion_sampling
 from stemma.server.schemas.openai import CompletionRequest
@@ -46,7 +46,7 @@ async def create_completion(request: Request) -> Response:
         context,
         body.prompt,
         add_special_tokens=body.add_special_tokens is not False,
-        keep_last=body.truncate_prompt_tokens,
+        cut=wanted_cut(body),
     )
     response_id = new_request_id("cmpl")
     generations = [

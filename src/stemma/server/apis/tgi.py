@@ -27,7 +27,7 @@ from stemma.server.generation import Collected, CollectedSequence, OutputStream,
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
-from stemma.server.requests.prompts import check_length, check_tokens, text_prompt
+from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream, event
@@ -76,13 +76,8 @@ async def _prepare(
     text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
     params = tgi_sampling(context, body.parameters)
     params = widen_to_best_of(context, params, body.parameters.best_of, stream=stream)
-    check_length(context, len(text), "inputs")
-    if body.parameters.truncate is None:
-        tokens = await text_prompt(context, text, param="inputs")
-    else:
-        tokenizer, keep = context.engine.tokenizer, body.parameters.truncate
-        tokens = await context.in_thread(lambda: tokenizer.encode(text)[-keep:])
-        tokens = check_tokens(context, tokens, "inputs")
+    cut = last_tokens(body.parameters.truncate)
+    tokens = await text_prompt(context, text, param="inputs", cut=cut)
     return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter), text
 
 

@@ -24,7 +24,7 @@ from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.prompts import text_prompt
+from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.schemas.mindie import (
     InferParameters,
     TritonGenerateRequest,
@@ -121,7 +121,7 @@ async def infer(request: Request) -> Response:
             param="inputs[0].shape",
         )
     parameters = tensor.parameters or body.parameters
-    tokens = token_prompt(context, tensor.data, "inputs[0].data")
+    tokens = token_prompt(context, tensor.data, "inputs[0].data", parameters)
     generation = one_sequence(context, "triton", tokens, parameters)
     with _stoppable(request, body.id, generation):
         result = await run_timed(context, request, generation, parameters.timeout)
@@ -186,7 +186,9 @@ def _checked(request: Request) -> ServerContext:
 
 
 async def _text_request(context: ServerContext, body: TritonGenerateRequest) -> GenerationRequest:
-    tokens = await text_prompt(context, body.text_input, param="text_input")
+    tokens = await text_prompt(
+        context, body.text_input, param="text_input", cut=last_tokens(body.parameters.truncate)
+    )
     return one_sequence(context, "triton", tokens, body.parameters)
 
 

@@ -18,7 +18,7 @@ from stemma.server.generation import OutputStream, run_to_end, start
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import validate
 from stemma.server.requests.models import check_model
-from stemma.server.requests.prompts import text_prompt
+from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.requests.sampling import vllm_sampling
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream
@@ -34,7 +34,7 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     adapter = check_model(context, body.model)
     params = vllm_sampling(context, body)
     wide, beam = candidates(context, body, params)
-    tokens = await text_prompt(context, body.prompt)
+    tokens = await text_prompt(context, body.prompt, cut=last_tokens(body.truncate_prompt_tokens))
     generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
     if body.stream:
         outputs = await start(context, request, [generation], "vllm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stemma.errors import InvalidRequest, PromptTooLong
@@ -12,23 +13,47 @@ from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.json_input import parse_json
 from stemma.server.requests.limits import fit_prompt
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
-from stemma.server.schemas.openai import ChatRequest, Message
+from stemma.server.schemas.openai import ChatRequest, Message, OpenAIRequest
 from stemma.types import TokenArray, as_tokens
 
 Tokens = TypeVar("Tokens", TokenArray, list[int])
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a request wants its prompt cut: to so many tokens, on one side."""
+
+    num_tokens: int
+    keep_first: bool
+
+    def of(self, tokens: Tokens) -> Tokens:
+        """Return the first or the last tokens."""
+        return tokens[: self.num_tokens] if self.keep_first else tokens[-self.num_tokens :]
+
+
+def last_tokens(num_tokens: int | None) -> Cut | None:
+    """Return the cut that leaves the last `num_tokens`, or none."""
+    return None if num_tokens is None else Cut(num_tokens, keep_first=False)
+
+
+def wanted_cut(body: OpenAIRequest) -> Cut | None:
+    """Return what `truncate_prompt_tokens` and `truncation_side` ask for."""
+    if body.truncate_prompt_tokens is None:
+        return None
+    return Cut(body.truncate_prompt_tokens, keep_first=body.truncation_side == "right")
+
+
 def check_tokens(
-    context: ServerContext, tokens: Tokens, param: str = "prompt", keep_last: int | None = None
+    context: ServerContext, tokens: Tokens, param: str = "prompt", cut: Cut | None = None
 ) -> Tokens:
-    """Return `tokens`, or the last `keep_last` of them.
+    """Return `tokens`, as far as `cut` leaves them.
 
     Raises InvalidRequest if there are none, or more than the context can hold.
     """
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty", param=param)
-    if keep_last is not None:
-        tokens = tokens[-keep_last:]
+    if cut is not None:
+        tokens = cut.of(tokens)
     tokens = fit_prompt(context.settings.requests, tokens, param)
     limit = context.engine.max_model_len
     if len(tokens) >= limit:
@@ -53,22 +78,22 @@ async def completion_prompts(
     prompt: str | list[Any],
     *,
     add_special_tokens: bool = True,
-    keep_last: int | None = None,
+    cut: Cut | None = None,
 ) -> list[TokenArray]:
     """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids."""
-    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "keep_last": keep_last}
+    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut}
     if isinstance(prompt, str):
         return [await text_prompt(context, prompt, **options)]
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if _all_of(prompt, int):
-        return [_token_prompt(context, prompt, keep_last)]
+        return [_token_prompt(context, prompt, cut)]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
     if _all_of(prompt, str):
         return [await text_prompt(context, text, **options) for text in prompt]
     if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
-        return [_token_prompt(context, ids, keep_last) for ids in prompt]
+        return [_token_prompt(context, ids, cut) for ids in prompt]
     raise InvalidRequest(
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
         param="prompt",
@@ -79,9 +104,9 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
 
 
-def _token_prompt(context: ServerContext, ids: list[int], keep_last: int | None) -> TokenArray:
+def _token_prompt(context: ServerContext, ids: list[int], cut: Cut | None) -> TokenArray:
     """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
-    ids = check_tokens(context, ids, keep_last=keep_last)
+    ids = check_tokens(context, ids, cut=cut)
     if min(ids) < 0 or max(ids) > MAX_INT32:
         raise InvalidRequest(
             "prompt: token ids are numbers from 0 to the size of the vocabulary", param="prompt"
@@ -95,9 +120,9 @@ async def text_prompt(
     *,
     add_special_tokens: bool = True,
     param: str = "prompt",
-    keep_last: int | None = None,
+    cut: Cut | None = None,
 ) -> TokenArray:
-    """Return the token ids of one text, or the last `keep_last` of them."""
+    """Return the token ids of one text, as far as `cut` leaves them."""
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
     check_length(context, len(text), param)
@@ -105,7 +130,7 @@ async def text_prompt(
     work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
         text, add_special_tokens=add_special_tokens
     )
-    return check_tokens(context, await context.in_thread(work), param, keep_last)
+    return check_tokens(context, await context.in_thread(work), param, cut)
 
 
 async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
@@ -121,7 +146,7 @@ async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
         continue_final_message=body.continue_final_message,
     )
     tokens = await conversation_tokens(context, body, conversation)
-    return check_tokens(context, tokens, "messages", body.truncate_prompt_tokens)
+    return check_tokens(context, tokens, "messages", wanted_cut(body))
 
 
 def _template_message(message: Message, number: int) -> dict[str, Any]:

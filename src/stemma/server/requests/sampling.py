@@ -11,7 +11,7 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext
 from stemma.server.requests.limits import largest_n
-from stemma.server.requests.structured import requested_grammar, tgi_grammar
+from stemma.server.requests.structured import requested_grammar, structured_grammar, tgi_grammar
 from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from stemma.server.schemas.tgi import TGIParameters, VLLMGenerateRequest
@@ -148,6 +148,9 @@ def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> SamplingParams:
     """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
+    grammar = structured_grammar(body.structured_outputs)
+    if grammar is not None and body.use_beam_search:
+        raise InvalidRequest("beam search can't follow a grammar", param=grammar.param)
     return SamplingParams(
         n=check_n(context, body.n),
         seed=body.seed,
@@ -155,8 +158,13 @@ def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> Sampling
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=body.include_stop_str_in_output,
         max_tokens=body.max_tokens,
+        min_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
+        grammar=grammar,
+        logit_bias=_logit_bias(body.logit_bias),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=_bad_words(context, body.bad_words),
         **({} if body.use_beam_search else _chosen(body, context.engine.default_sampling)),
     )
 

@@ -38,6 +38,11 @@ def only_one(found: list[GrammarSpec]) -> GrammarSpec | None:
     return found[0] if found else None
 
 
+def structured_grammar(wanted: StructuredOutputs | None) -> GrammarSpec | None:
+    """Return vLLM's ``structured_outputs`` as a grammar. Raises InvalidRequest if it asks for several."""
+    return only_one(_of_structured(wanted))
+
+
 def tgi_grammar(grammar: Mapping[str, Any] | None) -> GrammarSpec | None:
     """Return TGI's ``grammar``: ``{"type": "json" | "json_schema" | "regex", "value": ...}``."""
     where = "parameters.grammar"

@@ -20,6 +20,7 @@ from stemma.server.schemas.bounds import (
     Seed,
     Share,
     StopString,
+    TemplateKwargs,
     TopK,
     Ttl,
 )
@@ -73,6 +74,13 @@ class CountTokensRequest(RequestModel):
         "mcp_servers": ([],),
         "container": (),
         "context_management": (),
+        # vLLM's
+        "ec_transfer_params": (),
+        "kv_transfer_params": (),
+        "mm_payload": (),
+        "return_mm_kwargs": (False,),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
@@ -96,6 +104,8 @@ class CountTokensRequest(RequestModel):
     """A mark at the end of the prompt."""
     output_config: dict[str, Any] | None = None
     """``format``: a JSON schema that the answer follows; ``effort`` for templates that know it."""
+    chat_template_kwargs: TemplateKwargs | None = None
+    """Beyond Anthropic, as in the chat API; `thinking` decides `enable_thinking`."""
 
 
 class MessagesRequest(CountTokensRequest):

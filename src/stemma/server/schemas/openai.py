@@ -13,7 +13,7 @@ from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TEMPLATE_CHARS,
-    Bias,
+    BadWords,
     Choices,
     Count,
     LengthPenalty,
@@ -30,9 +30,9 @@ from stemma.server.schemas.bounds import (
     Seed,
     Share,
     Stops,
-    StopString,
     Temperature,
     TemplateKwargs,
+    TokenBias,
     TokenIds,
     Tools,
     TopK,
@@ -50,6 +50,17 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "kv_transfer_params": (),
     "early_stopping": (False,),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "routed_experts_prompt_start": (),
+    "mm_payload": (),
+    "return_mm_kwargs": (False,),
+    "ec_transfer_params": (),
+    "thinking_token_budget": (),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
     # SGLang's
     "lora_path": (),
 }
@@ -125,6 +136,8 @@ class OpenAIRequest(RequestModel):
             "prompt_cache_options",
             "prompt_cache_retention",
             "request_id",
+            "session_id",
+            "stream_interval",
         }
     )
 
@@ -153,7 +166,9 @@ class OpenAIRequest(RequestModel):
     add_special_tokens: bool | None = None
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
     truncate_prompt_tokens: PositiveCount | None = None
-    """Keep only the last so many tokens of a prompt."""
+    """Keep only so many tokens of a prompt."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where `truncate_prompt_tokens` cuts; None: on the left, so that the last tokens stay."""
     prompt_logprobs: NumLogprobs | None = None
     """Report how likely each token of the prompt was, and so many of the likeliest in its place."""
     return_token_ids: bool | None = None
@@ -182,10 +197,10 @@ class OpenAIRequest(RequestModel):
     """SGLang's name for a JSON schema as text."""
     regex: str | None = None
     ebnf: str | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: TokenBias | None = None
     """Token id -> what is added to its logit."""
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    bad_words: BadWords | None = None
 
 
 Prompt = Annotated[
@@ -243,7 +258,8 @@ class ChatRequest(OpenAIRequest):
         "echo": (False,),
         "mm_processor_kwargs": (),
         "media_io_kwargs": (),
-        "thinking_token_budget": (),
+        # TGI's
+        "tool_prompt": (),
     }
     harmless: ClassVar[frozenset[str]] = OpenAIRequest.harmless | {"prediction"}
 

@@ -20,8 +20,11 @@ from stemma.server.schemas.bounds import (
     Salt,
     Seed,
     Share,
+    Stops,
     Temperature,
     TemplateKwargs,
+    TokenBias,
+    TokenIds,
     Tools,
     TopK,
     Ttl,
@@ -72,6 +75,18 @@ class ResponsesRequest(RequestModel):
         "truncation": ("disabled",),
         "top_logprobs": (0,),
         "context_management": ([],),
+        # vLLM's
+        "ec_transfer_params": (),
+        "enable_response_messages": (False,),
+        "include_reasoning": (True,),
+        "kv_transfer_params": (),
+        "media_io_kwargs": (),
+        "mm_payload": (),
+        "mm_processor_kwargs": (),
+        "previous_input_messages": (),
+        "return_mm_kwargs": (False,),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
@@ -79,8 +94,10 @@ class ResponsesRequest(RequestModel):
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
+            "request_id",
             "safety_identifier",
             "service_tier",
+            "session_id",
             "stream_options",
         }
     )
@@ -112,7 +129,14 @@ class ResponsesRequest(RequestModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    stop: Stops | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: TokenBias | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """Checked as the chat API's."""
     cache_salt: Salt | None = None
     priority: Priority | None = None
     cache_ttl_s: Ttl | None = None

@@ -10,7 +10,9 @@ from pydantic import Field
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import (
     MAX_TEMPERATURE,
+    BadWords,
     Choices,
+    Count,
     LengthPenalty,
     Name,
     Parts,
@@ -22,10 +24,12 @@ from stemma.server.schemas.bounds import (
     Share,
     Stops,
     Temperature,
+    TokenBias,
     TokenIds,
     TopK,
     UnsignedSeed,
 )
+from stemma.server.schemas.openai import StructuredOutputs
 
 
 class TGIParameters(RequestModel):
@@ -56,9 +60,9 @@ class TGIParameters(RequestModel):
     adapter_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./-]{1,256}$")] | None = None
     max_new_tokens: PositiveCount = 20
     best_of: Choices | None = None
+    """Generate so many and return the one with the highest mean log-probability."""
     grammar: dict[str, Any] | None = None
     """What the answer must look like: ``{"type": "json", "value": schema}`` or ``"regex"``."""
-    """Generate so many and return the one with the highest mean log-probability."""
     details: bool = False
     decoder_input_details: bool = False
     return_full_text: bool = False
@@ -83,23 +87,28 @@ class VLLMGenerateRequest(RequestModel):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "logprobs": (),
         "prompt_logprobs": (),
-        "min_tokens": (0,),
-        "logit_bias": ({},),
-        "bad_words": ([],),
-        "allowed_token_ids": (),
-        "structured_outputs": (),
+        "prompt_logprob_token_ids": ([],),
+        "logprob_token_ids": ([],),
         "guided_decoding": (),
-        "truncate_prompt_tokens": (),
         "spaces_between_special_tokens": (True,),
         "detokenize": (True,),
         "logits_processors": ([],),
         "early_stopping": (False,),
+        "repetition_detection": (),
+        "thinking_token_budget": (),
+        "skip_reading_prefix_cache": (False,),
+        "extra_args": ({},),
+        "watermarking": (False,),
     }
+    nested: ClassVar[Mapping[str, type[RequestModel]]] = {"structured_outputs": StructuredOutputs}
 
     prompt: str
     stream: bool = False
     model: Name | None = None
     max_tokens: PositiveCount | None = None
+    min_tokens: Count = 0
+    truncate_prompt_tokens: PositiveCount | None = None
+    """Keep only the last so many tokens of the prompt."""
     n: Choices = 1
     best_of: Choices | None = None
     use_beam_search: bool = False
@@ -117,3 +126,7 @@ class VLLMGenerateRequest(RequestModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    logit_bias: TokenBias | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
+    structured_outputs: StructuredOutputs | None = None

@@ -27,7 +27,7 @@ def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         "include_reasoning": thinks,
-        "chat_template_kwargs": {"enable_thinking": thinks},
+        "chat_template_kwargs": {**(body.chat_template_kwargs or {}), "enable_thinking": thinks},
         "response_format": answer,
         "reasoning_effort": effort,
         "add_generation_prompt": not ends_open,
