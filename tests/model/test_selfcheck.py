@@ -39,24 +39,22 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_layers_have_every_kind(large: None) -> None:
     model = make_model(gemma3(), 0)
-    with selfcheck.first_layers(model) as count:
-        assert count == 4
+    first = selfcheck.FirstLayers.of(model)
+    assert first.count == 4
+    with first.alone():
         assert (len(model.model.layers), model.config.num_hidden_layers) == (4, 4)
     assert (len(model.model.layers), model.config.num_hidden_layers) == (8, 8)
     alike = make_model(Olmo2Config(**{**SIZES, "num_hidden_layers": 6}), 0)
-    with selfcheck.first_layers(alike) as count:
-        assert count == 2
+    assert selfcheck.FirstLayers.of(alike).count == 2
 
 
 def test_small_models_and_tested_classes_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    with selfcheck.first_layers(make_model(gemma3(), 0)) as count:
-        assert count == 8
+    assert selfcheck.FirstLayers.of(make_model(gemma3(), 0)).count == 8
     monkeypatch.setattr(selfcheck, "LARGE_BYTES", 0)
     mixture = Qwen3MoeConfig(
         **SIZES, num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
-    with selfcheck.first_layers(make_model(mixture, 0)) as count:
-        assert count == 3
+    assert selfcheck.FirstLayers.of(make_model(mixture, 0)).count == 3
 
 
 def test_a_large_model_is_checked_and_then_runs_whole(tmp_path: Path, large: None) -> None:
@@ -66,6 +64,20 @@ def test_a_large_model_is_checked_and_then_runs_whole(tmp_path: Path, large: Non
     tokens = torch.arange(5, 40) % model.vocab_size
     expected = plain.float()(input_ids=tokens[None], use_cache=False).logits[0].detach()
     torch.testing.assert_close(selfcheck._run(model, tokens, (20, 15)), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_model_that_packing_makes_small_is_still_checked_by_its_first_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed weights leave the model: the reference ran on two layers, and all were compared with it."""
+    plain = make_model(Olmo2Config(**{**SIZES, "num_hidden_layers": 6}), 0)
+    layer_bytes = sum(weight.nbytes for weight in plain.model.layers.parameters())
+    path = save_checkpoint(plain, tokenizer(), tmp_path)
+    monkeypatch.setattr(selfcheck, "LARGE_BYTES", layer_bytes - 1)
+    model = load_model(ModelSettings(path=path, dtype="float32"))
+    tokens = torch.arange(5, 25) % model.vocab_size
+    expected = plain.float()(input_ids=tokens[None], use_cache=False).logits[0].detach()
+    torch.testing.assert_close(selfcheck._run(model, tokens, (20,)), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_layer_that_is_served_wrongly_is_found_in_a_large_model(

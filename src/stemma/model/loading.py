@@ -55,10 +55,10 @@ from stemma.model.quantization.attach import detach, has_attached, stacked_spare
 from stemma.model.quantization.quantize import RoundInputs, RoundToNearest, round_to_nearest
 from stemma.model.selfcheck import (
     TESTED,
+    FirstLayers,
     Reference,
     check_served,
     check_weights,
-    first_layers,
     needs_check,
     take_reference,
 )
@@ -162,9 +162,9 @@ def _make_servable(
     report("probing", 0.0)
     reference: Reference | None = None
     # On CUDA the steps may be recorded with all layers.
-    shallow = first_layers if device.type == "cpu" else nullcontext
+    checked = FirstLayers.of(hf_model).alone if device.type == "cpu" else nullcontext
     if needs_check(hf_model):
-        with shallow(hf_model):
+        with checked():
             reference = take_reference(hf_model)
     with foreign_code(f"can't run {info.architecture}"):
         hf_model.set_attn_implementation(ATTENTION)
@@ -186,7 +186,7 @@ def _make_servable(
         decoder = make_cuda_decoder(hf_model, device, max_context=info.max_model_len, use_graphs=use_graphs)
     model = CausalLM(decoder, info, kv_shape, device, hf_model.dtype, context_size=context_size)
     report("self-check", 0.0)
-    with nullcontext() if reference is None else shallow(hf_model):
+    with nullcontext() if reference is None else checked():
         check_served(model, reference, None if packing is None else packing.fewest_bits)
     return model
 

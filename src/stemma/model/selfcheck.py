@@ -76,36 +76,57 @@ def needs_check(hf_model: Any) -> bool:
     return not is_known or getattr(hf_model, "hf_quantizer", None) is not None
 
 
-@contextmanager
-def first_layers(hf_model: Any) -> Iterator[int]:
-    """Let a large model of an untested class run on its first layers only; gives the number of these.
+@dataclass(frozen=True, slots=True)
+class FirstLayers:
+    """The layers of a model that the check runs: all, or the first ones of a large model.
 
-    They are the fewest that have one of each kind, and at least two. A model whose list of layers can't be
-    told, and one whose class has a fast path of its own, runs whole.
+    Chosen once, of the model as it was read: packing takes weights out of it, and it looks small afterwards.
     """
-    config = hf_model.config.get_text_config()
-    total = getattr(config, "num_hidden_layers", 0)
-    lists = [
-        (parent, name, layers)
-        for parent in hf_model.modules()
-        for name, layers in parent.named_children()
-        if isinstance(layers, nn.ModuleList) and len(layers) == total
-    ]
-    is_large = sum(p.nbytes for _, _, layers in lists for p in layers.parameters()) > LARGE_BYTES
-    if len(lists) != 1 or not is_large or type(hf_model).__name__ in TESTED:
-        yield total
-        return
-    [(parent, name, layers)] = lists
-    kinds = [_kind(config, number, layer) for number, layer in enumerate(layers)]
-    count = next(n for n in range(1, total + 1) if set(kinds[:n]) == set(kinds))
-    count = min(total, max(2, count))
-    setattr(parent, name, nn.ModuleList(list(layers)[:count]))
-    config.num_hidden_layers = count
-    try:
-        yield count
-    finally:
-        setattr(parent, name, layers)
-        config.num_hidden_layers = total
+
+    config: Any
+    count: int
+    """Layers that run."""
+    parent: nn.Module | None = None
+    """The module whose list of layers is made shorter; None: all layers run."""
+    name: str = ""
+
+    @classmethod
+    def of(cls, hf_model: Any) -> FirstLayers:
+        """Choose the fewest layers that have one of each kind, and at least two.
+
+        A small model, one of a tested class (which has a fast path of its own) and one whose list of layers
+        can't be told run whole.
+        """
+        config = hf_model.config.get_text_config()
+        total = getattr(config, "num_hidden_layers", 0)
+        lists = [
+            (parent, name, layers)
+            for parent in hf_model.modules()
+            for name, layers in parent.named_children()
+            if isinstance(layers, nn.ModuleList) and len(layers) == total
+        ]
+        is_large = sum(p.nbytes for _, _, layers in lists for p in layers.parameters()) > LARGE_BYTES
+        if len(lists) != 1 or not is_large or type(hf_model).__name__ in TESTED:
+            return cls(config, total)
+        [(parent, name, layers)] = lists
+        kinds = [_kind(config, number, layer) for number, layer in enumerate(layers)]
+        count = next(n for n in range(1, total + 1) if set(kinds[:n]) == set(kinds))
+        return cls(config, min(total, max(2, count)), parent, name)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the model run on these layers only."""
+        if self.parent is None:
+            yield
+            return
+        layers = getattr(self.parent, self.name)
+        setattr(self.parent, self.name, nn.ModuleList(list(layers)[: self.count]))
+        self.config.num_hidden_layers = self.count
+        try:
+            yield
+        finally:
+            setattr(self.parent, self.name, layers)
+            self.config.num_hidden_layers = len(layers)
 
 
 def _kind(config: Any, number: int, layer: nn.Module) -> tuple[object, ...]:
