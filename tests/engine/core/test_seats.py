@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from tests.engine.harness import greedy, prompt
 
-from stemma.engine.core.seats import MAX_STEP_S, MIN_SEATS, Seats
+from stemma.engine.core.seats import (
+    FIRST_STEP_TOKENS,
+    MAX_STEP_S,
+    MIN_PROMPT_TOKENS,
+    MIN_SEATS,
+    Seats,
+    StepTokens,
+)
 
 
 def measured(seats: Seats, base_s: float, row_s: float, most_rows: int = 32) -> Seats:
@@ -51,6 +58,24 @@ def test_a_preemption_takes_seats_and_sequences_that_end_give_them_back() -> Non
     assert seats.limit == 64
     seats.note_preemption(0)
     assert seats.limit == 1
+
+
+@pytest.mark.parametrize(("token_s", "expected"), [(0.0001, 2048), (0.001, 500), (0.01, MIN_PROMPT_TOKENS)])
+def test_a_step_with_prompts_takes_as_many_tokens_as_fit_its_time(token_s: float, expected: int) -> None:
+    tokens = StepTokens(2048)
+    assert tokens.limit(0) == FIRST_STEP_TOKENS
+    for num_tokens in (200, 2048, 500):
+        tokens.note_step(num_tokens, token_s * num_tokens)
+    tokens.note_step(MIN_PROMPT_TOKENS - 1, 10.0)  # reading the weights: says nothing
+    assert tokens.limit(0) == expected
+
+
+def test_prompts_have_room_beside_decodes_however_slow_a_step_is() -> None:
+    tokens = StepTokens(512)
+    tokens.note_step(512, 100.0)
+    assert tokens.limit(100) == 100 + MIN_PROMPT_TOKENS
+    assert tokens.limit(500) == 512
+    assert StepTokens(16).limit(3) == 16
 
 
 def test_fewer_preemptions_where_memory_is_short(harness) -> None:

@@ -351,8 +351,12 @@ class Engine:
         return news
 
     def _observe_prefill(self, plan: Sequence[Scheduled], seconds: float) -> None:
-        """Report to the lower tiers what computing costs, from steps that are nearly all prefill."""
+        """Report to the scheduler what a step's tokens cost, and to the lower tiers what computing does.
+
+        The latter from steps that are nearly all prefill.
+        """
         num_tokens = sum(item.num_tokens for item in plan)
+        self._scheduler.step_tokens.note_step(num_tokens, seconds)
         num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
         if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
             self.cache.observe_prefill(num_prefill, seconds)

@@ -22,7 +22,7 @@ from stemma.engine.api import DraftCount
 from stemma.engine.core.adapter_seats import AdapterSeats, group_by_adapter
 from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.core.request import Scheduled, SequenceState, Status
-from stemma.engine.core.seats import Seats
+from stemma.engine.core.seats import Seats, StepTokens
 from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.keys import Namespace
@@ -121,6 +121,8 @@ class Scheduler:
         self._limits = limits or StepLimits()
         self.seats = Seats(settings.max_num_seqs, self._limits.max_seats)
         """How many sequences may run at once."""
+        self.step_tokens = StepTokens(settings.max_batch_tokens)
+        """How many tokens a step takes while others wait."""
         self._cache = cache
         self._drafter = drafter
         self._max_adapters = max_adapters
@@ -209,9 +211,11 @@ class Scheduler:
         """
         self._finish_loads()
         plan: list[Scheduled] = []
-        budget = self._settings.max_batch_tokens
         num_before = self.num_preemptions
         decoding = [s for s in self._running if s.num_unlaunched == 1]
+        budget = self._settings.max_batch_tokens
+        if self.num_running + self.num_waiting > 1:
+            budget = self.step_tokens.limit(len(decoding))
         if is_ahead:
             decoding = [s for s in decoding if not self._ends_in_flight(s)]
             if decoding and not self._can_decode_ahead(decoding):

@@ -1,6 +1,6 @@
-"""How many sequences may run at once, unless a setting fixes it.
+"""How many sequences may run at once, unless a setting fixes it, and how many tokens a step takes.
 
-Two limits are learned, and the smaller one counts:
+Two limits of sequences are learned, and the smaller one counts:
 
 - memory: a preemption shows that too many ran. Their number falls to those that are left, and grows by one
   each time as many sequences have ended without another preemption (additive increase, as in TCP);
@@ -9,6 +9,9 @@ Two limits are learned, and the smaller one counts:
 
 Throughput doesn't fall with more seats, since a step's fixed cost is shared by more tokens. What falls is the
 speed of each answer; what grows is the number of requests whose first token comes soon.
+
+A step with prompts should take no longer either, while others wait for it to end: those that decode, and
+those that want to start. So its number of tokens follows from what a token took in the steps before.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from stemma.engine.drafts.adaptive import StepCost
 
 MIN_SEATS = 16
 MAX_STEP_S = 0.5
+MIN_PROMPT_TOKENS = 128
+FIRST_STEP_TOKENS = 512
+"""Until a step has been measured."""
 
 
 class Seats:
@@ -51,3 +57,27 @@ class Seats:
         """Learn from a step of decodes alone; `num_context_tokens` is the sum over its sequences."""
         if not self._is_fixed:
             self._cost.observe(num_rows, num_context_tokens, num_rows, duration_s)
+
+
+class StepTokens:
+    """How many tokens a step takes while others wait for its end. One owner, the step loop."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: tokens of any step."""
+        self._most = most
+        self._token_s: float | None = None
+
+    def limit(self, num_decoding: int) -> int:
+        """Return the number for a step beside `num_decoding` decodes, which it includes.
+
+        Prompts get `MIN_PROMPT_TOKENS` of them whatever they take, or they would never start.
+        """
+        wanted = FIRST_STEP_TOKENS if self._token_s is None else int(MAX_STEP_S / self._token_s)
+        return min(self._most, max(wanted, num_decoding + MIN_PROMPT_TOKENS))
+
+    def note_step(self, num_tokens: int, duration_s: float) -> None:
+        """Learn from a step; those with few tokens read weights for the most part, and say little."""
+        if num_tokens < MIN_PROMPT_TOKENS:
+            return
+        token_s = duration_s / num_tokens
+        self._token_s = token_s if self._token_s is None else 0.8 * self._token_s + 0.2 * token_s
