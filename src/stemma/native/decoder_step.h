@@ -213,8 +213,8 @@ class DecoderStep {
                 gate_and_adapt(w, index, at_end, normed, first, count);
             } else {
                 Inputs x = lay_out(team_, member_, w.gate, normed, w.gate.k, count, room_.inputs);
-                team_.share(member_, w.gate.count() * parts, [&](int64_t piece) {
-                    gate_piece(w, piece, parts, x, count, room_.activated, w.down.k);
+                share_pass(team_, member_, w.gate.count() * parts, count, [&](int64_t piece, int64_t begin, int64_t some) {
+                    gate_piece(w, piece, parts, x.from(begin), some, room_.activated + begin * w.down.k, w.down.k);
                 });
             }
             multiply(w.down, room_.activated, count, output);

@@ -24,6 +24,8 @@ constexpr int64_t PASS_ROWS = 256;  // rows that go through a product at a time:
 struct Inputs {
     const char* at;
     int64_t stride;  // bytes a row
+
+    Inputs from(int64_t row) const { return {at + row * stride, stride}; }
 };
 
 template <class T>
@@ -76,6 +78,19 @@ static Inputs lay_out(Team& team, int member, const Strips& w, const T* x, int64
 
 // Into how many parts a strip is cut, so that `threads` threads all have work.
 static inline int parts_of_strip(int64_t strips, int threads) { return strips < 4 * threads ? LINES : 1; }
+
+// body(piece, begin, count): all pieces of a product for rows [begin, begin + count) of a pass. Pieces are for all rows,
+// but where that would give one thread more than another they are cut into blocks of rows.
+template <class F>
+static void share_pass(Team& team, int member, int64_t pieces, int64_t rows, F&& body) {
+    const int64_t most = (pieces + team.size() - 1) / team.size() * team.size();
+    const bool is_even = 32 * (most - pieces) < most;
+    const int64_t size = is_even ? rows : BLOCK_ROWS, blocks = (rows + size - 1) / size;
+    team.share(member, pieces * blocks, [&](int64_t i) {
+        const int64_t begin = i % blocks * size;
+        body(i / blocks, begin, std::min(size, rows - begin));
+    });
+}
 
 struct Outputs {
     int64_t begin;
@@ -204,8 +219,9 @@ static void multiply(Team& team, int member, const Strips& w, const T* x, int64_
     for (int64_t first = 0; first < rows; first += PASS_ROWS) {
         int64_t count = std::min(PASS_ROWS, rows - first);
         Inputs inputs = lay_out(team, member, w, x + first * x_stride, x_stride, count, room);
-        team.share(member, w.count() * parts, [&](int64_t piece) {
-            multiply_piece<T>(w, piece, parts, inputs, count, out + first * out_stride, out_stride);
+        share_pass(team, member, w.count() * parts, count, [&](int64_t piece, int64_t begin, int64_t some) {
+            multiply_piece<T>(w, piece, parts, inputs.from(begin), some, out + (first + begin) * out_stride,
+                              out_stride);
         });
     }
 }
