@@ -41,7 +41,7 @@ from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.pinned import host_rows
-from stemma.model.attention import ATTENTION
+from stemma.model.attention import use_paged_attention
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM, ModelInfo, ModuleDecoder
 from stemma.model.cuda.execution import make_cuda_decoder
@@ -171,7 +171,7 @@ class Bench:
         with device:
             self.hf: Any = auto.from_config(config, dtype=torch.bfloat16)
         self.hf = self.hf.to(device).eval().requires_grad_(False)
-        self.hf.set_attn_implementation(ATTENTION)
+        use_paged_attention(self.hf)
         kv_shape, _ = probe(self.hf)
         parameters = sum(p.numel() for p in self.hf.parameters())
         self.product_parameters = parameters - shape.vocab * shape.hidden

@@ -125,7 +125,7 @@ def openvino(python: Path, exported: Path, threads: int) -> Server:
 @contextmanager
 def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterator[Running]:
     """Start `server`, wait until it is ready, and stop it at the end."""
-    port = _free_port()
+    port = free_port()
     command = [part.replace("{port}", str(port)) for part in server.command]
     base_url = f"http://127.0.0.1:{port}"
     began = time.perf_counter()
@@ -164,7 +164,7 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) ->
     raise TimeoutError(f"{url} did not answer within {timeout_s:.0f} s")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,18 @@ from typer.testing import CliRunner
 
 import stemma.cli
 from stemma.cli import COMMANDS, load_command, make_app
+from stemma.cli.serve import READY
+from stemma.native.library import load_kernels
+from tests import checkpoints
 
 SRC = Path(stemma.cli.__file__).parents[2]
+NEVER_AT_START = (
+    *("transformers.modeling_utils", "transformers.generation.utils", "transformers.quantizers"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "accelerate"),
+    *("scipy", "pandas", "peft", "plotly", "sqlalchemy", "ray", "cryptography", "gguf", "compressed_tensors"),
+    *("stemma.config.mindie", "stemma.lab", "stemma.cluster", "stemma.connectors"),
+)
+"""What a server of a plain dense model needs only if it is asked to do more."""
 HEAVY = ("torch", "transformers", "numpy", "fastapi", "pydantic", "sqlalchemy", "httpx", "stemma.config")
 
 
@@ -81,3 +92,32 @@ def test_a_server_without_a_ledger_needs_no_sqlalchemy() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(load_kernels() is None, reason="without kernels transformers' modules run")
+def test_a_server_of_a_dense_model_imports_what_it_runs(tmp_path: Path) -> None:
+    """Each of these takes some tenths of a second of a start."""
+    model = checkpoints.build("qwen2", tmp_path / "qwen2")
+    code = (
+        "import signal, sys\nfrom stemma.cli import main\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('MODULES', *sys.modules, flush=True))\n"
+        f"sys.argv = ['stemma', 'serve', {str(model)!r}, '--port', '0', '--kv-cache-memory', '4MB']\nmain()\n"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        assert any(line.startswith(READY) for line in server.stdout)
+        server.send_signal(signal.SIGUSR1)
+        modules = next(set(line.split()) for line in server.stdout if line.startswith("MODULES"))
+        server.terminate()
+        server.communicate(timeout=60)
+    finally:
+        server.kill()
+    assert "torch" in modules
+    assert sorted(modules & set(NEVER_AT_START)) == []

@@ -26,7 +26,7 @@ from transformers import (
 from stemma.config.settings import ModelSettings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.attention import ATTENTION
+from stemma.model.attention import use_paged_attention
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import context_limit, load_model, probe
 from stemma.model.tiny import save_checkpoint
@@ -254,7 +254,7 @@ def test_positions_counted_by_the_model_itself(tmp_path: Path, monkeypatch: pyte
 def test_context_beyond_a_table_of_positions() -> None:
     """It would fail on the first long prompt; the probe asks for the last position."""
     model = checkpoints.make_model(GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64), 0)
-    model.set_attn_implementation(ATTENTION)
+    use_paged_attention(model)
     assert probe(model, last_position=63)[0].num_layers == 2
     with pytest.raises(ModelError, match="has no position 64; set a smaller max_model_len"):
         probe(model, last_position=64)

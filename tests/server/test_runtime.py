@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from stemma.errors import ConfigError
-from stemma.server.transport.planes import url_of
-from stemma.server.transport.runtime import listen
+from stemma.server.transport.planes import listen, url_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -75,8 +75,7 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
 
     from stemma.cli.serve import READY
     from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
-    from stemma.server.transport.planes import url_of
-    from stemma.server.transport.runtime import listen
+    from stemma.server.transport.planes import listen, url_of
 
     quiet_logs()
     with listen(settings.host, settings.port) as listener:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
@@ -70,22 +72,21 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     if not is_demo(path):
         check_directory(path)
         _prepare_memory(settings)
-    with _imports_uncollected():
-        from stemma.engine.async_engine import AsyncEngine
-        from stemma.server.access import Access, is_loopback
-        from stemma.server.transport.planes import listen_planes
-        from stemma.server.transport.runtime import listen, serve
+    with ExitStack() as stack:
+        with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
+            from stemma.engine.async_engine import AsyncEngine
+            from stemma.server.access import Access, is_loopback
+            from stemma.server.transport.planes import listen, listen_planes
 
-    access = Access(settings.server)
-    if settings.server.ledger is not None:
-        from stemma.insight.ledger import check_ledger
+            access = Access(settings.server)
+            if settings.server.ledger is not None:
+                from stemma.insight.ledger import check_ledger
 
-        check_ledger(settings.server.ledger)
-
-    with listen_planes(settings, listen) as listeners:
-        engine = _load(console, settings, AsyncEngine.from_settings)
-        gc.collect()
-        gc.freeze()
+                check_ledger(settings.server.ledger)
+            listeners = stack.enter_context(listen_planes(settings, listen))
+            importing = beside.submit(import_module, "stemma.server.transport.runtime")
+            engine = _load(console, settings, AsyncEngine.from_settings)
+            serve = importing.result().serve
 
         def on_ready(url: str) -> None:
             console.print(_summary(engine.parts, settings))
@@ -100,8 +101,8 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
 
 @contextmanager
-def _imports_uncollected() -> Iterator[None]:
-    """Import without Python's collector, and let it look at what was imported never again.
+def _uncollected() -> Iterator[None]:
+    """Import and load without Python's collector; then let it look once, and at what stays never again.
 
     It looks through all objects each time their number has grown by a quarter: that is a third of the time
     that the imports take, and finds nothing, since what is imported stays.
@@ -111,6 +112,7 @@ def _imports_uncollected() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()
         gc.freeze()
         if was_enabled:
             gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,10 +112,14 @@ def _build(
     """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
     group = None if ranks is None else ranks.group
-    model = load_model(settings.model, progress, predicts=predicts, group=group)
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(
+            Tokenizer, settings.model.path, trust_remote_code=settings.model.trust_remote_code
+        )
+        model = load_model(settings.model, progress, predicts=predicts, group=group)
+        tokenizer = reading.result()
     if ranks is not None:
         model.decoder = LeadingDecoder(model.decoder, ranks)
-    tokenizer = Tokenizer(settings.model.path, trust_remote_code=settings.model.trust_remote_code)
     trim_heap()
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, name)

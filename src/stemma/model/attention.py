@@ -1,6 +1,6 @@
 """The attention function that transformers calls in every layer, and what it refuses.
 
-A model whose implementation is `ATTENTION` hands its rotated q, k and v of a flat batch [1, T] to
+After `use_paged_attention` a model hands its rotated q, k and v of a flat batch [1, T] to
 `paged_attention`; the step's context travels as the keyword `STEP_KEYWORD` of the model call. Two contexts
 exist: `AttentionStep` (model/paged.py) attends over the blocks; `AttentionProbe` runs once at load and
 records what each layer passes, so that a model we would serve wrongly is refused.
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
 
 from stemma.errors import UnsupportedModel
 from stemma.model.latent import LatentProjection
@@ -116,4 +115,9 @@ class AttentionProbe:
         return query.new_zeros(query.shape[0], query.shape[1], value_dim)
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
+def use_paged_attention(hf_model: Any) -> None:
+    """Make a model of transformers call `paged_attention` in every layer."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+    hf_model.set_attn_implementation(ATTENTION)

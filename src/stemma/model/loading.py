@@ -18,7 +18,13 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
-from stemma.model.attention import ATTENTION, STEP_KEYWORD, SUPPORTED, AttentionCall, AttentionProbe
+from stemma.model.attention import (
+    STEP_KEYWORD,
+    SUPPORTED,
+    AttentionCall,
+    AttentionProbe,
+    use_paged_attention,
+)
 from stemma.model.causal_lm import CausalLM, Decoder, KVShape, ModelInfo
 from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.fused import FusedDecoder, follows_pattern
@@ -28,6 +34,7 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
+from stemma.model.dense import DenseModel
 from stemma.model.directory import check_directory, weight_files
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.foreign import foreign_code
@@ -102,7 +109,8 @@ def load_model(
         )
         share = None if group is None else group.share
         spared = TESTED if compiling and _keeps_codes(settings, config) and compiling.result() else ()
-        hf_model, counts = load_weights(settings, config, device, report, spared, share)
+        dense = compiling is not None and group is None and not predicts and compiling.result() is not None
+        hf_model, counts = load_weights(settings, config, device, report, spared, share, dense=dense)
         if predicts:
             add_prediction_layer(settings, config, hf_model)
         report("reading the fingerprint", 0.0)
@@ -111,7 +119,7 @@ def load_model(
         kernels = compiling.result() if compiling and dtype in (torch.bfloat16, torch.float32) else None
     rounding = _rounding(settings, hf_model, kernels)
     info = ModelInfo(
-        architecture=type(hf_model).__name__,
+        architecture=_architecture(hf_model),
         vocab_size=config.get_text_config().vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(generation, config, config.get_text_config().vocab_size),
@@ -129,6 +137,10 @@ def load_model(
     model.info = replace(model.info, formats=formats)
     report("ready", 1.0)
     return model
+
+
+def _architecture(model: Any) -> str:
+    return model.architecture if isinstance(model, DenseModel) else type(model).__name__
 
 
 def _keeps_codes(settings: ModelSettings, config: Any) -> bool:
@@ -163,15 +175,18 @@ def _make_servable(
     reference: Reference | None = None
     # On CUDA the steps may be recorded with all layers.
     checked = FirstLayers.of(hf_model).alone if device.type == "cpu" else nullcontext
-    if needs_check(hf_model):
-        with checked():
-            reference = take_reference(hf_model)
-    with foreign_code(f"can't run {info.architecture}"):
-        hf_model.set_attn_implementation(ATTENTION)
-        cache_latents(hf_model)
-        kv_shape, calls = probe(
-            hf_model, last_position=info.max_model_len - 1, after_layer=checkpoint.drop_pages
-        )
+    if isinstance(hf_model, DenseModel):
+        kv_shape, calls = hf_model.attention()
+    else:
+        if needs_check(hf_model):
+            with checked():
+                reference = take_reference(hf_model)
+        with foreign_code(f"can't run {info.architecture}"):
+            use_paged_attention(hf_model)
+            cache_latents(hf_model)
+            kv_shape, calls = probe(
+                hf_model, last_position=info.max_model_len - 1, after_layer=checkpoint.drop_pages
+            )
     if hasattr(hf_model, "stemma_prediction"):
         kv_shape = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
     with large_blocks_apart(), weights_together():
@@ -284,7 +299,8 @@ def _make_decoder(
     kernels = None if packing is None else packing.kernels
     main: MainDecoder
     operations: RowwiseOperations | None
-    if packing is not None and group is None and follows_pattern(hf_model):
+    is_dense = isinstance(hf_model, DenseModel)
+    if packing is not None and group is None and (is_dense or follows_pattern(hf_model)):
         main, operations = FusedDecoder(hf_model, calls, packing, report), RowwiseOperations(packing.kernels)
         if predicts:
             _pack_modules(hf_model.stemma_prediction, packing, lambda _share: None)

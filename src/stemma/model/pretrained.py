@@ -1,4 +1,4 @@
-"""From a checkpoint to a transformers model that holds exactly the checkpoint's weights.
+"""From a checkpoint to a model that holds exactly the checkpoint's weights: transformers', or a `DenseModel`.
 
 transformers initializes missing weights and ignores surplus ones; either would be served as wrong text. So
 every tensor of the file must have a place in the model. Exceptions are tensors on transformers' own ignore
@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors import safe_open
+from transformers import AutoConfig
 from transformers.utils import logging as hf_logging
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import SUPPORTED
+from stemma.model.dense import DenseModel, fits
 from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read_json, stored_tensors
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
@@ -134,11 +136,14 @@ def load_weights(
     report: Progress,
     spared: Collection[str] = (),
     share: Share | None = None,
+    *,
+    dense: bool = False,
 ) -> tuple[Any, FormatCounts]:
     """Return the model of transformers on `device`, with all weights of the file; raise ModelError.
 
     A model of a class that `spared` names has spares for quantized weights that are going to be packed. With
-    a `share` it holds this part of the weights, and no more is read.
+    a `share` it holds this part of the weights, and no more is read. With `dense` it is a `DenseModel` where
+    the checkpoint fits one.
 
     Beside it stands what the file's weights were; nothing is counted where transformers reads them.
     """
@@ -159,15 +164,26 @@ def load_weights(
     if method is not None and format_name is None:
         advice = f"; its weights are quantized ({method}): install what transformers needs for that, or take "
         advice += "the unquantized checkpoint"
+    report("loading weights", 0.0)
     with foreign_code(doing, advice), transformers_reports(report):
+        dense = dense and share is None and method == format_name and not runs_remote_code(settings)
         if format_name is not None:
             weights, counts = _read(settings, config, format_name, quantization, dtype)
-            spares = _model_class(config).__name__ in spared
-            model, loaded = _from_tensors(config, plain_weights(weights, dtype, spares=spares), dtype)
+            spares = _class_name(config) in spared
+            plain = plain_weights(weights, dtype, spares=spares)
+            if dense and fits(config, dtype, {name: tuple(tensor.shape) for name, tensor in plain.items()}):
+                model = DenseModel(config, plain, dtype)
+                attach(model, weights.deferred())
+                return model, replace(counts, num_quantized=len(weights.deferred()))
+            model, loaded = _from_tensors(config, plain, dtype)
+        elif dense and _fits_stored(config, dtype, stored):
+            return DenseModel(config, _read_plain(stored), dtype), counts
         elif share is not None:
             own = read_share(path, share, num_experts_of(config.get_text_config()))
             model, loaded = _from_tensors(config, own, dtype, share)
         else:
+            from transformers import AutoModelForCausalLM
+
             auto: Any = AutoModelForCausalLM
             model, loaded = auto.from_pretrained(
                 str(path),
@@ -186,6 +202,19 @@ def load_weights(
         if not model._can_set_attn_implementation():
             raise UnsupportedModel(f"{type(model).__name__} has no attention interface. {SUPPORTED}")
         return model.to(device).eval().requires_grad_(False), replace(counts, num_quantized=len(placed))
+
+
+def _fits_stored(config: Any, dtype: torch.dtype, stored: list[StoredTensor]) -> bool:
+    is_plain = all(tensor.dtype in _STORED_DTYPES for tensor in stored)
+    return is_plain and fits(config, dtype, {tensor.name: tensor.shape for tensor in stored})
+
+
+def _read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:
+    """Return all tensors of the files, which stay there until they are read."""
+    files: dict[Path, Any] = {
+        file: safe_open(file, framework="pt") for file in {tensor.file for tensor in stored}
+    }
+    return {tensor.name: files[tensor.file].get_tensor(tensor.name) for tensor in stored}
 
 
 def _loading_options(dtype: torch.dtype) -> dict[str, Any]:
@@ -251,6 +280,14 @@ def _from_tensors(
     return model, loaded
 
 
+def _class_name(config: Any) -> str | None:
+    """Return the name of the class of transformers for a config, without importing the class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return name
+
+
 def _model_class(config: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -271,10 +308,10 @@ def quantization_of(config: Any) -> dict[str, Any]:
 
 def _check_method(settings: ModelSettings, quantization: dict[str, Any]) -> str | None:
     """Return the quantization's name, or None; raise ModelError if neither we nor transformers read it."""
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
     if not quantization:
         return None
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
     method = quantization.get("quant_method")
     if quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
         return "bitsandbytes"

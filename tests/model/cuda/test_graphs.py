@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.attention import ATTENTION, STEP_KEYWORD, AttentionProbe
+from stemma.model.attention import STEP_KEYWORD, AttentionProbe, use_paged_attention
 from stemma.model.batch import ForwardBatch
 from stemma.model.cuda.graphs import BUCKETS, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
@@ -155,7 +155,7 @@ def test_dense_models_never_look_at_values(family: str) -> None:
     """Tensors without values raise where a module would branch on one, which no graph can record."""
     with FakeTensorMode(), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
-        model.set_attn_implementation(ATTENTION)
+        use_paged_attention(model)
         ids = torch.zeros(1, 4, dtype=torch.int64)
         step = {STEP_KEYWORD: AttentionProbe()}
         output = model(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
@@ -58,8 +57,8 @@ def pack_linears(
         and uses[id(child.weight)] == 1
         and can_pack(child.weight)
     ]
-    whole: Any = model
-    head = whole.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    output_of = getattr(model, "get_output_embeddings", None)  # what a whole model of transformers has
+    head = output_of() if callable(output_of) else None
     for number, (parent, name, linear) in enumerate(found):
         report(number / len(found))
         if name in _ROUTERS:

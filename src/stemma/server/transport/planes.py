@@ -16,6 +16,7 @@ from types import TracebackType
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stemma.config.settings import Settings, TLSSettings
+from stemma.errors import ConfigError
 from stemma.server.errors import json_response
 from stemma.server.transport.tls import ReloadableContext
 
@@ -114,7 +115,18 @@ class Listeners:
         self._stack.close()
 
 
+BACKLOG = 2048
+"""Connections that the kernel queues while the server is busy."""
 Listen = Callable[[str, int], socket.socket]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raise ConfigError if the address can't be had. Port 0: any free one."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}") from error
 
 
 def listen_planes(settings: Settings, listen: Listen) -> Listeners:

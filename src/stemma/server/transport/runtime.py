@@ -21,13 +21,12 @@ from starlette.types import ASGIApp
 from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.client import EngineClient
 from stemma.engine.core import tally
-from stemma.errors import ConfigError
 from stemma.server.access import Access
 from stemma.server.app import create_app
 from stemma.server.context import ServerContext
 from stemma.server.operator import request_log
 from stemma.server.transport.connections import ACCEPT_BURST, LoopErrors, make_protocol, quiet_logs
-from stemma.server.transport.planes import Listeners, PlaneFilter, PlaneListener
+from stemma.server.transport.planes import BACKLOG, Listeners, PlaneFilter, PlaneListener
 
 EXIT_CLEAN = 0
 EXIT_CUT_OFF = 1
@@ -36,16 +35,6 @@ EXIT_ENGINE_FAILED = 1
 """A thread of the engine failed."""
 _CLOSE_TIMEOUT_S = 5
 """Time after the drain for clients to read the end of their answers."""
-_BACKLOG = 2048
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise ConfigError if the address can't be had. Port 0: any free one."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}") from error
 
 
 class _PortServer(uvicorn.Server):
@@ -74,7 +63,7 @@ class _PortServer(uvicorn.Server):
         """Start listening; the kernel may queue more connections than are accepted in one turn."""
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
