@@ -43,18 +43,25 @@ struct StepArgs {
     float eps;
 };
 
-// What a step works in, cut out of StepArgs::room.
+// Up to so many rows every member norms them and lays inputs out for itself: that takes less time than to wait for one
+// that does, and to fetch what it wrote.
+constexpr int64_t ROWS_ALONE = 2;
+
+// What a member works in, cut out of StepArgs::room.
 template <class T>
 struct Room {
-    T *normed, *qkv, *query, *attended, *gates, *activated, *delta, *last;
+    bool alone;  // `summed`, `normed` and `inputs` are this member's own
+    T *summed, *normed;
+    char* inputs;
+    T *qkv, *query, *attended, *gates, *activated, *delta, *last, *spare;
     T *query_latent, *expanded, *projected, *shared;  // of latent attention; of shared experts
     float *router_logits, *routing_weights;
     int32_t* routing;
-    char *inputs, *mixture, *low_rank;
+    char *mixture, *low_rank;
     int64_t query_width, attended_width;  // of a row
     int64_t widest, bytes;
 
-    explicit Room(const StepArgs& a) {
+    explicit Room(const StepArgs& a, int member = 0) {
         const LatentArgs& latent = a.latent;
         query_width = attended_width = int64_t(a.rotate.heads) * a.rotate.dim;
         if (latent.heads > 0) {
@@ -86,7 +93,7 @@ struct Room {
         }
         char* at = a.room;
         auto cut = [&](int64_t width, int64_t rows) { return (T*)cut_room(at, rows * width * int64_t(sizeof(T))); };
-        normed = cut(a.hidden_dim, a.rows), qkv = cut(a.layers[0].qkv.n, a.rows);
+        qkv = cut(a.layers[0].qkv.n, a.rows);
         query = cut(query_width, a.rows), attended = cut(attended_width, a.rows);
         query_latent = cut(query_rank, a.rows);
         expanded = cut(query_rank > 0 ? latent.heads * latent.head_width() : 0, a.rows);
@@ -98,7 +105,18 @@ struct Room {
         router_logits = (float*)cut_room(at, a.rows * experts * int64_t(sizeof(float)));
         routing_weights = (float*)cut_room(at, a.rows * top_k * int64_t(sizeof(float)));
         routing = (int32_t*)cut_room(at, a.rows * top_k * int64_t(sizeof(int32_t)));
-        inputs = cut_room(at, input_bytes), mixture = cut_room(at, mixture_bytes);
+        mixture = cut_room(at, mixture_bytes);
+        alone = a.rows <= ROWS_ALONE && a.num_logits <= a.rows;
+        spare = cut(a.hidden_dim, alone ? a.rows : 0);
+        auto cut_own = [&](char* from) {
+            at = from;
+            summed = cut(a.hidden_dim, alone ? a.rows : 0);
+            normed = cut(a.hidden_dim, a.rows), inputs = cut_room(at, input_bytes);
+            return at - from;
+        };
+        char* own = at;
+        const int64_t own_bytes = cut_own(own);
+        if (alone) cut_own(own + member * own_bytes), at = own + a.threads * own_bytes;
         widest = std::max(std::max(widest, inner), query_rank);
         low_rank = at, at += LowRankStep<T>(a.adapters, a.num_adapters, a.num_layers, widest, at).bytes;
         bytes = at - a.room;
@@ -120,7 +138,8 @@ class DecoderStep {
           plan_(plan),
           team_(team),
           member_(member),
-          room_(args),
+          room_(args, member),
+          spare_(room_.spare),
           low_rank_(args.adapters, args.num_adapters, args.num_layers, room_.widest, room_.low_rank) {}
 
     void run() {
@@ -130,8 +149,8 @@ class DecoderStep {
         const T* delta = nullptr;
         for (int l = 0; l < a_.num_layers; l++) {
             const LayerWeights& layer = a_.layers[l];
-            norm(hidden, delta, layer.input_norm, rows, room_.normed);
-            multiply(layer.qkv, room_.normed, rows, room_.qkv);
+            hidden = norm(hidden, delta, layer.input_norm, rows);
+            multiply(layer.qkv, room_.normed, rows, room_.qkv, layer.qkv.n);
             adapt_qkv(layer, l);
             prepare_and_attend(layer, l);
             const T* attended = room_.attended;
@@ -145,26 +164,25 @@ class DecoderStep {
                 project(layer.latent, attended, rows);
                 attended = room_.projected;
             }
-            multiply(layer.output, attended, rows, room_.delta);
+            multiply(layer.output, attended, rows, room_.delta, a_.hidden_dim);
             low_rank_.add(team_, member_, l, {{&AdapterLayer::output, 0}}, at_end, attended, layer.output.k, 0, rows,
                           room_.delta, a_.hidden_dim);
-            norm(hidden, room_.delta, layer.post_norm, rows, room_.normed);
+            hidden = norm(hidden, room_.delta, layer.post_norm, rows);
             if (layer.router.num_experts > 0)
                 mix(layer, l, at_end, rows);
             else
                 gate(layer.dense, l, at_end, rows, room_.delta);
             delta = room_.delta;
         }
-        T* states = a_.states ? (T*)a_.states : room_.normed;
-        norm(hidden, delta, a_.final_norm, rows, states);
+        norm(hidden, delta, a_.final_norm, rows);
+        const T* states = room_.normed;
         if (a_.states) {
-            team_.share(member_, a_.num_logits, [&](int64_t i) {
-                std::memcpy(room_.last + i * a_.hidden_dim, states + a_.logits_rows[i] * a_.hidden_dim,
-                            a_.hidden_dim * sizeof(T));
-            });
+            share_behind_norm(rows, [&](int64_t i) { copy_row(room_.normed, i, (T*)a_.states, i); });
+            team_.share(member_, a_.num_logits,
+                        [&](int64_t i) { copy_row((T*)a_.states, a_.logits_rows[i], room_.last, i); });
             states = room_.last;
         }
-        multiply(a_.head, states, a_.num_logits, a_.logits);
+        multiply(a_.head, states, a_.num_logits, a_.logits, a_.head.n);
     }
 
   private:
@@ -173,16 +191,65 @@ class DecoderStep {
     Team& team_;
     const int member_;
     const Room<T> room_;
+    T* spare_;                        // where the next sums of residual and delta go, if members work alone
+    T* sums_to_ = nullptr;            // where room_.summed is to be kept; null: nowhere
+    int64_t num_sums_ = 0;
     const LowRankStep<T> low_rank_;
 
-    void norm(T* residual, const T* delta, const void* weight, int64_t rows, T* out) {
-        NormArgs args{delta, residual, weight, out, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
-        team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
+    void copy_row(const T* from, int64_t row, T* to, int64_t i) const {
+        std::memcpy(to + i * a_.hidden_dim, from + row * a_.hidden_dim, a_.hidden_dim * sizeof(T));
+    }
+
+    // Add `delta`, if any, to the residual, and norm the sums into room_.normed. Returns where the sums are, once
+    // share_behind_norm() was called.
+    T* norm(T* residual, const T* delta, const void* weight, int64_t rows) {
+        NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
+        if (!room_.alone) {
+            team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
+            return residual;
+        }
+        if (delta) {  // others may still read the residual
+            args.residual = room_.summed, sums_to_ = spare_, num_sums_ = rows, spare_ = residual;
+            std::memcpy(room_.summed, residual, rows * a_.hidden_dim * sizeof(T));
+        }
+        for (int64_t i = 0; i < rows; i++) add_rms_norm_row<T>(args, i);
+        return delta ? sums_to_ : residual;
+    }
+
+    // The phase that follows norm(): one more piece keeps the sums, if members work alone.
+    template <class F>
+    void share_behind_norm(int64_t count, F&& body) {
+        if (sums_to_ == nullptr) return team_.share(member_, count, body);
+        team_.share(member_, count + 1, [&](int64_t i) {
+            if (i < count) return body(i);
+            std::memcpy(sums_to_, room_.summed, num_sums_ * a_.hidden_dim * sizeof(T));
+        });
+        sums_to_ = nullptr;
+    }
+
+    // The same for pieces of a product, see share_pass().
+    template <class F>
+    void share_pass_behind_norm(int64_t pieces, int64_t rows, F&& body) {
+        if (sums_to_ == nullptr) return share_pass(team_, member_, pieces, rows, body);
+        share_behind_norm(pieces, [&](int64_t piece) { body(piece, 0, rows); });
+    }
+
+    Inputs lay_out(const Strips& w, const T* x, int64_t rows) {
+        if (room_.alone) return lay_out_alone(w, x, w.k, rows, room_.inputs);
+        return ::lay_out(team_, member_, w, x, w.k, rows, room_.inputs);
     }
 
     template <class Out>
-    void multiply(const Strips& w, const T* x, int64_t rows, Out* out) {
-        ::multiply(team_, member_, w, x, w.k, rows, out, w.n, room_.inputs);
+    void multiply(const Strips& w, const T* x, int64_t rows, Out* out, int64_t out_stride) {
+        for (int64_t first = 0; first < rows; first += PASS_ROWS) {
+            const int64_t count = std::min(PASS_ROWS, rows - first);
+            const Inputs inputs = lay_out(w, x + first * w.k, count);
+            const int parts = parts_of_strip(w.count(), team_.size());
+            share_pass_behind_norm(w.count() * parts, count, [&](int64_t piece, int64_t begin, int64_t some) {
+                multiply_piece<T>(w, piece, parts, inputs.from(begin), some, out + (first + begin) * out_stride,
+                                  out_stride);
+            });
+        }
     }
 
     void adapt_qkv(const LayerWeights& layer, int index) {
@@ -212,12 +279,13 @@ class DecoderStep {
             if (is_adapted) {
                 gate_and_adapt(w, index, at_end, normed, first, count);
             } else {
-                Inputs x = lay_out(team_, member_, w.gate, normed, w.gate.k, count, room_.inputs);
-                share_pass(team_, member_, w.gate.count() * parts, count, [&](int64_t piece, int64_t begin, int64_t some) {
+                const Inputs x = lay_out(w.gate, normed, count);
+                share_pass_behind_norm(w.gate.count() * parts, count, [&](int64_t piece, int64_t begin, int64_t some) {
                     gate_piece(w, piece, parts, x.from(begin), some, room_.activated + begin * w.down.k, w.down.k);
                 });
+                });
             }
-            multiply(w.down, room_.activated, count, output);
+            multiply(w.down, room_.activated, count, output, a_.hidden_dim);
             low_rank_.add(team_, member_, index, {{&AdapterLayer::down, 0}}, at_end, room_.activated, w.down.k, first,
                           count, output, a_.hidden_dim);
         }
@@ -226,8 +294,8 @@ class DecoderStep {
     // As the fused pieces do, to the bit, with room for what adapters add before the activation.
     void gate_and_adapt(const GatedWeights& w, int index, bool at_end, const T* normed, int64_t first, int64_t rows) {
         const int64_t inner = w.down.k;
-        ::multiply(team_, member_, w.gate, normed, w.gate.k, rows, room_.gates, 2 * inner, room_.inputs);
-        ::multiply(team_, member_, w.up, normed, w.up.k, rows, room_.gates + inner, 2 * inner, room_.inputs);
+        multiply(w.gate, normed, rows, room_.gates, 2 * inner);
+        multiply(w.up, normed, rows, room_.gates + inner, 2 * inner);
         low_rank_.add(team_, member_, index, {{&AdapterLayer::gate, 0}, {&AdapterLayer::up, inner}}, at_end, normed,
                       w.gate.k, first, rows, room_.gates, 2 * inner);
         team_.share(member_, rows, [&](int64_t i) {
@@ -250,7 +318,7 @@ class DecoderStep {
         const int64_t experts = router.num_experts;
         if (router.by == ROUNDED_SOFTMAX) {
             T* logits = (T*)room_.router_logits;
-            multiply(router.weight, room_.normed, rows, logits);
+            multiply(router.weight, room_.normed, rows, logits, experts);
             team_.share(member_, rows, [&](int64_t i) {
                 route_rounded(router, logits + i * experts, room_.routing + i * router.top_k,
                               room_.routing_weights + i * router.top_k);
@@ -259,7 +327,7 @@ class DecoderStep {
         }
         float* logits = room_.router_logits;
         const int parts = parts_of_strip(router.weight.count(), team_.size());
-        team_.share(member_, router.weight.count() * parts, [&](int64_t piece) {
+        share_behind_norm(router.weight.count() * parts, [&](int64_t piece) {
             multiply_piece_alone<float>(router.weight, piece, parts, (const T*)room_.normed, a_.hidden_dim, rows, logits,
                                         experts);
         });
@@ -306,7 +374,7 @@ class DecoderStep {
                 rms_norm_row(room_.qkv + i * joined, (const T*)w.query_norm, room_.query_latent + i * rank, rank,
                              w.query_eps);
             });
-            multiply(w.expand, room_.query_latent, a_.rows, room_.expanded);
+            multiply(w.expand, room_.query_latent, a_.rows, room_.expanded, w.expand.n);
             low_rank_.add(team_, member_, index, {{&AdapterLayer::expand, 0}}, false, room_.query_latent, rank, 0,
                           a_.rows, room_.expanded, w.expand.n);
             query = room_.expanded, stride = w.expand.n;
@@ -336,7 +404,7 @@ class DecoderStep {
         const int64_t width = room_.attended_width;
         team_.share(member_, a_.num_logits, [&](int64_t i) {
             int64_t row = a_.logits_rows[i];
-            std::memcpy(room_.last + i * a_.hidden_dim, hidden + row * a_.hidden_dim, a_.hidden_dim * sizeof(T));
+            copy_row(hidden, row, room_.last, i);
             std::memcpy(room_.query + i * width, room_.attended + row * width, width * sizeof(T));
         });
     }

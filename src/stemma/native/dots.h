@@ -56,6 +56,11 @@ static inline int lines_at_once(int rows, int lines) {
 constexpr int SOME_ROWS = NATIVE == 16 ? 12 : 0;  // up to here two passes, which want the next chunk sooner
 constexpr int SOME_STEPS = 32, MANY_STEPS = 64;   // of a chunk: 8 and 16 kB
 constexpr int BLOCK_ROWS = STEMMA_AMX ? 256 : 64;  // rows whose sums for one strip are kept at a time
+// A whole block reads its weights out of L2 fast enough; longer chunks store and load its sums less often.
+constexpr int BLOCK_STEPS = NATIVE == 16 ? 448 : MANY_STEPS;
+static inline int64_t steps_of_chunk(int rows) {
+    return rows <= SOME_ROWS ? SOME_STEPS : rows < BLOCK_ROWS ? MANY_STEPS : BLOCK_STEPS;
+}
 
 struct Ahead {  // weights that are read soon: lines of a piece with 2^shift lines a step
     const char* at;
@@ -132,7 +137,7 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
                       bool first) {
     const int width = lines_at_once(rows, lines), shift = lines == 4 ? 2 : 0;
     const int groups = (rows + GROUP - 1) / GROUP, passes = groups * (lines / width);
-    const int64_t chunk = passes == 1 ? steps : rows <= SOME_ROWS ? SOME_STEPS : MANY_STEPS;
+    const int64_t chunk = passes == 1 ? steps : steps_of_chunk(rows);
     for (int64_t done = 0; done < steps; done += chunk) {
         int64_t now = std::min(chunk, steps - done);
         const char* here = w + done * STEP_BYTES;

@@ -7,7 +7,7 @@
 #include "dots.h"
 #include "int8_inputs.h"
 
-constexpr int CODES_AHEAD = 4096;  // bytes: how far ahead codes are asked for
+constexpr int CODES_AHEAD = 4096;  // bytes of all four lines of a strip: how far ahead codes are asked for
 constexpr int CHUNK_STEPS = 64;    // 16 kB that stay in L1 while several groups of rows pass
 
 static inline native_i multiply_pairs(native_i a, native_i b) {  // of 16-bit integers, and add them
@@ -99,7 +99,7 @@ static inline void add_steps(v16i (&sum)[R][J], const char* w, const char* x, in
     for (int64_t i = 0; i < steps; i += STEPS, w += STEP_BYTES) {
         if (asks) {
 #pragma GCC unroll 4
-            for (int j = 0; j < J; j++) __builtin_prefetch(w + CODES_AHEAD + 64 * j);
+            for (int j = 0; j < J; j++) __builtin_prefetch(w + CODES_AHEAD * (LINES / J) + 64 * j);
         }
 #pragma GCC unroll 2
         for (int half = 0; half < STEPS; half++) {

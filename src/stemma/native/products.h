@@ -76,6 +76,15 @@ static Inputs lay_out(Team& team, int member, const Strips& w, const T* x, int64
     return {room, bytes};
 }
 
+// The same by one thread, for itself.
+template <class T>
+static Inputs lay_out_alone(const Strips& w, const T* x, int64_t stride, int64_t rows, char* room) {
+    const int64_t bytes = bytes_of_input_row<T>(w);
+    if (bytes == 0) return {(const char*)x, stride * int64_t(sizeof(T))};
+    for (int64_t block = 0; block < (rows + 15) / 16; block++) lay_out_block(w, x, stride, rows, block, room);
+    return {room, bytes};
+}
+
 // Into how many parts a strip is cut, so that `threads` threads all have work.
 static inline int parts_of_strip(int64_t strips, int threads) { return strips < 4 * threads ? LINES : 1; }
 
@@ -201,11 +210,8 @@ static void multiply_piece_alone(const Strips& w, int64_t piece, int parts, cons
         Inputs inputs{at, row_bytes};
         if constexpr (sizeof(X) != sizeof(T)) {
             for (int64_t r = 0; r < count; r++) widen_row(from + r * x_stride, w.k, (T*)(at + r * row_bytes));
-        } else if (row_bytes == 0) {
-            inputs = {(const char*)from, x_stride * int64_t(sizeof(T))};
         } else {
-            for (int64_t block = 0; block < (count + 15) / 16; block++)
-                lay_out_block(w, (const T*)from, x_stride, count, block, at);
+            inputs = lay_out_alone(w, (const T*)from, x_stride, count, at);
         }
         multiply_piece<T>(w, piece, parts, inputs, count, out + first * out_stride, out_stride);
     }
