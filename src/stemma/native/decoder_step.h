@@ -191,8 +191,8 @@ class DecoderStep {
     Team& team_;
     const int member_;
     const Room<T> room_;
-    T* spare_;                        // where the next sums of residual and delta go, if members work alone
-    T* sums_to_ = nullptr;            // where room_.summed is to be kept; null: nowhere
+    T* spare_;              // where the next sums of residual and delta go, if members work alone
+    T* sums_to_ = nullptr;  // where room_.summed is to be kept; null: nowhere
     int64_t num_sums_ = 0;
     const LowRankStep<T> low_rank_;
 
@@ -282,7 +282,6 @@ class DecoderStep {
                 const Inputs x = lay_out(w.gate, normed, count);
                 share_pass_behind_norm(w.gate.count() * parts, count, [&](int64_t piece, int64_t begin, int64_t some) {
                     gate_piece(w, piece, parts, x.from(begin), some, room_.activated + begin * w.down.k, w.down.k);
-                });
                 });
             }
             multiply(w.down, room_.activated, count, output, a_.hidden_dim);
