@@ -95,9 +95,10 @@ def test_a_server_without_a_ledger_needs_no_sqlalchemy() -> None:
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="without kernels transformers' modules run")
-def test_a_server_of_a_dense_model_imports_what_it_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_server_of_a_dense_model_imports_what_it_runs(family: str, tmp_path: Path) -> None:
     """Each of these takes some tenths of a second of a start."""
-    model = checkpoints.build("qwen2", tmp_path / "qwen2")
+    model = checkpoints.build(family, tmp_path / family)
     code = (
         "import signal, sys\nfrom stemma.cli import main\n"
         "signal.signal(signal.SIGUSR1, lambda *_: print('MODULES', *sys.modules, flush=True))\n"

@@ -21,6 +21,7 @@ from torch import nn
 from stemma.model.attention import AttentionCall
 from stemma.model.causal_lm import KVShape
 from stemma.model.cpu.fused import MAX_HEAD_DIM
+from stemma.model.llama_config import LlamaConfig
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -146,7 +147,8 @@ def fits(config: Any, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]])
 
 def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | None:
     """Return the shape of each tensor that the config makes; None: `DenseModel` holds no such models."""
-    if config.model_type not in FAMILIES or not type(config).__module__.startswith("transformers.models."):
+    is_known = isinstance(config, LlamaConfig) or type(config).__module__.startswith("transformers.models.")
+    if config.model_type not in FAMILIES or not is_known:
         return None
     if dtype not in (torch.bfloat16, torch.float32) or config.hidden_act != "silu" or _slides(config):
         return None

@@ -31,6 +31,7 @@ from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.llama_config import as_transformers, read_llama_config
 from stemma.model.parallel.cutting import cut_class, read_share
 from stemma.model.parallel.share import Share, check_groups, check_share, num_experts_of
 from stemma.model.quantization.attach import attach, plain_weights, spares_stay
@@ -74,9 +75,11 @@ def load_config(settings: ModelSettings) -> Any:
         f"transformers can't read {path / CONFIG}",
         "; compare it with the one the checkpoint was published with",
     ):
-        config = AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=settings.trust_remote_code
-        )
+        config: Any = read_llama_config(path)
+        if config is None:
+            config = AutoConfig.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=settings.trust_remote_code
+            )
         _check_architecture(settings, config)
     return config
 
@@ -175,9 +178,11 @@ def load_weights(
                 model = DenseModel(config, plain, dtype)
                 attach(model, weights.deferred())
                 return model, replace(counts, num_quantized=len(weights.deferred()))
-            model, loaded = _from_tensors(config, plain, dtype)
         elif dense and _fits_stored(config, dtype, stored):
             return DenseModel(config, _read_plain(stored), dtype), counts
+        config = as_transformers(config)
+        if format_name is not None:
+            model, loaded = _from_tensors(config, plain, dtype)
         elif share is not None:
             own = read_share(path, share, num_experts_of(config.get_text_config()))
             model, loaded = _from_tensors(config, own, dtype, share)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from stemma.errors import InvalidRequest
 from stemma.model.directory import is_gguf
 from stemma.model.foreign import foreign_code
+from stemma.model.llama_config import read_llama_config
 from stemma.types import TokenArray, as_tokens
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -68,7 +69,10 @@ class Tokenizer:
                 _gguf_tokenizer(path)
                 if is_gguf(path)
                 else AutoTokenizer.from_pretrained(
-                    str(path), local_files_only=True, trust_remote_code=trust_remote_code
+                    str(path),
+                    config=read_llama_config(path),
+                    local_files_only=True,
+                    trust_remote_code=trust_remote_code,
                 )
             )
             # Some broken files are noticed only in use.

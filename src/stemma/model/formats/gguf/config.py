@@ -3,7 +3,8 @@
 transformers' own table leaves out what decides answers: Gemma 1, the head size of Qwen3, llama.cpp's scale of
 Gemma's queries, and the rotary factors that Llama 3.1 files carry as a tensor. What metadata say of sizes is
 compared with the tensors first, so that no absurd count reaches transformers. A key that would change numbers
-in a way that isn't known here is refused.
+in a way that isn't known here is refused. Each family's config is imported where it is made: some bring much
+with them.
 """
 
 from __future__ import annotations
@@ -14,20 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 from gguf import dequantize
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedConfig
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.gguf.header import GGUFHeader
 from stemma.model.formats.gguf.tensors import raw_data
+from stemma.model.llama_config import LlamaConfig
 
 _MAX_NUMBER = (1 << 31) - 1
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -213,14 +206,20 @@ def _llama(fields: _Fields) -> PreTrainedConfig:
 
 
 def _qwen2(fields: _Fields) -> PreTrainedConfig:
+    from transformers import Qwen2Config
+
     return Qwen2Config(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, **_dense(fields))
 
 
 def _qwen3(fields: _Fields) -> PreTrainedConfig:
+    from transformers import Qwen3Config
+
     return Qwen3Config(architectures=["Qwen3ForCausalLM"], use_sliding_window=False, **_dense(fields))
 
 
 def _qwen3_moe(fields: _Fields) -> PreTrainedConfig:
+    from transformers import Qwen3MoeConfig
+
     num_experts, width, _ = fields.shape("blk.0.ffn_up_exps.weight")
     if num_experts != fields.whole("expert_count"):
         raise ModelError(f"{fields.header.path}: expert_count isn't that of its tensors, {num_experts}")
@@ -243,10 +242,14 @@ def _qwen3_moe(fields: _Fields) -> PreTrainedConfig:
 
 
 def _gemma(fields: _Fields) -> PreTrainedConfig:
+    from transformers import GemmaConfig
+
     return GemmaConfig(architectures=["GemmaForCausalLM"], hidden_act="gelu_pytorch_tanh", **_dense(fields))
 
 
 def _gemma2(fields: _Fields) -> PreTrainedConfig:
+    from transformers import Gemma2Config
+
     config = _dense(fields)
     return Gemma2Config(
         architectures=["Gemma2ForCausalLM"],
@@ -261,6 +264,8 @@ def _gemma2(fields: _Fields) -> PreTrainedConfig:
 
 
 def _gemma3(fields: _Fields) -> PreTrainedConfig:
+    from transformers import Gemma3TextConfig
+
     config = _dense(fields)
     local = fields.number("rope.freq_base_swa", 10_000.0)
     config["rope_parameters"] = {
