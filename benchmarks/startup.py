@@ -1,10 +1,12 @@
 """From a command to the first answer: `python -m benchmarks.startup [--beside SRC]`.
 
 Starts `stemma serve` on the 0.5B shape (bf16, `--quantize int8`, Q8_0 and Q4_0 GGUF files) and on the demo's
-model, and takes the seconds until `/health` answers 200, and the most memory that the process held by then.
+model, and takes the seconds until `/health` answers 200, and processor time and peak memory of the process by
+then.
 With `--beside SRC`, the `src` folder of another checkout, both versions take turns. Files are in the page
 cache, Python's bytecode is written and the kernels are compiled: a start of each version that isn't counted
-sees to that. Run it on a quiet machine.
+sees to that. Run it on a quiet machine: threads that wait for each other on busy cores make a start several
+times longer.
 """
 
 from __future__ import annotations
@@ -41,27 +43,30 @@ def main() -> None:
     versions = {"here": OWN} | ({} if asked.beside is None else {"beside": asked.beside.resolve()})
     names = asked.only.split(",") if asked.only else list(_ROWS)
     console = Console(width=120)
-    table = Table(title="seconds until ready: median (least); peak MB")
-    for column in ("start", *versions, *(f"{name}, MB" for name in versions)):
+    table = Table(title="seconds until ready, median (least); processor seconds, least; peak MB")
+    for column in ("start", *versions, *(f"{name}, {unit}" for unit in ("CPU s", "MB") for name in versions)):
         table.add_column(column)
     for name in names:
         model, *flags = _ROWS[name]()
         flags += asked.flags.split()
         seconds: dict[str, list[float]] = {version: [] for version in versions}
+        busy: dict[str, list[float]] = {version: [] for version in versions}
         peaks: dict[str, int] = {}
         for number in range(asked.rounds + 1):
             for version, source in versions.items():
-                took, peaks[version] = measure(source, model, flags)
+                took, worked, peaks[version] = measure(source, model, flags)
                 if number:  # the first one warms caches
                     seconds[version].append(took)
+                    busy[version].append(worked)
         shown = (f"{statistics.median(found):.2f} ({min(found):.2f})" for found in seconds.values())
-        table.add_row(name, *shown, *(str(peak // 1_000_000) for peak in peaks.values()))
+        worked_shown = (f"{min(found):.2f}" for found in busy.values())
+        table.add_row(name, *shown, *worked_shown, *(str(peak // 1_000_000) for peak in peaks.values()))
         console.print(f"{name}: {seconds}", highlight=False)
     console.print(table)
 
 
-def measure(source: Path, model: str, flags: Sequence[str]) -> tuple[float, int]:
-    """Start a server of the version in `source`; return seconds until it was ready, and its peak bytes."""
+def measure(source: Path, model: str, flags: Sequence[str]) -> tuple[float, float, int]:
+    """Start a server of the version in `source`; return seconds, processor seconds, peak bytes."""
     port = free_port()
     command = [sys.executable, "-m", "stemma", "serve", model, "--port", str(port), *flags]
     began = time.perf_counter()
@@ -78,7 +83,7 @@ def measure(source: Path, model: str, flags: Sequence[str]) -> tuple[float, int]
                 raise RuntimeError(f"{' '.join(command)} (of {source}) was never ready")
             time.sleep(_POLL_S)
         took = time.perf_counter() - began
-        return took, _peak_bytes(process.pid)
+        return took, _processor_s(process.pid), _peak_bytes(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -92,6 +97,12 @@ def _is_ready(port: int) -> bool:
             return client.recv(64).startswith(b"HTTP/1.1 200")
     except OSError:
         return False
+
+
+def _processor_s(pid: int) -> float:
+    """Return the time of all its threads, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_bytes(pid: int) -> int:
