@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,7 @@ def _build(
     """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
     group = None if ranks is None else ranks.group
-    with ThreadPoolExecutor(1) as beside:
+    with _header_kept(settings.model.path), ThreadPoolExecutor(1) as beside:
         reading = beside.submit(
             Tokenizer, settings.model.path, trust_remote_code=settings.model.trust_remote_code
         )
@@ -201,6 +202,15 @@ def _build(
     return EngineParts(
         engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks
     )
+
+
+def _header_kept(path: Path) -> AbstractContextManager[None]:
+    """Return what keeps a GGUF file's header while its parts are read, one after the other."""
+    if not is_gguf(path):
+        return nullcontext()
+    from stemma.model.formats.gguf.header import headers_kept
+
+    return headers_kept()
 
 
 def make_kv(

@@ -7,6 +7,7 @@ import random
 import struct
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -23,7 +24,8 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.fingerprint import model_fingerprint
-from stemma.model.formats.gguf.header import read_header
+from stemma.model.formats.gguf import header
+from stemma.model.formats.gguf.header import headers_kept, read_header
 from stemma.model.formats.gguf.tensors import is_kept, split, widen
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
@@ -341,6 +343,34 @@ def test_damaged_headers_never_crash(
     except ModelError:
         return
     assert header.tensors
+
+
+def test_a_kept_header_is_read_once_until_the_file_changes(tmp_path: Path) -> None:
+    path = gguf_files.build("qwen2", tmp_path / "a", Kind.Q8_0).path
+    assert read_header(path) is not read_header(path)
+    with headers_kept():
+        first = read_header(path)
+        with headers_kept():
+            assert read_header(path) is first
+        assert read_header(path) is first
+        gguf_files.build("qwen2", tmp_path / "b", Kind.Q4_0).path.replace(path)
+        assert read_header(path).tensors != first.tensors
+    assert read_header(path) is not read_header(path)
+
+
+def test_starting_an_engine_reads_the_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = gguf_files.build("llama", tmp_path, Kind.Q8_0).path
+    num_read = 0
+
+    def counted(*of_file: Any) -> header.GGUFHeader:
+        nonlocal num_read
+        num_read += 1
+        return parse(*of_file)
+
+    parse = header._parse
+    monkeypatch.setattr(header, "_parse", counted)
+    LLM(path, kv_cache_memory="4MB").close()
+    assert num_read == 1
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")

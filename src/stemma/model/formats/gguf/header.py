@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -60,11 +62,51 @@ class GGUFHeader:
         return str(self.metadata["general.architecture"])
 
 
+class _Kept:
+    """Headers by file, while somebody wants them kept. A vocabulary takes tenths of a second to read."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_keepers = 0
+        self.headers: dict[tuple[Path, int, int, int], GGUFHeader] = {}
+
+
+_kept = _Kept()
+
+
+@contextmanager
+def headers_kept() -> Iterator[None]:
+    """Let `read_header` read each file once meanwhile, in all threads. Readers don't change what they get."""
+    with _kept.lock:
+        _kept.num_keepers += 1
+    try:
+        yield
+    finally:
+        with _kept.lock:
+            _kept.num_keepers -= 1
+            if not _kept.num_keepers:
+                _kept.headers.clear()
+
+
 def read_header(path: Path) -> GGUFHeader:
     """Return metadata and tensors of a GGUF file.
 
     Raises ModelError if it can't be read, is cut short, contradicts itself or is one part of several.
     """
+    if not _kept.num_keepers:
+        return _read(path)
+    try:
+        found = path.stat()
+    except OSError:
+        return _read(path)
+    key = (path, found.st_ino, found.st_size, found.st_mtime_ns)
+    with _kept.lock:
+        if key not in _kept.headers:
+            _kept.headers[key] = _read(path)
+        return _kept.headers[key]
+
+
+def _read(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _parse(path, data)
