@@ -48,9 +48,13 @@ struct PairDot {  // bf16 weights and inputs
 constexpr int GROUP = NATIVE == 16 ? 6 : NATIVE == 8 ? 6 : 2;
 static inline int lines_at_once(int rows, int lines) {
     if (NATIVE == 16) return lines;
-    if (NATIVE == 8) return rows == 1 ? lines : rows <= 3 ? std::min(lines, 2) : 1;
+    if (NATIVE == 8) return rows == 1 ? lines : rows == 2 ? std::min(lines, 2) : 1;
     return 1;
 }
+// How many of `rows` rows come last, by themselves: eight registers of AVX2 with 3 or 4 rows' sums of a line don't keep two
+// multipliers busy, 6 rows do, and so do 1 or 2 rows with several lines.
+static inline int rows_apart(int rows) { return NATIVE == 8 && rows > GROUP && rows % GROUP <= 2 ? rows % GROUP : 0; }
+
 // While several passes go over a chunk of weights, the next chunk is asked for into L2. Into L1 it would wait for the
 // few buffers of L1's misses and drive out the chunk at hand. A single pass leaves asking to the processor.
 constexpr int SOME_ROWS = NATIVE == 16 ? 12 : 0;  // up to here two passes, which want the next chunk sooner
@@ -107,7 +111,7 @@ static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int6
 template <class K, int J, int A>
 static void dot_group(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
                       Ahead ahead) {
-    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 3 : 6) : GROUP;
+    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
 #define CASE(R) \
     case R:     \
         if constexpr (R <= MOST) return dot_tile<K, R, J, A>(w, x, x_stride, steps, acc, first, ahead);
@@ -135,16 +139,16 @@ static inline int lines_to_ask(int lines, int pass, int passes) {
 template <class K>
 static void dot_lines(const char* w, int lines, int64_t steps, const char* x, int64_t x_stride, int rows, float* acc,
                       bool first) {
-    const int width = lines_at_once(rows, lines), shift = lines == 4 ? 2 : 0;
-    const int groups = (rows + GROUP - 1) / GROUP, passes = groups * (lines / width);
+    const int apart = rows_apart(rows), even = rows - apart, shift = lines == 4 ? 2 : 0;
+    const int groups = (even + GROUP - 1) / GROUP, width = lines_at_once(even, lines);
+    const int passes = groups * (lines / width) + (apart ? lines / lines_at_once(apart, lines) : 0);
     const int64_t chunk = passes == 1 ? steps : steps_of_chunk(rows);
     for (int64_t done = 0; done < steps; done += chunk) {
         int64_t now = std::min(chunk, steps - done);
         const char* here = w + done * STEP_BYTES;
         Ahead ahead{here + now * STEP_BYTES, shift};
         int pass = 0;
-        for (int g = 0; g < groups; g++) {
-            int begin = rows * g / groups, end = rows * (g + 1) / groups;
+        auto run_group = [&](int begin, int end, int width) {
             for (int line = 0; line < lines; line += width, pass++) {
                 int asks = passes == 1 ? 0 : lines_to_ask(lines, pass, passes);
                 const char* inputs = x + begin * x_stride + K::BYTES * done;
@@ -155,6 +159,8 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
                 run(end - begin, here + 64 * line, inputs, x_stride, now, out, first && done == 0, ahead, asks);
                 ahead.at += now * asks * (STEP_BYTES >> shift);
             }
-        }
+        };
+        for (int g = 0; g < groups; g++) run_group(even * g / groups, even * (g + 1) / groups, width);
+        if (apart) run_group(even, rows, lines_at_once(apart, lines));
     }
 }

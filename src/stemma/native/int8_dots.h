@@ -172,7 +172,7 @@ static void run_groups(const GroupRun& run, bool asks) {
 
 template <class D, int BITS, int J>
 static void run_rows(int rows, const GroupRun& run, bool asks) {
-    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 3 : 6) : GROUP;
+    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
 #define CASE(R) \
     case R:     \
         if constexpr (R <= MOST) return run_groups<D, BITS, R, J>(run, asks);
