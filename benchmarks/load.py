@@ -20,6 +20,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -117,6 +118,7 @@ def main(
         refuse_if_busy()
     tokenizer = Tokenizer(path)
     points: list[Point] = []
+    servers.stop_all_on_sigterm()
     with ExitStack() as stack:
         up = []
         for server in configured:
@@ -152,10 +154,13 @@ async def _measure(server: servers.Running, traffic: str, level: int, tokenizer:
     num_requests = sum(len(session.turns) for session in sessions)
     options = LoadOptions(concurrency=level, output_tokens=OUTPUT_TOKENS)
     answers: list[Answer] = []
+    errors: Counter[str] = Counter()
 
     def note(record: Record) -> None:
         if record.answer is not None:
             answers.append(record.answer)
+        else:
+            errors[record.error or ""] += 1
 
     async with make_http(server.base_url) as http:
         target = await negotiate(http, server.model, "completions")
@@ -163,6 +168,8 @@ async def _measure(server: servers.Running, traffic: str, level: int, tokenizer:
         with suppress(TimeoutError):
             await asyncio.wait_for(drive(target, sessions, options, note), LIMIT_S)
         wall_s = time.perf_counter() - began
+    for error, count in errors.most_common(3):
+        print(f"  {server.name}: {count} x {error}")
     return _point(server.name, traffic, level, answers, num_requests - len(answers), wall_s)
 
 

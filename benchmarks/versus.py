@@ -105,6 +105,7 @@ def main(
     if not busy_ok:
         refuse_if_busy()
     count_tokens = _token_counter(path)
+    servers.stop_all_on_sigterm()
     with ExitStack() as stack:
         up: dict[str, servers.Running] = {}
         for server in configured:

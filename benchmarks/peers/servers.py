@@ -122,6 +122,11 @@ def openvino(python: Path, exported: Path, threads: int) -> Server:
     return Server("openvino", command, ready_path="/v1/models")
 
 
+def stop_all_on_sigterm() -> None:
+    """Have SIGTERM, which `timeout` sends, end this process as an error does: started servers end too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 @contextmanager
 def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterator[Running]:
     """Start `server`, wait until it is ready, and stop it at the end."""

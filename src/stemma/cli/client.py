@@ -69,7 +69,8 @@ def make_http(base_url: str, api_key: str | None = None, timeout_s: float = 600.
     """Return an HTTP client without a limit on connections; `base_url` is the server's root or ``.../v1``."""
     root = base_url.rstrip("/").removesuffix("/v1")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Servers on uvicorn close a connection that was idle for 5 s: it must not be used again at that moment.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
     timeout = httpx.Timeout(timeout_s, connect=10.0)
     return httpx.AsyncClient(base_url=root, headers=headers, limits=limits, timeout=timeout, trust_env=False)
 
