@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -203,6 +204,57 @@ def test_what_was_found_likeliest_need_not_be_appended(tokenizer, text):
             state.append(next_token)
             plain.append(next_token)
         assert state.is_over == plain.is_over
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stretches_are_the_same_with_drafts_and_without(tokenizer, seed):
+    """However far drafts reach, and wherever they break off; and a stretch is cut once."""
+    rng = np.random.default_rng(seed)
+    vocab_size = len(tokenizer.transformers_tokenizer)
+    compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
+    spec = GrammarSpec("regex", "([a-c]: the same words each time, [a-c]; or[0-9]the others here[0-9]){1,4}")
+    logits = rng.normal(size=(400, vocab_size)).astype(np.float32)
+    likeliest = logits.argmax(1)
+
+    def drawn(state, position, ahead):
+        return state.most_likely(logits[position], ahead, int(likeliest[position]))
+
+    plain, matcher = compiler.compile(spec).start(), Counting()
+    matcher.inner, plain._matcher = plain._matcher, matcher
+    expected: list[int] = []
+    while not plain.is_over and len(expected) < 300:
+        expected.append(drawn(plain, len(expected), []))
+        plain.append(expected[-1])
+    assert plain.is_over
+    assert matcher.calls["compute_ff_tokens"] < len(expected) / 2
+    drafting, found = compiler.compile(spec).start(), []
+    while len(found) < len(expected):
+        draft = expected[len(found) :][: int(rng.integers(0, 30))]
+        if draft and rng.random() < 0.5:
+            draft[int(rng.integers(len(draft)))] = int(rng.integers(vocab_size))
+        forced = drafting.forced() if rng.random() < 0.5 else []
+        if forced and rng.random() < 0.5:
+            draft = forced[: int(rng.integers(1, len(forced) + 1))]
+        rows = [drawn(drafting, len(found) + i, draft[:i]) for i in range(len(draft) + 1)]
+        for i, token in enumerate(rows):
+            found.append(token)
+            drafting.append(token)
+            if len(found) == len(expected) or (i < len(draft) and draft[i] != token):
+                break
+        if rng.random() < 0.1:
+            drafting = drafting.copy()
+    assert found == expected
+
+
+class Counting:
+    """A matcher whose calls are counted."""
+
+    def __init__(self):
+        self.calls = Counter()
+
+    def __getattr__(self, name):
+        self.calls[name] += 1
+        return getattr(self.inner, name)
 
 
 def test_a_packed_mask_is_the_grammars_own():

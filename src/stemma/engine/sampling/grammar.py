@@ -75,6 +75,10 @@ class GrammarState:
     Beside the model's weights everything here is cold in the processor's caches, so calls count: a token that
     was found to be allowed is consumed at once, and `append` only confirms it. What else is asked first takes
     it back.
+
+    Where a text is forced it is cut into tokens, which takes ten times a plain question. A stretch of forced
+    tokens is therefore followed as it was cut at its first one, and consumed when it is over. Draft tokens
+    are asked about in the same way, so they find the same stretches.
     """
 
     def __init__(self, matcher: Any, room: MaskRoom) -> None:
@@ -85,6 +89,12 @@ class GrammarState:
         """A token that isn't appended yet."""
         self._strays = False
         """Whether the last likeliest token was forbidden: then the next isn't asked for before the mask."""
+        self._stretch: list[int] = []
+        """Forced tokens that follow the output, as far as a stretch was begun."""
+        self._later: tuple[list[int], list[int]] | None = None
+        """Tokens that may follow the output, one at least, and the stretch that was found behind them."""
+        self._behind: list[int] = []
+        """Tokens of a stretch that were appended and aren't consumed yet."""
 
     def packed(self, ahead: Sequence[int] = ()) -> PackedMask | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
@@ -105,9 +115,12 @@ class GrammarState:
 
     def forced(self, ahead: Sequence[int] = ()) -> list[int]:
         """Return the tokens that must follow the output and then `ahead`, as far as there is no choice."""
+        known = self._known(ahead)
+        if known is not None:
+            return known
         if not self._go(ahead):
             return []
-        tokens: list[int] = self._matcher.compute_ff_tokens()
+        tokens = self._cut(ahead)
         self._go_back(ahead)
         return tokens
 
@@ -118,15 +131,19 @@ class GrammarState:
         after `ahead` will be used. Models mostly follow a grammar that they were told of, so a mask is seldom
         computed.
         """
+        known = self._known(ahead)
+        if known is not None:
+            return known[0] if known else likeliest
         if not self._go(ahead):
             return likeliest
         matcher, room = self._matcher, self._room
-        keeps = not ahead and not matcher.is_stopped()
         # What is forced is one token after another as the tokenizer cuts it, not any that would fit.
-        forced = matcher.compute_ff_tokens()
+        forced = self._cut(ahead)
         if forced:
-            token = int(forced[0])
-        elif not self._strays and (matcher.try_consume_tokens if keeps else matcher.validate_tokens)(
+            self._go_back(ahead)
+            return forced[0]
+        keeps = not ahead and not matcher.is_stopped()
+        if not self._strays and (matcher.try_consume_tokens if keeps else matcher.validate_tokens)(
             [likeliest]
         ):
             if keeps:
@@ -144,6 +161,27 @@ class GrammarState:
             self._consumed = token
         return token
 
+    def _known(self, ahead: Sequence[int]) -> list[int] | None:
+        """Return what is left, after `ahead`, of the stretch that it is in.
+
+        Empty: `ahead` breaks off from one. None: it is in no stretch that is known.
+        """
+        known = _follow(self._stretch, ahead) if self._stretch else None
+        if known is None and self._later is not None:
+            way, stretch = self._later
+            if list(ahead[: len(way)]) == way:
+                known = _follow(stretch, ahead[len(way) :])
+        return known
+
+    def _cut(self, ahead: Sequence[int]) -> list[int]:
+        """Return the forced tokens at the place where `_go` went, and remember them."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        if tokens and ahead:
+            self._later = (list(ahead), tokens)
+        elif tokens:
+            self._stretch = tokens
+        return tokens
+
     def _go(self, ahead: Sequence[int]) -> bool:
         """Consume `ahead`; consume nothing and return False if the grammar doesn't allow all of it."""
         self._take_back()
@@ -159,9 +197,13 @@ class GrammarState:
             self._matcher.rollback(len(ahead))
 
     def _take_back(self) -> None:
+        """Bring the matcher to the end of the output."""
         if self._consumed is not None:
             self._matcher.rollback(1)
             self._consumed = None
+        if self._behind:
+            self._matcher.try_consume_tokens(self._behind)
+            self._behind = []
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids`, in order, the grammar allows next."""
@@ -171,12 +213,30 @@ class GrammarState:
 
     def append(self, token_id: int) -> None:
         """Record a token of the output. One that the grammar forbids ends the constraint (min_tokens may)."""
+        is_forced = bool(self._stretch) and self._stretch[0] == token_id
+        self._stretch = self._stretch[1:] if is_forced else []
+        self._step_later(token_id)
+        if is_forced and self._consumed is None:
+            self._behind.append(token_id)
+            return
         if token_id == self._consumed:
             self._consumed = None
             return
         self._take_back()
         if not self._matcher.is_stopped():
             self._matcher.try_consume_tokens([token_id])
+
+    def _step_later(self, token_id: int) -> None:
+        """The output has one token more: what was found behind tokens that may follow is nearer or void."""
+        if self._later is None:
+            return
+        way, stretch = self._later
+        if way[0] != token_id:
+            self._later = None
+        elif len(way) > 1:
+            self._later = (way[1:], stretch)
+        else:
+            self._stretch, self._later = stretch, None
 
     @property
     def is_over(self) -> bool:
@@ -187,7 +247,17 @@ class GrammarState:
     def copy(self) -> GrammarState:
         """Return an independent state at the same place, for a sequence that forks."""
         self._take_back()
-        return GrammarState(self._matcher.deep_copy(), self._room)
+        copy = GrammarState(self._matcher.deep_copy(), self._room)
+        copy._stretch, copy._later = list(self._stretch), self._later
+        return copy
+
+
+def _follow(stretch: Sequence[int], ahead: Sequence[int]) -> list[int] | None:
+    """Return what is left of `stretch` after `ahead`; empty: it breaks off from it; None: it goes beyond."""
+    num = min(len(stretch), len(ahead))
+    if list(ahead[:num]) != list(stretch[:num]):
+        return []
+    return list(stretch[num:]) or None
 
 
 def unpack(mask: PackedMask, vocab_size: int) -> AllowedTokens:
