@@ -147,25 +147,25 @@ static inline void weigh_keys_floats_tile(const float* weights, Rows<T> values, 
     native_f sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++)
             sum[r][v] = load_native(acc + r * stride + v * NATIVE) * splat_native(alpha[r]);
     for (int t = 0; t < n; t++) {
         if (t % 8 == 0) next.ask(t + 8, n);
         native_f value[V];
         const T* row = values[t] + d;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) value[v] = load_native(row + v * NATIVE);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const native_f w = splat_native(weights[r * TILE + t]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++) sum[r][v] = fma(value[v], w, sum[r][v]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) Memory<native_f>::store(acc + r * stride + v * NATIVE, sum[r][v]);
 }
 
@@ -174,11 +174,11 @@ template <class T, int R>
 static inline void weigh_keys_floats(const float* weights, Rows<T> values, int n, int dim, NextRows& next,
                                      const float* alpha, float* acc) {
     if constexpr (NATIVE == 8 && R > 6) {  // more than the registers hold
-        weigh_keys_floats<T, 4>(weights, values, n, dim, next, alpha, acc);
+        weigh_keys_floats<T, 6>(weights, values, n, dim, next, alpha, acc);
         NextRows none;
-        return weigh_keys_floats<T, R - 4>(weights + 4 * TILE, values, n, dim, none, alpha + 4, acc + 4 * dim);
+        return weigh_keys_floats<T, R - 6>(weights + 6 * TILE, values, n, dim, none, alpha + 6, acc + 6 * dim);
     } else {
-        constexpr int V = NATIVE == 16 ? (R <= 6 ? 4 : 2) : (R <= 3 ? 4 : 2);
+        constexpr int V = NATIVE == 16 ? (R <= 6 ? 4 : 2) : R == 1 ? 8 : R == 2 ? 4 : 2;  // sums, values and a weight fit
         NextRows none;
         int d = 0;
         for (; d + V * NATIVE <= dim; d += V * NATIVE)
