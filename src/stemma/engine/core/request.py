@@ -86,7 +86,6 @@ class SequenceState:
     __slots__ = (
         "_tokens",
         "common_with",
-        "head",
         "hidden",
         "in_flight",
         "index",
@@ -124,8 +123,6 @@ class SequenceState:
         self.match_version = -1
         self.common_with: dict[int, int] = {}
         """Arrival number of a running request -> tokens in common with it."""
-        self.head: bytes | None = None
-        """Its first block of tokens, once the scheduler has compared it with others'."""
 
     @property
     def age(self) -> tuple[int, int]:

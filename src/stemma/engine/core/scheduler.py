@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -95,10 +95,6 @@ class ModelDrafts(Protocol):
 
     def keep(self, item: Scheduled, sequence: SequenceState) -> None:
         """Keep the hidden state that the step that ran last left for `sequence`."""
-
-
-_ByHead: TypeAlias = dict[bytes, list[SequenceState]]
-"""Sequences by the first block of their prompts."""
 
 
 class Scheduler:
@@ -362,10 +358,7 @@ class Scheduler:
             if self._cache.num_available <= num_available and self._num_queued == num_queued:
                 return
         self._no_room = None
-        prefilling: _ByHead = {}
-        for sequence in (*self._running, *self._loading):
-            if sequence.num_missing > 1 or sequence.status is Status.LOADING:
-                self._note_prefilling(sequence, prefilling)
+        prefilling = [s for s in self._running if s.num_missing > 1] + self._loading
         oldest = (*self._returned.values(), *islice(self._waiting.values(), MAX_MATCHED))
         order = order_waiting(oldest, self._settings, self._num_cached)
         adapters = AdapterSeats(self._max_adapters, (*self._running, *self._loading), self._settings.ageing_s)
@@ -402,11 +395,11 @@ class Scheduler:
                 sequence.status = Status.LOADING
                 self._on_load(sequence)
                 self._loading.append(sequence)
-                self._note_prefilling(sequence, prefilling)
+                prefilling.append(sequence)
                 continue
             self._run(sequence)
             budget -= self._add_chunk(plan, sequence, budget)
-            self._note_prefilling(sequence, prefilling)
+            prefilling.append(sequence)
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""
@@ -452,16 +445,7 @@ class Scheduler:
             sequence.match_version = self._cache.version
         return sequence.match_tokens
 
-    def _head(self, sequence: SequenceState) -> bytes:
-        """Return the first block of a sequence's prompt, as bytes; shorter if the prompt is."""
-        if sequence.head is None:
-            sequence.head = sequence.tokens[: self._cache.block_size].tobytes()
-        return sequence.head
-
-    def _note_prefilling(self, sequence: SequenceState, prefilling: _ByHead) -> None:
-        prefilling.setdefault(self._head(sequence), []).append(sequence)
-
-    def _is_being_computed(self, sequence: SequenceState, prefilling: _ByHead) -> bool:
+    def _is_being_computed(self, sequence: SequenceState, prefilling: Sequence[SequenceState]) -> bool:
         """Return whether a running prefill will soon give at least a block more than is cached.
 
         Waiting for it is never slower than computing the same tokens beside it. The one that computes never
@@ -469,8 +453,7 @@ class Scheduler:
         """
         if not self._cache.enabled or sequence.scores is not None:
             return False
-        # Those with another first block share no block: of most pairs in a long queue, no more is compared.
-        for other in prefilling.get(self._head(sequence), ()):
+        for other in prefilling:
             shared = other.state.request.namespace.num_shared_with(sequence.state.request.namespace)
             if shared == 0:
                 continue
