@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma list of rows: " + ", ".join(_ROWS))
     parser.add_argument("--flags", default="", help="more flags for `stemma serve`")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a server that it started ends with it
     versions = {"here": OWN} | ({} if asked.beside is None else {"beside": asked.beside.resolve()})
     names = asked.only.split(",") if asked.only else list(_ROWS)
     console = Console(width=120)
