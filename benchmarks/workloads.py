@@ -138,6 +138,8 @@ def _decode_probe(name: str, batch: int, context: int, num_tokens: int = 64) -> 
         for i in range(3):
             maker = _maker(count, 77_000 + 100 * i + batch + context)
             prompts = [maker.text(context) for _ in range(batch)]
+            # Computed before: how a server mixes prompts with decodes would decide which tokens count.
+            await _together(target, prompts, 1, batch)
             done = await _together(target, prompts, num_tokens, batch)
             if (rate := decode_rate(done)) is not None:
                 samples.append(rate)

@@ -61,7 +61,7 @@ def test_a_preemption_takes_seats_and_sequences_that_end_give_them_back() -> Non
 
 
 @pytest.mark.parametrize(
-    ("token_s", "expected"), [(0.0001, 2048), (0.0007, 512), (0.00199, 251), (0.01, MIN_PROMPT_TOKENS)]
+    ("token_s", "expected"), [(0.0001, 2048), (0.0007, 768), (0.00199, 251), (0.01, MIN_PROMPT_TOKENS)]
 )
 def test_a_step_with_prompts_takes_as_many_tokens_as_fit_its_time(token_s: float, expected: int) -> None:
     tokens = StepTokens(2048)

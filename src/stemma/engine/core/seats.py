@@ -25,7 +25,7 @@ MIN_PROMPT_TOKENS = 128
 FIRST_STEP_TOKENS = 512
 """Until a step has been measured."""
 WHOLE_TOKENS = 256
-"""Steps of more tokens take a multiple: CPU kernels read the weights once for so many rows (products.h)."""
+"""Steps of more tokens take the nearest multiple: kernels read weights once for so many rows (products.h)."""
 
 
 class Seats:
@@ -76,7 +76,7 @@ class StepTokens:
         """
         wanted = FIRST_STEP_TOKENS if self._token_s is None else int(MAX_STEP_S / self._token_s)
         if wanted > WHOLE_TOKENS:
-            wanted -= wanted % WHOLE_TOKENS
+            wanted = round(wanted / WHOLE_TOKENS) * WHOLE_TOKENS
         return min(self._most, max(wanted, num_decoding + MIN_PROMPT_TOKENS))
 
     def note_step(self, num_tokens: int, duration_s: float) -> None:
