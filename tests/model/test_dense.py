@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stemma.config.settings import ModelSettings
+from stemma.errors import ModelError
 from stemma.model import pretrained
 from stemma.model.causal_lm import CausalLM
 from stemma.model.dense import DenseModel
@@ -153,3 +155,14 @@ def test_without_kernels_modules_run(
     monkeypatch.setenv("STEMMA_NATIVE", "0")
     load(checkpoints.build("llama", tmp_path))
     assert not read
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_head_with_fewer_angles_than_dims_is_refused(family: str, tmp_path: Path) -> None:
+    """The native step reads an angle for every dim: those beyond the end would be somebody else's memory."""
+    path = checkpoints.build(family, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5, **ROPE}
+    (path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    with pytest.raises(ModelError, match="can't run"):
+        load_model(ModelSettings(path=path))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stemma.errors import ModelError
 from stemma.model.attention import AttentionCall
 from stemma.model.causal_lm import KVShape
 from stemma.model.cpu.fused import MAX_HEAD_DIM
@@ -70,6 +71,11 @@ class Rotary:
 
             compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
             self._frequencies, self._scaling = compute(config, torch.device("cpu"))
+        if 2 * len(self._frequencies) != head_dim_of(config):
+            raise ModelError(
+                f"the rotary embedding has {len(self._frequencies)} angles for heads of "
+                f"{head_dim_of(config)} dims; two dims share one. See rope_parameters in config.json"
+            )
 
     def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of `positions` [1, T] as [1, T, head_dim] each, in the dtype of `like`."""
@@ -154,6 +160,9 @@ def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | N
         return None
     rope = config.rope_parameters
     if not isinstance(rope, dict) or rope.get("rope_type") not in {"default", *_SCALED}:
+        return None
+    # The native step reads an angle for every dim of a head: fewer would be read beyond their end.
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         return None
     hidden, width, head_dim = config.hidden_size, config.intermediate_size, head_dim_of(config)
     query, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
