@@ -1,11 +1,12 @@
 """What structured output costs in decode: `python -m benchmarks.structured`.
 
 Random weights of Qwen2.5-0.5B's shape in bf16, the worst case: nearly every token needs a mask. With
-`--real` the demo's model, which is asked for what the schema says and mostly follows it by itself. Batches
-that follow a JSON schema and batches that are free take turns on fresh prompts. Drafts are off, and the
-medians of steps are compared; with `--drafts` they are as `stemma serve` has them (tokens that a grammar
-forces are drafts too), and times per token are. Options: `--batch N`, `--rounds N`, `--threads N`,
-`--json FILE`. Run it on a quiet machine.
+`--real` the demo's model, which is asked for what the schema says and mostly follows it by itself. In each
+round a batch that follows a JSON schema and a free one, in either order in turn, decode the same number of
+steps behind fresh prompts. The result is the median over the rounds of the ratio of the two batches' median
+steps: the machine's speed changes from minute to minute, less within a round. Drafts are off; with `--drafts`
+they are as `stemma serve` has them (tokens that a grammar forces are drafts too), and times per token are
+compared. Options: `--batch N`, `--rounds N`, `--threads N`, `--json FILE`. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -61,12 +62,11 @@ class Decode:
     times_ms: list[float] = field(default_factory=list)
     num_tokens: int = 0
 
-    def add(self, other: Decode) -> None:
-        """Count the steps of another batch too."""
-        self.times_ms += other.times_ms
-        self.num_tokens += other.num_tokens
+    def step_ms(self) -> float:
+        """Median time of a step."""
+        return statistics.median(self.times_ms)
 
-    def per_token_ms(self, batch: int) -> float:
+    def token_ms(self, batch: int) -> float:
         """Time in which each sequence of the batch gets a token."""
         return batch * sum(self.times_ms) / self.num_tokens
 
@@ -93,7 +93,7 @@ def main() -> None:
     """Measure and print one line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--drafts", action="store_true")
@@ -106,26 +106,28 @@ def main() -> None:
     parts = build_engine(engine_settings(checkpoint, **settings))
     engine, rng = parts.engine, np.random.default_rng(0)
     spec = GrammarSpec("json_schema", SCHEMA)
-    free, structured = Decode(), Decode()
+    rounds: list[tuple[float, float]] = []
     for number in range(options.rounds + 1):
-        for grammar, whole in ((None, free), (spec, structured)):
+        found = {}
+        for grammar in (None, spec) if number % 2 else (spec, None):
             prompts = [
                 parts.tokenizer.encode(ASKED.format(number=int(rng.integers(3, 1000)), topic=topic))
                 if options.real
                 else rng.integers(3, VOCAB_SIZE - 64, NUM_PROMPT_TOKENS).astype(np.int32)
                 for topic in range(options.batch)
             ]
-            found = decode(engine, prompts, grammar)
-            if number:  # the first round warms up
-                whole.add(found)
-    if options.drafts:
-        what, (ours, plain) = "token", [one.per_token_ms(options.batch) for one in (structured, free)]
-    else:
-        what, (ours, plain) = "step", [statistics.median(one.times_ms) for one in (structured, free)]
-    percent = 100 * (ours / plain - 1)
+            steps = decode(engine, prompts, grammar)
+            found[grammar] = steps.token_ms(options.batch) if options.drafts else steps.step_ms()
+        if number:  # the first round warms up
+            rounds.append((found[None], found[spec]))
+    plain, ours = (statistics.median(times) for times in zip(*rounds, strict=True))
+    ratios = sorted(ours / plain for plain, ours in rounds)
+    percent = 100 * (statistics.median(ratios) - 1)
+    quarter = len(ratios) // 4
     print(
-        f"decode, batch {options.batch}: free {plain:.2f} ms a {what}, JSON schema {ours:.2f} ms, "
-        f"{percent:+.2f} % (goal: at most {GOAL_PERCENT} %)"
+        f"decode, batch {options.batch}: free {plain:.2f} ms a {'token' if options.drafts else 'step'}, JSON "
+        f"schema {ours:.2f} ms, {percent:+.2f} % (goal: at most {GOAL_PERCENT} %; half of the {len(ratios)} "
+        f"rounds between {100 * (ratios[quarter] - 1):+.2f} and {100 * (ratios[-1 - quarter] - 1):+.2f} %)"
     )
     if options.json is not None:
         figures = {"batch": options.batch, "free_ms": plain, "structured_ms": ours, "percent": percent}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -207,8 +206,8 @@ def test_what_was_found_likeliest_need_not_be_appended(tokenizer, text):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_stretches_are_the_same_with_drafts_and_without(tokenizer, seed):
-    """However far drafts reach, and wherever they break off; and a stretch is cut once."""
+def test_forced_text_is_the_same_with_drafts_and_without(tokenizer, seed):
+    """However far drafts reach, and wherever they break off."""
     rng = np.random.default_rng(seed)
     vocab_size = len(tokenizer.transformers_tokenizer)
     compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
@@ -219,14 +218,12 @@ def test_stretches_are_the_same_with_drafts_and_without(tokenizer, seed):
     def drawn(state, position, ahead):
         return state.most_likely(logits[position], ahead, int(likeliest[position]))
 
-    plain, matcher = compiler.compile(spec).start(), Counting()
-    matcher.inner, plain._matcher = plain._matcher, matcher
+    plain = compiler.compile(spec).start()
     expected: list[int] = []
     while not plain.is_over and len(expected) < 300:
         expected.append(drawn(plain, len(expected), []))
         plain.append(expected[-1])
     assert plain.is_over
-    assert matcher.calls["compute_ff_tokens"] < len(expected) / 2
     drafting, found = compiler.compile(spec).start(), []
     while len(found) < len(expected):
         draft = expected[len(found) :][: int(rng.integers(0, 30))]
@@ -244,17 +241,6 @@ def test_stretches_are_the_same_with_drafts_and_without(tokenizer, seed):
         if rng.random() < 0.1:
             drafting = drafting.copy()
     assert found == expected
-
-
-class Counting:
-    """A matcher whose calls are counted."""
-
-    def __init__(self):
-        self.calls = Counter()
-
-    def __getattr__(self, name):
-        self.calls[name] += 1
-        return getattr(self.inner, name)
 
 
 def test_a_packed_mask_is_the_grammars_own():

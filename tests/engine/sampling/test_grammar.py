@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
+from stemma.engine.sampling.grammar import Cutter, GrammarCompiler, GrammarSpec
 from stemma.errors import InvalidRequest
 from stemma.model.tiny import TURN_END, build_tokenizer
 
@@ -153,3 +153,46 @@ def test_reasoning_comes_before_the_grammar(compiler, tokenizer, reasoning, text
     for token_id in ids:
         state.append(token_id)
     assert (is_valid and state.is_over) is ok
+
+
+TEXTS = ['name"', '"', " the quick brown fox", "Grüße 你好 🙂", '{"a": [1, 2, 3]}', "x" * 500, " ä" * 200]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_forced_text_is_cut_as_any_longer_text_begins(tokenizer, text):
+    """And in the same way when it is asked again, by the tokenizer's own cut of the whole."""
+    from llguidance.hf import from_tokenizer
+
+    cutter = Cutter(from_tokenizer(tokenizer))
+    data = text.encode()
+    tokens = cutter.cut(data)
+    assert cutter.cut(data) == tokens
+    assert data.startswith(cutter.tokenizer.decode_bytes(tokens))
+    for behind in ("", "a", '"', ": ", " the", "ü", "12", text):
+        assert tokenizer.encode(text + behind, add_special_tokens=False)[: len(tokens)] == tokens
+
+
+@pytest.mark.parametrize("data", [b"\xff[3]", b"abc\xff", b"\xc3", b""])
+def test_text_that_spells_no_characters_is_not_forced_beyond_them(tokenizer, data):
+    from llguidance.hf import from_tokenizer
+
+    cutter = Cutter(from_tokenizer(tokenizer))
+    assert data.startswith(cutter.tokenizer.decode_bytes(cutter.cut(data)))
+    if b"\xff" in data:
+        assert cutter.cut(data) == []
+
+
+def test_a_long_constant_is_written_as_it_stands(compiler, tokenizer):
+    """Forced from its first token to its last but one, in drafts of bounded length."""
+    text = "".join(f"{number} of the quick brown foxes, " for number in range(90))
+    state = compiler.compile(GrammarSpec("regex", re.escape(text))).start()
+    ids: list[int] = []
+    while not state.is_over and len(tokenizer.decode(ids)) < len(text):
+        forced = state.forced()
+        assert len(forced) <= 64
+        allowed = state.allowed()
+        assert allowed is not None
+        for token in forced or [int(np.flatnonzero(allowed)[-1])]:
+            ids.append(token)
+            state.append(token)
+    assert tokenizer.decode(ids) == text

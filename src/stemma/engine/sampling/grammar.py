@@ -25,6 +25,11 @@ Reasoning = Literal["none", "optional", "opened"]
 """``optional``: the answer may begin with ``<think>``; ``opened``: the prompt ends with it."""
 MAX_GRAMMAR_CHARS = 64 * 1024
 MAX_REMEMBERED_GRAMMARS = 128
+MAX_REMEMBERED_CUTS = 4096
+MAX_CUT_BYTES = 64
+"""Of a forced text that are looked at at once: as many tokens as are drafted."""
+SPECIAL_TOKEN_BYTE = 0xFF
+"""Stands before a special token's number in llguidance's bytes; UTF-8 never has it."""
 JSON_SPACE = r"\n? {0,16}"
 """White space between the parts of JSON: enough to indent eight levels by two. Without a bound, small models
 write spaces for ever."""
@@ -69,6 +74,41 @@ class MaskRoom:
         self.argmax = argmax
 
 
+class Cutter:
+    """Cuts forced text into tokens: the same text always in the same way. Thread-safe.
+
+    llguidance's own cut of what is forced depends on what the grammar allows behind it, so it would have to
+    be made anew at each place. This one leaves out at the end what text behind it could change, and
+    remembers the latest texts.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: llguidance's."""
+        self.tokenizer = tokenizer
+        self._cuts: dict[bytes, list[int]] = {}
+
+    def cut(self, text: bytes) -> list[int]:
+        """Return the tokens that `text` begins with, whatever follows it, as far as its first bytes say.
+
+        Empty if the first token depends on what follows.
+        """
+        text = text[:MAX_CUT_BYTES]
+        tokens = self._cuts.get(text)
+        if tokens is None:
+            tokens = self._cut(text)
+            if len(self._cuts) >= MAX_REMEMBERED_CUTS:
+                self._cuts = {}
+            self._cuts[text] = tokens
+        return tokens
+
+    def _cut(self, text: bytes) -> list[int]:
+        # Without one canonical cut nothing is forced, nor where text would have to spell a special token.
+        if not self.tokenizer.is_canonical or SPECIAL_TOKEN_BYTE in text:
+            return []
+        tokens, _ = self.tokenizer.tokenize_partial(text)
+        return list(tokens)
+
+
 class GrammarState:
     """Where one sequence is in its grammar. Not thread-safe: the step loop's own.
 
@@ -76,25 +116,18 @@ class GrammarState:
     was found to be allowed is consumed at once, and `append` only confirms it. What else is asked first takes
     it back.
 
-    Where a text is forced it is cut into tokens, which takes ten times a plain question. A stretch of forced
-    tokens is therefore followed as it was cut at its first one, and consumed when it is over. Draft tokens
-    are asked about in the same way, so they find the same stretches.
+    What is asked about a place depends on the tokens before it alone, so draft tokens change no answer.
     """
 
-    def __init__(self, matcher: Any, room: MaskRoom) -> None:
+    def __init__(self, matcher: Any, room: MaskRoom, cutter: Cutter) -> None:
         self._matcher = matcher
         self._room = room
+        self._cutter = cutter
         self._vocab_size = room.vocab_size
         self._consumed: int | None = None
         """A token that isn't appended yet."""
         self._strays = False
         """Whether the last likeliest token was forbidden: then the next isn't asked for before the mask."""
-        self._stretch: list[int] = []
-        """Forced tokens that follow the output, as far as a stretch was begun."""
-        self._later: tuple[list[int], list[int]] | None = None
-        """Tokens that may follow the output, one at least, and the stretch that was found behind them."""
-        self._behind: list[int] = []
-        """Tokens of a stretch that were appended and aren't consumed yet."""
 
     def packed(self, ahead: Sequence[int] = ()) -> PackedMask | None:
         """Return which tokens may follow the output and then `ahead` (draft tokens).
@@ -115,12 +148,9 @@ class GrammarState:
 
     def forced(self, ahead: Sequence[int] = ()) -> list[int]:
         """Return the tokens that must follow the output and then `ahead`, as far as there is no choice."""
-        known = self._known(ahead)
-        if known is not None:
-            return known
         if not self._go(ahead):
             return []
-        tokens = self._cut(ahead)
+        tokens = self._cut()
         self._go_back(ahead)
         return tokens
 
@@ -131,14 +161,11 @@ class GrammarState:
         after `ahead` will be used. Models mostly follow a grammar that they were told of, so a mask is seldom
         computed.
         """
-        known = self._known(ahead)
-        if known is not None:
-            return known[0] if known else likeliest
         if not self._go(ahead):
             return likeliest
         matcher, room = self._matcher, self._room
         # What is forced is one token after another as the tokenizer cuts it, not any that would fit.
-        forced = self._cut(ahead)
+        forced = self._cut()
         if forced:
             self._go_back(ahead)
             return forced[0]
@@ -161,26 +188,10 @@ class GrammarState:
             self._consumed = token
         return token
 
-    def _known(self, ahead: Sequence[int]) -> list[int] | None:
-        """Return what is left, after `ahead`, of the stretch that it is in.
-
-        Empty: `ahead` breaks off from one. None: it is in no stretch that is known.
-        """
-        known = _follow(self._stretch, ahead) if self._stretch else None
-        if known is None and self._later is not None:
-            way, stretch = self._later
-            if list(ahead[: len(way)]) == way:
-                known = _follow(stretch, ahead[len(way) :])
-        return known
-
-    def _cut(self, ahead: Sequence[int]) -> list[int]:
-        """Return the forced tokens at the place where `_go` went, and remember them."""
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        if tokens and ahead:
-            self._later = (list(ahead), tokens)
-        elif tokens:
-            self._stretch = tokens
-        return tokens
+    def _cut(self) -> list[int]:
+        """Return the forced tokens at the place where `_go` went."""
+        text: bytes = self._matcher.compute_ff_bytes()
+        return self._cutter.cut(text) if text else []
 
     def _go(self, ahead: Sequence[int]) -> bool:
         """Consume `ahead`; consume nothing and return False if the grammar doesn't allow all of it."""
@@ -201,9 +212,6 @@ class GrammarState:
         if self._consumed is not None:
             self._matcher.rollback(1)
             self._consumed = None
-        if self._behind:
-            self._matcher.try_consume_tokens(self._behind)
-            self._behind = []
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids`, in order, the grammar allows next."""
@@ -213,30 +221,12 @@ class GrammarState:
 
     def append(self, token_id: int) -> None:
         """Record a token of the output. One that the grammar forbids ends the constraint (min_tokens may)."""
-        is_forced = bool(self._stretch) and self._stretch[0] == token_id
-        self._stretch = self._stretch[1:] if is_forced else []
-        self._step_later(token_id)
-        if is_forced and self._consumed is None:
-            self._behind.append(token_id)
-            return
         if token_id == self._consumed:
             self._consumed = None
             return
         self._take_back()
         if not self._matcher.is_stopped():
             self._matcher.try_consume_tokens([token_id])
-
-    def _step_later(self, token_id: int) -> None:
-        """The output has one token more: what was found behind tokens that may follow is nearer or void."""
-        if self._later is None:
-            return
-        way, stretch = self._later
-        if way[0] != token_id:
-            self._later = None
-        elif len(way) > 1:
-            self._later = (way[1:], stretch)
-        else:
-            self._stretch, self._later = stretch, None
 
     @property
     def is_over(self) -> bool:
@@ -247,17 +237,7 @@ class GrammarState:
     def copy(self) -> GrammarState:
         """Return an independent state at the same place, for a sequence that forks."""
         self._take_back()
-        copy = GrammarState(self._matcher.deep_copy(), self._room)
-        copy._stretch, copy._later = list(self._stretch), self._later
-        return copy
-
-
-def _follow(stretch: Sequence[int], ahead: Sequence[int]) -> list[int] | None:
-    """Return what is left of `stretch` after `ahead`; empty: it breaks off from it; None: it goes beyond."""
-    num = min(len(stretch), len(ahead))
-    if list(ahead[:num]) != list(stretch[:num]):
-        return []
-    return list(stretch[num:]) or None
+        return GrammarState(self._matcher.deep_copy(), self._room, self._cutter)
 
 
 def unpack(mask: PackedMask, vocab_size: int) -> AllowedTokens:
@@ -271,10 +251,11 @@ class Grammar:
 
     _matcher: Any
     _room: MaskRoom
+    _cutter: Cutter
 
     def start(self) -> GrammarState:
         """Return the state before the first token."""
-        return GrammarState(self._matcher.deep_copy(), self._room)
+        return GrammarState(self._matcher.deep_copy(), self._room, self._cutter)
 
 
 class GrammarCompiler:
@@ -290,7 +271,7 @@ class GrammarCompiler:
         self._hf_tokenizer = hf_tokenizer
         self._room = MaskRoom(vocab_size, masked_argmax_function(isa))
         self._eos_token_ids = list(eos_token_ids)
-        self._tokenizer: Any = None
+        self._cutter: Cutter | None = None
         self._grammars: OrderedDict[tuple[str, str, str], Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -302,41 +283,42 @@ class GrammarCompiler:
             if grammar is not None:
                 self._grammars.move_to_end(key)
                 return grammar
-            tokenizer = self._llguidance_tokenizer(spec.param)
-        grammar = self._build(spec, tokenizer)
+            cutter = self._load_tokenizer(spec.param)
+        grammar = self._build(spec, cutter)
         with self._lock:
             self._grammars[key] = grammar
             while len(self._grammars) > MAX_REMEMBERED_GRAMMARS:
                 self._grammars.popitem(last=False)
         return grammar
 
-    def _build(self, spec: GrammarSpec, tokenizer: Any) -> Grammar:
+    def _build(self, spec: GrammarSpec, cutter: Cutter) -> Grammar:
         from llguidance import LLMatcher
 
         try:
             source = _after_reasoning(_source(spec), spec.reasoning)
         except ValueError as error:
             raise InvalidRequest(f"{spec.param}: {error}", param=spec.param) from error
-        matcher = LLMatcher(tokenizer, source, log_level=0)
+        matcher = LLMatcher(cutter.tokenizer, source, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:500]
             raise InvalidRequest(f"{spec.param}: {reason}", param=spec.param)
-        return Grammar(matcher, self._room)
+        return Grammar(matcher, self._room, cutter)
 
-    def _llguidance_tokenizer(self, param: str) -> Any:
+    def _load_tokenizer(self, param: str) -> Cutter:
         """Return llguidance's view of the vocabulary, made at the first request that needs it."""
-        if self._tokenizer is None:
+        if self._cutter is None:
             from llguidance.hf import from_tokenizer
 
             try:
-                self._tokenizer = from_tokenizer(
+                tokenizer = from_tokenizer(
                     self._hf_tokenizer, n_vocab=self._room.vocab_size, eos_token=self._eos_token_ids or None
                 )
             except (ValueError, RuntimeError) as error:
                 raise InvalidRequest(
                     f"this model's tokenizer can't be used for structured output: {error}", param=param
                 ) from error
-        return self._tokenizer
+            self._cutter = Cutter(tokenizer)
+        return self._cutter
 
 
 def _source(spec: GrammarSpec) -> str:
