@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from stemma import LLM, SamplingParams
+from stemma.config.settings import ModelSettings
+from stemma.engine.build import other_names
 from stemma.errors import ModelError
 from stemma.model.demo import demo_model, is_demo, resolve_checkpoint
 
@@ -111,3 +113,10 @@ def test_a_directory_named_demo_takes_precedence(tmp_path: Path, monkeypatch: py
     (tmp_path / "demo").mkdir()
     assert not is_demo(Path("demo"))
     assert resolve_checkpoint(Path("demo")) == Path("demo")
+
+
+def test_the_demo_answers_to_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert other_names(ModelSettings(path=Path("demo"))) == ("demo",)
+    assert other_names(ModelSettings(path=Path("demo"), served_name="mine")) == ()
+    assert other_names(ModelSettings(path=tmp_path)) == ()

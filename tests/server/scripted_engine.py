@@ -54,13 +54,14 @@ class Script:
 class ScriptedEngine:
     tokenizer: Tokenizer
     model_name: str = "scripted"
+    also_named: tuple[str, ...] = ()
     max_model_len: int = 4096
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: dict[str, float] = field(default_factory=dict)
     pool: None = None
     adapters: AdapterRegistry = field(
         default_factory=lambda: AdapterRegistry(
-            {"model.layers.0.self_attn.q_proj": LinearShape(8, 16)}, LoraSettings(), "scripted"
+            {"model.layers.0.self_attn.q_proj": LinearShape(8, 16)}, LoraSettings(), ["scripted"]
         )
     )
     supervisor: Supervisor = field(default_factory=LoggingSupervisor)

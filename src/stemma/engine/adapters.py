@@ -37,12 +37,14 @@ class NamedAdapter:
 class AdapterRegistry:
     """Names and adapters."""
 
-    def __init__(self, linears: Mapping[str, LinearShape], settings: LoraSettings, model_name: str) -> None:
-        """`linears`: the layers of the model that adapters may add to; `model_name`: taken."""
+    def __init__(
+        self, linears: Mapping[str, LinearShape], settings: LoraSettings, model_names: Sequence[str]
+    ) -> None:
+        """`linears`: the layers of the model that adapters may add to; `model_names`: taken."""
         self.linears = linears
         """The layers that adapters may add to."""
         self._settings = settings
-        self._model_name = model_name
+        self._model_names = frozenset(model_names)
         self._lock = Lock()
         self._named: dict[str, NamedAdapter] = {}
 
@@ -97,7 +99,7 @@ class AdapterRegistry:
             self._check_free(name)
 
     def _check_free(self, name: str) -> None:
-        if name == self._model_name:
+        if name in self._model_names:
             raise AdapterError(f"{name!r} is the name of the model itself; call the adapter something else")
         if name in self._named:
             raise AdapterError(f"an adapter is loaded as {name!r} already; unload it, or take another name")

@@ -91,6 +91,7 @@ class AsyncEngine:
             raise
         engine = self.parts.engine
         self.model_name = self.parts.model_name
+        self.also_named = self.parts.also_named
         self.max_model_len = engine.limits.max_tokens
         self.tokenizer = self.parts.tokenizer
         self.adapters = self.parts.adapters

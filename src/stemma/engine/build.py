@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, Role
+from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, ModelSettings, Role
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
 from stemma.engine.combinations import check_combinations
@@ -44,7 +44,7 @@ from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
-from stemma.model.demo import is_demo, resolve_checkpoint
+from stemma.model.demo import DEMO, is_demo, resolve_checkpoint
 from stemma.model.directory import check_directory, is_gguf
 from stemma.model.loading import Progress, load_model, resolve_device
 from stemma.model.pretrained import check_cut, load_config
@@ -84,6 +84,8 @@ class EngineParts:
     kv_events: KVEventPublisher | None = None
     """Tells others what the cache holds; None: nobody asked for it."""
     num_ranks: int = 1
+    also_named: tuple[str, ...] = ()
+    """Other names that requests may use for the model."""
 
 
 def build_engine(
@@ -96,19 +98,24 @@ def build_engine(
     """
     supervisor = supervisor or LoggingSupervisor()
     check_combinations(settings, resolve_device(settings.model.device).type)
+    also_named = other_names(settings.model)
     settings = with_checkpoint(settings, progress)
     if settings.parallel.num_ranks == 1:
-        return _build(settings, progress, supervisor, None)
+        return _build(settings, progress, supervisor, None, also_named)
     check_directory(settings.model.path)
     # Before processes are started for nothing.
     check_cut(settings.model, load_config(settings.model), shares_of(settings)[0])
     ranks = Ranks(settings, supervisor)
     with ranks.closing_on_error():
-        return _build(ranks.settings, progress, supervisor, ranks)
+        return _build(ranks.settings, progress, supervisor, ranks, also_named)
 
 
 def _build(
-    settings: EngineSettings, progress: Progress | None, supervisor: Supervisor, ranks: Ranks | None
+    settings: EngineSettings,
+    progress: Progress | None,
+    supervisor: Supervisor,
+    ranks: Ranks | None,
+    also_named: tuple[str, ...],
 ) -> EngineParts:
     """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
@@ -123,7 +130,7 @@ def _build(
         model.decoder = LeadingDecoder(model.decoder, ranks)
     trim_heap()
     name = settings.model.served_name or served_name(settings.model.path)
-    adapters = load_adapters(settings.lora, model, name)
+    adapters = load_adapters(settings.lora, model, (name, *also_named))
     asked = settings.cache
     layout = model.layout(asked.block_size, asked.kv_cache_dtype, asked.kv_layout)
     memory: MemoryPlan | None = None
@@ -200,7 +207,7 @@ def _build(
         pool = open_attachment(own_tiers, key_space, layout, settings.role, ranks)
     num_ranks = 1 if ranks is None else ranks.share.num_processes
     return EngineParts(
-        engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks
+        engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks, also_named
     )
 
 
@@ -245,9 +252,9 @@ def _closing(publisher: KVEventPublisher | None, ranks: Ranks | None) -> Callabl
     return close
 
 
-def load_adapters(settings: LoraSettings, model: CausalLM, model_name: str) -> AdapterRegistry:
+def load_adapters(settings: LoraSettings, model: CausalLM, model_names: Sequence[str]) -> AdapterRegistry:
     """Return the registry with the adapters that the settings name. Raises AdapterError."""
-    registry = AdapterRegistry(model.adaptable, settings, model_name)
+    registry = AdapterRegistry(model.adaptable, settings, model_names)
     for name, path in settings.adapters.items():
         registry.load(name, path)
     return registry
@@ -266,6 +273,11 @@ def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) 
 def served_name(path: Path) -> str:
     """Return the model's name in the API: of its directory, or of its file without the ending."""
     return path.resolve().stem if is_gguf(path) else path.resolve().name
+
+
+def other_names(settings: ModelSettings) -> tuple[str, ...]:
+    """Return what else the model is called: ``demo``, as it was given, where nobody named it otherwise."""
+    return (str(DEMO),) if is_demo(settings.path) and settings.served_name is None else ()
 
 
 def make_runner(

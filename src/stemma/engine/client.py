@@ -18,6 +18,8 @@ class EngineClient(Protocol):
     """An engine seen from the event loop; `engine/async_engine.py` implements it over a thread."""
 
     model_name: str
+    also_named: tuple[str, ...]
+    """Other names that requests may use for the model."""
     max_model_len: int
     tokenizer: Tokenizer
     adapters: AdapterRegistry

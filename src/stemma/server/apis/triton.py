@@ -24,6 +24,7 @@ from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import TGIRoute, json_response, tgi_error_body
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.models import served_names
 from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.schemas.mindie import (
     InferParameters,
@@ -180,7 +181,7 @@ async def stop_infer(request: Request) -> Response:
 def _checked(request: Request) -> ServerContext:
     context = context_of(request)
     name: str = request.path_params["model"]
-    if name != context.engine.model_name:
+    if name not in served_names(context):
         raise UnknownModel(f"Model {name[:256]} not found.", param="model")
     return context
 

@@ -16,7 +16,7 @@ from stemma.server.errors import AdminRoute, OpenAIRoute, json_response
 from stemma.server.openapi import parameter
 from stemma.server.operator.metric_aliases import render_aliases
 from stemma.server.operator.tier_metrics import tiers_as_json
-from stemma.server.requests.models import check_model
+from stemma.server.requests.models import check_model, served_names
 
 open_router = APIRouter()
 """Needs no API key: load balancers ask it."""
@@ -36,16 +36,17 @@ async def health(request: Request) -> Response:
 
 
 def _model_cards(context: ServerContext) -> list[dict[str, Any]]:
-    """Return the model, then its adapters, which name it as their parent (as vLLM has it)."""
+    """Return the model by each of its names, then its adapters, which name it as their parent (as vLLM)."""
     shared = {
         "object": "model",
         "created": context.started_at,
         "owned_by": "stemma",
         "max_model_len": context.engine.max_model_len,
     }
-    served = context.engine.model_name
+    served, *others = served_names(context)
     return [
         {"id": served, **shared, "root": served, "parent": None},
+        *({"id": other, **shared, "root": served, "parent": None} for other in others),
         *(
             {"id": named.name, **shared, "root": named.path.name, "parent": served}
             for named in context.engine.adapters.all()
@@ -64,8 +65,8 @@ async def get_model(request: Request) -> Response:
     """The served model or one of its adapters, or 404."""
     context, name = context_of(request), request.path_params["name"]
     check_model(context, name)
-    model, *adapters = _model_cards(context)
-    return json_response(next((card for card in adapters if card["id"] == name), model))
+    model, *named = _model_cards(context)
+    return json_response(next((card for card in named if card["id"] == name), model))
 
 
 @router.get("/metrics")

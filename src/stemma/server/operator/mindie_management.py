@@ -15,6 +15,7 @@ from stemma.engine.api import EngineStats
 from stemma.errors import Forbidden, InvalidRequest, UnknownModel
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AdminRoute, TGIRoute, json_response
+from stemma.server.requests.models import served_names
 from stemma.types import Tier
 
 open_router = APIRouter()
@@ -52,7 +53,7 @@ async def ready(request: Request) -> Response:
 async def model_ready(request: Request) -> Response:
     """The same for the one model; 404 for others."""
     context = context_of(request)
-    if request.path_params["model"] != context.engine.model_name:
+    if request.path_params["model"] not in served_names(context):
         return json_response(
             {
                 "error": f"Model {request.path_params['model'][:256]} not found.",
@@ -114,7 +115,7 @@ async def slot_count(request: Request) -> Response:
     """How many requests may run at once, how many more may, and the tokens that fit."""
     context = context_of(request)
     name: str = request.path_params["model"]
-    if name != context.engine.model_name:
+    if name not in served_names(context):
         raise UnknownModel(f"Model {name[:256]} not found.", param="model")
     stats = await context.engine.stats()
     slots = context.settings.engine.scheduler.seats

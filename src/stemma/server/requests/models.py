@@ -11,19 +11,24 @@ _NO_MODEL = ("", "dummy", "tgi")
 _MAX_SHOWN = 256
 
 
+def served_names(context: ServerContext) -> tuple[str, ...]:
+    """Return the names of the model itself; answers give the first."""
+    return (context.engine.model_name, *context.engine.also_named)
+
+
 def check_model(context: ServerContext, name: str | None) -> Adapter | None:
     """Return the adapter called `name`; None: the model itself, or the client names none.
 
     Raises UnknownModel.
     """
-    served = context.engine.model_name
-    if name is None or name in (served, *_NO_MODEL):
+    served = served_names(context)
+    if name is None or name in (*served, *_NO_MODEL):
         return None
     adapter = context.engine.adapters.find(name)
     if adapter is None:
         beside = " and adapters" if context.engine.adapters.all() else ""
         raise UnknownModel(
-            f"the model {name[:_MAX_SHOWN]!r} does not exist; this server serves {served!r}{beside}",
+            f"the model {name[:_MAX_SHOWN]!r} does not exist; this server serves {served[0]!r}{beside}",
             param="model",
         )
     return adapter
