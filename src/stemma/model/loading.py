@@ -307,7 +307,9 @@ def _make_decoder(
     else:
         if packing is not None:
             _pack_modules(hf_model, packing, report)
-        modules = StatesOfModules(hf_model, packing)
+        advice = "; compare config.json with the one the checkpoint was published with"
+        with foreign_code(f"can't run {type(hf_model).__name__}", advice):
+            modules = StatesOfModules(hf_model, packing)
         main, operations = modules, modules.operations
     detach(hf_model)
     return PredictingDecoder(hf_model, main, kernels, operations) if predicts else main

@@ -28,6 +28,7 @@ from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import SUPPORTED
 from stemma.model.dense import DenseModel, fits
 from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read_json, stored_tensors
+from stemma.model.extent import check_counts, check_extent
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
@@ -71,6 +72,7 @@ def load_config(settings: ModelSettings) -> Any:
         raise ModelError(
             f"{path} brings its own Python code; if you trust it, allow it with trust_remote_code"
         )
+    check_counts(path, raw)
     with foreign_code(
         f"transformers can't read {path / CONFIG}",
         "; compare it with the one the checkpoint was published with",
@@ -181,6 +183,8 @@ def load_weights(
         elif dense and _fits_stored(config, dtype, stored):
             return DenseModel(config, _read_plain(stored), dtype), counts
         config = as_transformers(config)
+        if not runs_remote_code(settings):
+            check_extent(path, config, stored)
         if format_name is not None:
             model, loaded = _from_tensors(config, plain, dtype)
         elif share is not None:
