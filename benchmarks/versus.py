@@ -4,9 +4,10 @@
 
 All servers are started, one after the other; then each workload is run by one server after the other, so that
 a machine which is faster at one minute than at the next is so for all of them. An idle server costs nothing.
-``--rounds 2`` repeats each workload with another cache salt and takes medians. The run refuses to start on a
-busy machine, since a fraction of a core of foreign load changes the ratios. `docs/benchmarks.md` has the
-table and tells how to make the peers' environments.
+``--rounds N`` repeats each workload with another cache salt, servers in the other order every other round,
+and takes medians, of ratios too. The run refuses to start on a busy machine, since a fraction of a core of
+foreign load changes the ratios. `docs/benchmarks.md` has the table and tells how to make the peers'
+environments.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from stemma.model.demo import demo_model
 from stemma.model.tokenizer import Tokenizer
 
 BUSY_PERCENT = 8.0
+_START = "start"
+"""A row of its own, of no workload."""
 
 
 @dataclass(slots=True)
@@ -120,7 +123,7 @@ def main(
             if probe.needs_data and data is None:
                 continue
             for number in range(rounds):
-                for name, started in up.items():
+                for name, started in list(up.items())[:: -1 if number % 2 else 1]:
                     if not busy_ok:
                         wait_until_idle()
                     _measure(started, probe, number, data, count_tokens, results[name], console)
@@ -199,9 +202,15 @@ async def _run_probe(
         return await probe.run(salted, data, count_tokens)
 
 
-def _median(result: ServerResult, name: str) -> float | None:
-    found = result.probes.get(name)
-    return statistics.median(one.value for one in found) if found else None
+def _values(result: ServerResult, name: str) -> list[float]:
+    """Return the figures of a workload, by round; of start-up, one."""
+    return result.start_s if name == _START else [one.value for one in result.probes.get(name, [])]
+
+
+def _ratio(own: list[float], peer: list[float]) -> str:
+    """Return the median ratio of rounds: the machine's speed changes less within one than between two."""
+    pairs = list(zip(own, peer, strict=False))
+    return f"{statistics.median(one / other for one, other in pairs):.2f}" if pairs else "-"
 
 
 def _table(probes: list[Probe], results: dict[str, ServerResult]) -> Table:
@@ -213,19 +222,12 @@ def _table(probes: list[Probe], results: dict[str, ServerResult]) -> Table:
         table.add_column(name, justify="right")
     for name in peers:
         table.add_column(f"ratio to {name}", justify="right", style="bold")
-    rows: list[tuple[str, str, dict[str, float | None]]] = [
-        (probe.title, probe.unit, {name: _median(result, probe.name) for name, result in results.items()})
-        for probe in probes
-    ]
-    starts = {
-        name: statistics.median(result.start_s) if result.start_s else None
-        for name, result in results.items()
-    }
-    rows.append(("start-up", "s", starts))
-    for title, unit, values in rows:
-        own = values.get("stemma")
-        ratios = [f"{own / v:.2f}" if own is not None and (v := values[peer]) else "-" for peer in peers]
-        table.add_row(title, unit, *("-" if v is None else f"{v:.4g}" for v in values.values()), *ratios)
+    rows = [*((probe.title, probe.unit, probe.name) for probe in probes), ("start-up", "s", _START)]
+    for title, unit, workload in rows:
+        values = {name: _values(result, workload) for name, result in results.items()}
+        medians = [f"{statistics.median(found):.4g}" if found else "-" for found in values.values()]
+        ratios = [_ratio(values["stemma"], values[peer]) for peer in peers]
+        table.add_row(title, unit, *medians, *ratios)
     return table
 
 
