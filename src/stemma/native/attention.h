@@ -35,8 +35,21 @@ struct HeadState {
     float *split_acc, *whole_acc;  // [row][value_dim]
 };
 
+// Floats that begin with a cache line: else each vector would lie in two.
+class Floats {
+  public:
+    void resize(size_t count) { lines_.resize((count + LANES - 1) / LANES); }
+    float* data() { return lines_.data()->floats; }
+
+  private:
+    struct alignas(64) Line {
+        float floats[LANES];
+    };
+    std::vector<Line> lines_;
+};
+
 struct Scratch {
-    std::vector<float> query, scores, keys, values, acc;
+    Floats query, scores, keys, values, acc;
     std::vector<HeadState> heads;
     TileTokens tokens, next_tokens;
     float alpha[ROWS];
@@ -65,29 +78,62 @@ struct ItemShape {
     }
 };
 
+// Rows of an item one after another: a token of the segment, and which query head of its KV head
+struct RowOfItem {
+    int token, head, group;
+
+    RowOfItem(const Plan& plan, const Item& item)
+        : token(item.row_begin / plan.group_size), head(item.row_begin % plan.group_size), group(plan.group_size) {}
+    void next() {
+        if (++head == group) head = 0, token++;
+    }
+};
+
+// Queries [dim][row], as pairs [dim / 2][row] if `paired`; rows that the item doesn't have are 0.
 template <class T>
 static void gather_query(const AttendArgs& args, const Plan& plan, const Item& item, int head, int width, bool paired,
                          float* query) {
-    const Segment& segment = plan.segments[item.segment];
-    int group = plan.group_size, dim = args.key_dim;
-    for (int r = 0; r < item.num_rows; r++) {
-        int at = segment.token_begin + (item.row_begin + r) / group;
-        const T* q = (const T*)args.query + plan.tokens[at] * args.query_token_stride +
-                     (head * group + (item.row_begin + r) % group) * args.query_head_stride;
-        if (paired)
-            for (int d = 0; d < dim / 2; d++) std::memcpy(query + size_t(d) * width + r, q + 2 * d, 4);
-        else
-            for (int d = 0; d < dim; d++) query[size_t(d) * width + r] = to_float(q[d]);
+    const int dim = args.key_dim;
+    const int32_t* tokens = &plan.tokens[plan.segments[item.segment].token_begin];
+    RowOfItem row(plan, item);
+    for (int first = 0; first < width; first += LANES, query += LANES) {
+        const T* rows[LANES];
+        const int count = std::min(LANES, item.num_rows - first);
+        for (int r = 0; r < count; r++, row.next())
+            rows[r] = (const T*)args.query + tokens[row.token] * args.query_token_stride +
+                      (head * row.group + row.head) * args.query_head_stride;
+#if STEMMA_BF16_DOT
+        if (paired) {
+            for (int p = 0; p < dim / 2; p += LANES) {
+                const int some = std::min(LANES, dim / 2 - p);
+                const __mmask16 mask = __mmask16((1u << some) - 1);
+                __m512i pairs[LANES], turned[LANES];
+#pragma GCC unroll 16
+                for (int r = 0; r < LANES; r++)
+                    pairs[r] = r < count ? _mm512_maskz_loadu_epi32(mask, rows[r] + 2 * p) : _mm512_setzero_si512();
+                turn_keys(pairs, turned);
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++)
+                    if (i < some) _mm512_storeu_si512(query + size_t(p + i) * width, turned[i]);
+            }
+            continue;
+        }
+#endif
+        for (int d = 0; d < dim; d++) {
+            float* out = query + size_t(d) * width;
+            for (int r = 0; r < count; r++) out[r] = to_float(rows[r][d]);
+            for (int r = count; r < LANES; r++) out[r] = 0;
+        }
     }
 }
 
-// Cut the scratch into what the item's KV heads need; only what is read before it is written is cleared.
+// Cut the scratch into what the item's KV heads need.
 template <class T>
 static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, int width, const ItemShape& shape,
                    Scratch& s) {
     size_t query_size = size_t(width) * (shape.paired ? args.key_dim / 2 : args.key_dim);
     size_t acc_size = size_t(width) * args.value_dim;
-    s.query.assign(query_size * item.num_heads, 0.0f);
+    s.query.resize(query_size * item.num_heads);
     s.acc.resize(acc_size * item.num_heads * 2);
     s.heads.resize(item.num_heads);
     if (args.format.stored != PLAIN) s.decoded.resize(size_t(DECODED_KEYS) * args.key_dim);
@@ -103,8 +149,9 @@ static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, i
         gather_query<T>(args, plan, item, item.first_head + h, width, shape.paired, head.query);
     }
     const Segment& segment = plan.segments[item.segment];
-    for (int r = 0; r < item.num_rows; r++) {
-        int at = segment.token_begin + (item.row_begin + r) / plan.group_size, position = plan.positions[at];
+    RowOfItem row(plan, item);
+    for (int r = 0; r < item.num_rows; r++, row.next()) {
+        int at = segment.token_begin + row.token, position = plan.positions[at];
         s.limits.high[r] = position + 1;
         if (args.lows) {
             s.limits.low[r] = args.lows[plan.tokens[at]];
@@ -113,6 +160,7 @@ static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, i
         int low = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
         s.limits.low[r] = std::max(low, std::min(args.first_key, position));
     }
+    for (int r = item.num_rows; r < width; r++) s.limits.low[r] = s.limits.high[r] = 0;
 }
 
 // acc [row][dim] *= alpha [row]
@@ -130,12 +178,19 @@ static void score_pairs(const AttendArgs& args, const Plan& plan, const float* q
                         const ItemShape& shape, Scratch& s) {
     const int dim = args.key_dim;
     float* scores = s.scores.data();
+    const auto ask = [&](int begin, int end) {  // for the values of these tokens
+        if (!args.format.whole() || args.format.stored != PLAIN) return;
+        for (int t = begin; t < end; t++) {
+            const char* row = (const char*)s.tokens.values[t] + kv_head * args.head_stride * sizeof(bf16);
+            for (int line = 0; line < 2 * args.value_dim; line += 64) __builtin_prefetch(row + line, 0, 3);
+        }
+    };
     const auto score = [&](Rows<bf16> keys, int count, int block_size, int64_t stride, float* out) {
 #if STEMMA_AMX
         if (shape.tiles)
             return scores_of_tiles<NB>(query, keys, count, block_size, stride, dim, s.gathered, out);
 #endif
-        scores_of_pairs<NB>(query, keys, count, dim, out);
+        scores_of_pairs<NB>(query, keys, count, dim, out, ask);
     };
     if (args.format.stored == PLAIN)
         return score(keys_of<bf16>(args, s.tokens, kv_head), n, plan.block_size, args.token_stride, scores);
@@ -162,10 +217,10 @@ static void to_floats(const AttendArgs& args, const void* const* tokens, int kv_
     decode<T>(args, tokens, kv_head, n, dim, out);
 }
 
-// One tile of one KV head.
+// One tile of one KV head, the `first` one of its split or a later one.
 template <class T, int NB>
-static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n, bool masked,
-                     const ItemShape& shape, Scratch& s) {
+static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n, bool first,
+                     bool masked, const ItemShape& shape, Scratch& s) {
     constexpr int W = NB * LANES;
     HeadState& head = s.heads[h];
     const int dim = args.value_dim, rows = item.num_rows, kv_head = item.first_head + h;
@@ -174,20 +229,22 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
     if constexpr (sizeof(T) == 2) {
         if (shape.paired) {
             score_pairs<NB>(args, plan, head.query, kv_head, n, shape, s);
-            weigh<NB>(args, s.limits, head.split, s.alpha, scores, rows, n, key, masked, true);
-            shrink(s.alpha, rows, dim, head.split_acc);
+            weigh<NB>(args, s.limits, head.split, s.alpha, scores, n, key, masked, true);
             pair_values_of(args, s.tokens, kv_head, n, s.values.data());
 #if STEMMA_AMX
-            if (shape.tiles)
+            if (shape.tiles) {
+                if (!first) shrink(s.alpha, rows, dim, head.split_acc);
                 return weigh_tiles(scores, W, rows, s.values.data(), (n + 1) / 2, dim, head.split_acc);
+            }
 #endif
-            return weigh_pairs(scores, W, rows, s.values.data(), (n + 1) / 2, dim, head.split_acc);
+            const float* alpha = first ? nullptr : s.alpha;
+            return weigh_pairs(scores, W, rows, s.values.data(), (n + 1) / 2, dim, alpha, head.split_acc);
         }
     }
 #endif
     to_floats<T>(args, s.tokens.keys, kv_head, n, args.key_dim, s.keys.data());
     scores_of_floats<NB>(head.query, s.keys.data(), n, args.key_dim, scores);
-    weigh<NB>(args, s.limits, head.split, s.alpha, scores, rows, n, key, masked, false);
+    weigh<NB>(args, s.limits, head.split, s.alpha, scores, n, key, masked, false);
     shrink(s.alpha, rows, dim, head.split_acc);
     to_floats<T>(args, s.tokens.values, kv_head, n, dim, s.values.data());
     weigh_floats(scores, W, rows, s.values.data(), n, dim, head.split_acc);
@@ -254,10 +311,10 @@ template <class T>
 static void emit(const AttendArgs& args, Plan& plan, const Item& item, int h, const RowState& state, const float* acc,
                  int64_t slot) {
     const Segment& segment = plan.segments[item.segment];
-    const int group = plan.group_size, heads = plan.num_heads(), dim = args.value_dim;
-    for (int r = 0; r < item.num_rows; r++, acc += dim) {
-        int local = (item.row_begin + r) / group;
-        int head = (item.first_head + h) * group + (item.row_begin + r) % group;
+    const int heads = plan.num_heads(), dim = args.value_dim;
+    RowOfItem row(plan, item);
+    for (int r = 0; r < item.num_rows; r++, acc += dim, row.next()) {
+        const int local = row.token, head = (item.first_head + h) * row.group + row.head;
         if (slot < 0) {
             int token = plan.tokens[segment.token_begin + local];
             put_row<T>(args, heads, token, head, state.max[r], state.sum[r], acc);
@@ -288,7 +345,8 @@ static void run_split(const AttendArgs& args, const Plan& plan, const Item& item
                       const ItemShape& shape, Scratch& s) {
     for (HeadState& head : s.heads) {
         head.split.clear();
-        std::fill(head.split_acc, head.split_acc + size_t(NB) * LANES * args.value_dim, 0.0f);
+        if (shape.decodes || shape.tiles || !shape.paired)  // else the first tile begins the sums
+            std::fill(head.split_acc, head.split_acc + size_t(NB) * LANES * args.value_dim, 0.0f);
     }
     const Segment& segment = plan.segments[item.segment];
     const int begin = std::max(split, visible.begin / shape.tile * shape.tile);
@@ -303,7 +361,41 @@ static void run_split(const AttendArgs& args, const Plan& plan, const Item& item
             continue;
         }
         bool masked = key + n > visible.all_end || key < visible.all_begin;
-        for (int h = 0; h < item.num_heads; h++) run_tile<T, NB>(args, plan, item, h, key, n, masked, shape, s);
+        for (int h = 0; h < item.num_heads; h++) {
+            run_tile<T, NB>(args, plan, item, h, key, n, key == begin, masked, shape, s);
+        }
+    }
+}
+
+// Merge the split at hand into those before it, if there were any: what merge() does, for 16 rows at a time.
+template <int NB>
+static void merge_split(HeadState& head, int num_rows, int dim, bool is_first) {
+    RowState &whole = head.whole, &split = head.split;
+    if (is_first) {
+        std::swap(whole, split);
+        std::swap(head.whole_acc, head.split_acc);
+        for (int r = 0; r < NB * LANES; r += LANES)
+            store(whole.max + r, select(load(whole.sum + r) > 0.0f, load(whole.max + r), splat(MASKED)));
+        return;
+    }
+    float before[ROWS], now[ROWS], max[ROWS], sum[ROWS];
+    for (int r = 0; r < NB * LANES; r += LANES) {
+        const v16f top = vmax(load(whole.max + r), load(split.max + r));
+        const v16f old = vexp2(load(whole.max + r) - top), next = vexp2(load(split.max + r) - top);
+        store(before + r, old), store(now + r, next), store(max + r, top);
+        store(sum + r, fma(load(split.sum + r), next, load(whole.sum + r) * old));
+    }
+    for (int r = 0; r < num_rows; r++) {
+        float* acc = head.whole_acc + int64_t(r) * dim;
+        const float* next_acc = head.split_acc + int64_t(r) * dim;
+        if (split.sum[r] == 0) continue;
+        if (whole.sum[r] == 0) {
+            whole.max[r] = split.max[r], whole.sum[r] = split.sum[r];
+            std::memcpy(acc, next_acc, sizeof(float) * dim);
+            continue;
+        }
+        whole.max[r] = max[r], whole.sum[r] = sum[r];
+        add_scaled(acc, before[r], next_acc, now[r], dim);
     }
 }
 
@@ -328,9 +420,7 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
                 emit<T>(args, plan, item, h, head.split, head.split_acc, slot);
                 continue;
             }
-            for (int r = 0; r < item.num_rows; r++)
-                merge(head.whole.max[r], head.whole.sum[r], head.whole_acc + int64_t(r) * dim, head.split.max[r],
-                      head.split.sum[r], head.split_acc + int64_t(r) * dim, dim);
+            merge_split<NB>(head, item.num_rows, dim, split == first);
         }
         slot += int64_t(plan.segments[item.segment].num_tokens) * plan.num_heads();
     }

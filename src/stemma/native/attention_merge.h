@@ -5,6 +5,14 @@
 
 #include "softmax.h"
 
+// acc = acc * before + next_acc * now
+static inline void add_scaled(float* acc, float before, const float* next_acc, float now, int dim) {
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        store(acc + d, fma(load(next_acc + d), splat(now), load(acc + d) * splat(before)));
+    for (; d < dim; d++) acc[d] = fma_one(next_acc[d], now, acc[d] * before);
+}
+
 // Merge one row's next partial result into what was merged before; one without weights doesn't count.
 static inline void merge(float& max, float& sum, float* acc, float next_max, float next_sum, const float* next_acc,
                          int dim) {
@@ -20,10 +28,7 @@ static inline void merge(float& max, float& sum, float* acc, float next_max, flo
     const float before = factors[0], now = factors[LANES];
     max = top;
     sum = fma_one(next_sum, now, sum * before);
-    int d = 0;
-    for (; d + LANES <= dim; d += LANES)
-        store(acc + d, fma(load(next_acc + d), splat(now), load(acc + d) * splat(before)));
-    for (; d < dim; d++) acc[d] = fma_one(next_acc[d], now, acc[d] * before);
+    add_scaled(acc, before, next_acc, now, dim);
 }
 
 // Divide one row's merged sum and write it as token `token` of query head `head`; or write it as it is.

@@ -10,33 +10,66 @@ static inline __m512i broadcast_pair(const void* p) {
     return _mm512_set1_epi32(pair);
 }
 
-// Scores of K keys against NB x 16 rows [dim / 2][row].
-template <int NB, int K>
-static inline void score_tile(const float* query, Rows<bf16> keys, int dim, float* scores) {
+// Keys whose sums fill the registers beside the queries and a key, or as many as there are registers for pointers
+template <int NB>
+constexpr int KEYS_AT_ONCE = NB <= 2 ? 12 : NB == 3 ? 8 : 6;
+
+// Scores of K keys from key t on against NB x 16 rows [dim / 2][row]. A function of its own: inlined, its pointers don't
+// stay in registers.
+template <int NB, int K, bool whole>
+__attribute__((noinline)) static void score_tile(const float* query, const Rows<bf16>& keys, int t, int dim,
+                                                 float* scores) {
     constexpr int W = NB * LANES;
     __m512 acc[K][NB];
     const bf16* base[K];
-    for (int i = 0; i < K; i++) base[i] = keys[i];
+#pragma GCC unroll 16
+    for (int i = 0; i < K; i++) base[i] = keys[t + i];
+#pragma GCC unroll 16
     for (int i = 0; i < K; i++)
+#pragma GCC unroll 4
         for (int b = 0; b < NB; b++) acc[i][b] = _mm512_setzero_ps();
     for (int d = 0; d < dim; d += 2, query += W) {
+        const int64_t at = whole ? d : keys.at(d);
         __m512i q[NB];
+#pragma GCC unroll 4
         for (int b = 0; b < NB; b++) q[b] = _mm512_loadu_si512(query + b * LANES);
+#pragma GCC unroll 16
         for (int i = 0; i < K; i++) {
-            __m512i k = broadcast_pair(base[i] + keys.at(d));
+            const __m512i k = broadcast_pair(base[i] + at);
+#pragma GCC unroll 4
             for (int b = 0; b < NB; b++) acc[i][b] = _mm512_dpbf16_ps(acc[i][b], (__m512bh)q[b], (__m512bh)k);
         }
     }
+#pragma GCC unroll 16
     for (int i = 0; i < K; i++)
+#pragma GCC unroll 4
         for (int b = 0; b < NB; b++) _mm512_storeu_ps(scores + i * W + b * LANES, acc[i][b]);
 }
 
-template <int NB>
-static void scores_of_pairs(const float* query, Rows<bf16> keys, int num_keys, int dim, float* scores) {
-    constexpr int K = NB <= 2 ? 8 : 4;
-    int t = 0;
-    for (; t + K <= num_keys; t += K) score_tile<NB, K>(query, keys.from(t), dim, scores + t * NB * LANES);
-    for (; t < num_keys; t++) score_tile<NB, 1>(query, keys.from(t), dim, scores + t * NB * LANES);
+template <int NB, bool whole>
+static void score_some(int count, const float* query, const Rows<bf16>& keys, int t, int dim, float* scores) {
+#define CASE(K) \
+    case K:     \
+        if constexpr (K <= KEYS_AT_ONCE<NB>) return score_tile<NB, K, whole>(query, keys, t, dim, scores);
+    switch (count) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+#undef CASE
+}
+
+// `ask(begin, end)` is called before keys [begin, end) are taken, to ask for what is read later.
+template <int NB, class Ask>
+static void scores_of_pairs(const float* query, const Rows<bf16>& keys, int num_keys, int dim, float* scores,
+                            Ask&& ask) {
+    const int groups = (num_keys + KEYS_AT_ONCE<NB> - 1) / KEYS_AT_ONCE<NB>;
+    const auto score = keys.whole() ? score_some<NB, true> : score_some<NB, false>;
+    for (int g = 0, t = 0; g < groups; g++) {
+        const int count = (num_keys - t) / (groups - g);
+        ask(t, t + count);
+        score(count, query, keys, t, dim, scores + t * NB * LANES);
+        t += count;
+    }
 }
 
 // 32 elements of two rows as 32 pairs: the lower and the upper 16.
@@ -86,48 +119,59 @@ static void pair_codes(const KVFormat& format, const void* const* tokens, int he
 }
 
 template <int R, int V>
-static inline void weigh_pairs_tile(const float* weights, int width, const float* paired, int num_pairs, int dim,
-                                    float* acc) {
-    __m512 sum[R][V];
+static void weigh_pairs_tile(const float* weights, int width, const float* paired, int num_pairs, int dim,
+                             const float* alpha, float* acc) {
+    __m512 sum[R][V];  // unrolled throughout, or the compiler keeps a copy in memory
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = _mm512_loadu_ps(acc + r * dim + v * LANES);
-    for (int p = 0; p < num_pairs; p++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            sum[r][v] = _mm512_setzero_ps();
+            if (alpha) sum[r][v] = _mm512_loadu_ps(acc + r * dim + v * LANES) * _mm512_set1_ps(alpha[r]);
+        }
+    for (int p = 0; p < num_pairs; p++, paired += dim, weights += width) {
         __m512i value[V];
-        for (int v = 0; v < V; v++) value[v] = _mm512_loadu_si512(paired + p * dim + v * LANES);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) value[v] = _mm512_loadu_si512(paired + v * LANES);
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            __m512i w = broadcast_pair(weights + p * width + r);
+            const __m512i w = broadcast_pair(weights + r);
+#pragma GCC unroll 4
             for (int v = 0; v < V; v++)
                 sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)w, (__m512bh)value[v]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) _mm512_storeu_ps(acc + r * dim + v * LANES, sum[r][v]);
 }
 
 template <int V>
 static void weigh_pairs_rows(const float* weights, int width, int rows, const float* paired, int num_pairs,
-                             int dim, float* acc) {
-    for (int r = 0; r < rows;) {
-        int left = rows - r, n = left <= 6 ? left : left <= 12 ? (left + 1) / 2 : 6;
-        const float* w = weights + r;
+                             int dim, const float* alpha, float* acc) {
+    constexpr int R = V == 1 ? 8 : 6;
+    const int groups = (rows + R - 1) / R;
+    for (int g = 0; g < groups; g++) {
+        const int r = rows * g / groups, n = rows * (g + 1) / groups - r;
+        const float *w = weights + r, *shrinks = alpha ? alpha + r : nullptr;
         float* a = acc + int64_t(r) * dim;
-        switch (n) {
-            case 1: weigh_pairs_tile<1, V>(w, width, paired, num_pairs, dim, a); break;
-            case 2: weigh_pairs_tile<2, V>(w, width, paired, num_pairs, dim, a); break;
-            case 3: weigh_pairs_tile<3, V>(w, width, paired, num_pairs, dim, a); break;
-            case 4: weigh_pairs_tile<4, V>(w, width, paired, num_pairs, dim, a); break;
-            case 5: weigh_pairs_tile<5, V>(w, width, paired, num_pairs, dim, a); break;
-            default: weigh_pairs_tile<6, V>(w, width, paired, num_pairs, dim, a); break;
-        }
-        r += n;
+#define CASE(N) \
+    case N:     \
+        if constexpr (N <= R) weigh_pairs_tile<N, V>(w, width, paired, num_pairs, dim, shrinks, a); \
+        break;
+        switch (n) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
     }
 }
 
-// acc [row][dim] += weights [pair][row] x values [pair][dim]
+// acc [row][dim] = acc * alpha [row] + weights [pair][row] x values [pair][dim]; without alpha there was nothing before.
 static void weigh_pairs(const float* weights, int width, int rows, const float* paired, int num_pairs, int dim,
-                        float* acc) {
+                        const float* alpha, float* acc) {
     int d = 0;
-    for (; d + 64 <= dim; d += 64) weigh_pairs_rows<4>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
-    for (; d < dim; d += 16) weigh_pairs_rows<1>(weights, width, rows, paired + d, num_pairs, dim, acc + d);
+    for (; d + 64 <= dim; d += 64)
+        weigh_pairs_rows<4>(weights, width, rows, paired + d, num_pairs, dim, alpha, acc + d);
+    for (; d < dim; d += 16)
+        weigh_pairs_rows<1>(weights, width, rows, paired + d, num_pairs, dim, alpha, acc + d);
 }
 #endif

@@ -28,19 +28,28 @@ static void cap(const AttendArgs& args, float* scores, int count) {
     }
 }
 
-static void mask(const RowLimits& limits, int num_rows, int first_key, int num_keys, int width, float* scores) {
-    for (int r = 0; r < num_rows; r++) {
-        int low = std::min(num_keys, std::max(0, limits.low[r] - first_key));
-        int high = std::max(low, std::min(num_keys, limits.high[r] - first_key));
-        for (int t = 0; t < low; t++) scores[t * width + r] = MASKED;
-        for (int t = high; t < num_keys; t++) scores[t * width + r] = MASKED;
+// Scores [key][row] of keys that rows don't see become MASKED.
+template <int NB>
+static void mask(const RowLimits& limits, int first_key, int num_keys, float* scores) {
+    for (int b = 0; b < NB; b++) {
+        const v16i low = load(limits.low + b * LANES), high = load(limits.high + b * LANES);
+        float* at = scores + b * LANES;
+        for (int key = first_key; key < first_key + num_keys; key++, at += NB * LANES) {
+            const v16i position = splat(int32_t(key));
+            store(at, select(low <= position, select(position < high, load(at), splat(MASKED)), splat(MASKED)));
+        }
     }
 }
 
 // Sums by key modulo 16, in a tree
 static inline v16f tree_sum(v16f* part) {
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) part[i] = part[i] + part[i + half];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) part[i] = part[i] + part[i + 8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) part[i] = part[i] + part[i + 4];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) part[i] = part[i] + part[i + 2];
+    part[0] = part[0] + part[1];
     return part[0];
 }
 
@@ -48,8 +57,13 @@ static inline v16f tree_sum(v16f* part) {
 // and note by how much that shrinks what was summed so far. Returns the maximum.
 template <int NB>
 static inline v16f raise_max(RowState& state, float* alpha, int b, const float* column, int num_keys, float factor) {
-    v16f old = load(state.max + b * LANES), top = load(column);
-    for (int t = 1; t < num_keys; t++) top = vmax(top, load(column + t * NB * LANES));
+    v16f old = load(state.max + b * LANES), tops[4];  // four, or each comparison waits for the one before
+    for (int i = 0; i < 4; i++) tops[i] = load(column + std::min(i, num_keys - 1) * NB * LANES);
+    int t = 4;
+    for (; t + 4 <= num_keys; t += 4)
+        for (int i = 0; i < 4; i++) tops[i] = vmax(tops[i], load(column + (t + i) * NB * LANES));
+    for (; t < num_keys; t++) tops[0] = vmax(tops[0], load(column + t * NB * LANES));
+    v16f top = vmax(vmax(tops[0], tops[1]), vmax(tops[2], tops[3]));
     top = vmax(old, top * splat(factor));
     store(alpha + b * LANES, vexp2(old - top));
     store(state.max + b * LANES, top);
@@ -89,7 +103,9 @@ static void soften_pairs(RowState& state, float* alpha, float* scores, int num_k
             if (!masked) return p;
             return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(MASKED), _CMP_GT_OQ), p);
         };
-        v16f part[16] = {};
+        v16f part[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) part[i] = splat(0.0f);
         int t = 0;
         for (; t + 16 <= num_keys; t += 16)
 #pragma GCC unroll 8
@@ -114,14 +130,14 @@ static void soften_pairs(RowState& state, float* alpha, float* scores, int num_k
 // Scores to weights: scaled, capped, masked and softened, as pairs if `paired`.
 template <int NB>
 static void weigh(const AttendArgs& args, const RowLimits& limits, RowState& state, float* alpha, float* scores,
-                  int num_rows, int num_keys, int first_key, bool masked, bool paired) {
+                  int num_keys, int first_key, bool masked, bool paired) {
     constexpr int W = NB * LANES;
     float factor = args.scale * LOG2_E;
     if (args.softcap > 0) {
         cap(args, scores, num_keys * W);
         factor = 1.0f;
     }
-    if (masked) mask(limits, num_rows, first_key, num_keys, W, scores);
+    if (masked) mask<NB>(limits, first_key, num_keys, scores);
 #if STEMMA_BF16_DOT
     if (paired && masked) return soften_pairs<NB, true>(state, alpha, scores, num_keys, factor);
     if (paired) return soften_pairs<NB, false>(state, alpha, scores, num_keys, factor);
