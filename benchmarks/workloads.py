@@ -123,12 +123,15 @@ def _repeat(maker: TextMaker, _: int) -> tuple[list[str], str]:
 
 
 def decode_rate(answers: Sequence[Answer]) -> float | None:
-    """Return the tokens a second that came after every answer had its first; None if none came."""
+    """Return the tokens a second that came after every answer had its first; None if none came.
+
+    The first piece counts as one token, and all others as equally many: servers join tokens.
+    """
     first = max(a.first_token_at or a.finished_at for a in answers)
     tokens, last = 0.0, max(a.finished_at for a in answers)
     for a in answers:
         late = sum(1 for t in a.piece_times if t > first)
-        tokens += late * a.num_generated_tokens / max(1, len(a.piece_times))
+        tokens += late * (a.num_generated_tokens - 1) / max(1, len(a.piece_times) - 1)
     return tokens / (last - first) if last > first else None
 
 

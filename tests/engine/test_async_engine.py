@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from itertools import chain, pairwise
 from queue import SimpleQueue
@@ -15,9 +16,11 @@ from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.core.scheduler import Scheduler
 from stemma.engine.llm import engine_settings
+from stemma.engine.output import joining
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.model.causal_lm import CausalLM
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
 
@@ -33,7 +36,7 @@ def moments(monkeypatch):
                 seen.append("passed on")
             super().put(item)
 
-    monkeypatch.setattr(async_engine, "SimpleQueue", NotingQueue)
+    monkeypatch.setattr(joining, "SimpleQueue", NotingQueue)
     return seen
 
 
@@ -53,7 +56,9 @@ def processors(monkeypatch):
 @pytest.fixture(params=["off", "on"])
 def engine(checkpoint, request):
     overlap = {"overlap_schedule": request.param, "speculation": "off" if request.param == "on" else "auto"}
-    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, max_waiting=20, **overlap)
+    settings = engine_settings(
+        checkpoint, kv_cache_memory="2MB", block_size=16, max_waiting=20, stream_interval_ms=0, **overlap
+    )
     engine = AsyncEngine.from_settings(settings)
     yield engine
     engine.close()
@@ -110,6 +115,65 @@ async def test_news_of_a_step_are_passed_on_while_the_next_one_computes(moments,
     passed = [before for before, moment in pairwise(moments) if moment == "passed on"]
     assert passed.count("step begins") >= 30
     assert "step ends" not in passed[:-1]
+
+
+async def test_joined_steps_give_the_same_tokens_first_and_last_at_once(checkpoint):
+    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, stream_interval_ms=1000)
+    engine = AsyncEngine.from_settings(settings)
+    try:
+        requests = [request(f"r{i}", prompt(i, 20), greedy(40, n=1 + i % 2)) for i in range(4)]
+        joined = await asyncio.gather(*(collect(engine, r) for r in requests))
+        await engine.check()
+    finally:
+        engine.close()
+    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, stream_interval_ms=0)
+    engine = AsyncEngine.from_settings(settings)
+    try:
+        apart = await asyncio.gather(*(collect(engine, r) for r in requests))
+    finally:
+        engine.close()
+    for mine, plain in zip(joined, apart, strict=True):
+        assert len(mine) < len(plain)
+        assert [len(delta.token_ids) for delta in mine[0].deltas] == [1] * len(mine[0].deltas)
+        for index in range(len(mine[0].deltas)):
+            whole = [[d for o in outputs for d in o.deltas if d.index == index] for outputs in (mine, plain)]
+            tokens = [[token for d in deltas for token in d.token_ids] for deltas in whole]
+            assert tokens[0] == tokens[1]
+            assert [d.finish_reason for d in whole[0][:-1]] == [None] * (len(whole[0]) - 1)
+            assert whole[0][-1].finish_reason is FinishReason.LENGTH
+        assert mine[-1].finished
+        assert mine[-1].num_generated_tokens == plain[-1].num_generated_tokens
+
+
+async def test_held_tokens_arrive_though_a_step_hangs(checkpoint, monkeypatch):
+    """By their deadline, without the step loop's help; the steps before were quick."""
+    go_on = threading.Event()
+    num_steps = 0
+    forward = CausalLM.forward
+
+    def hanging(self, batch, kv):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 9:
+            batch.on_launch()
+            assert go_on.wait(60)
+        return forward(self, batch, kv)
+
+    settings = engine_settings(
+        checkpoint, kv_cache_memory="2MB", block_size=16, stream_interval_ms=200, speculation="off"
+    )
+    engine = AsyncEngine.from_settings(settings)
+    try:
+        monkeypatch.setattr(CausalLM, "forward", hanging)
+        seen = 0
+        async for output in engine.generate(request("a", prompt(1, 20), greedy(20))):
+            seen += sum(len(delta.token_ids) for delta in output.deltas)
+            if seen == 8:
+                go_on.set()
+        assert seen == 20
+    finally:
+        go_on.set()
+        engine.close()
 
 
 async def test_a_paused_engine_runs_no_step_and_loses_nothing(engine):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Script:
 
     delay_s: float = 0.0
     """Before each token."""
+    joined: int = 1
+    """Deliver so many steps together, but for the first and the last."""
     overloaded: bool = False
     fail_after: int | None = None
     """Report an error after so many tokens."""
@@ -105,7 +107,7 @@ class ScriptedEngine:
         self.requests.append(request)
         self.active.add(request.request_id)
         try:
-            async for output in self._outputs(request, report):
+            async for output in joined(self._outputs(request, report), self.script.joined):
                 yield output
         finally:
             self.active.discard(request.request_id)
@@ -200,6 +202,21 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+async def joined(outputs: AsyncIterator[RequestOutput], size: int) -> AsyncIterator[RequestOutput]:
+    """Yield the outputs, several as one, as an engine does that holds tokens for a moment."""
+    held: list[RequestOutput] = []
+    is_first = True
+    async for output in outputs:
+        if output.error and held:
+            yield replace(held[-1], deltas=tuple(delta for one in held for delta in one.deltas))
+            held.clear()
+        held.append(output)
+        if is_first or output.finished or output.error or len(held) == size:
+            yield replace(output, deltas=tuple(delta for one in held for delta in one.deltas))
+            held.clear()
+        is_first = False
 
 
 def scripted_scores(request: GenerationRequest) -> PromptLogprobs | None:

@@ -25,6 +25,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import torch
+
 from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
@@ -32,6 +34,7 @@ from stemma.engine.core.engine import Engine, describe_error
 from stemma.engine.core.request import SequenceNews
 from stemma.engine.mailbox import Mailbox
 from stemma.engine.operator.cache_control import CacheControl
+from stemma.engine.output.joining import NewsQueue
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.supervisor import EngineSupervisor, ThreadFailure
 from stemma.errors import (
@@ -45,11 +48,14 @@ from stemma.errors import (
     StemmaError,
 )
 from stemma.model.loading import Progress
+from stemma.native.cores import usable_cores
 from stemma.supervision import Supervisor
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
+_JOINING_INTERVAL_S = 0.04
+"""25 deliveries a second at least: faster than anybody reads, and steps of 20 ms or less are joined."""
 GRAMMAR_TIMEOUT_S = 10.0
 """Time limit of compiling a grammar."""
 
@@ -65,13 +71,21 @@ class _Subscription:
 class AsyncEngine:
     """Serves requests from an event loop. Start it once the loop's process is set up; `close` it once."""
 
-    def __init__(self, build: Callable[[Supervisor], EngineParts], *, max_waiting: int) -> None:
-        """Run `build` on the step thread, wait for it and start; raises what it raises."""
+    def __init__(
+        self,
+        build: Callable[[Supervisor], EngineParts],
+        *,
+        max_waiting: int,
+        stream_interval_s: float | None = None,
+    ) -> None:
+        """Run `build` on the step thread, wait for it and start; raises what it raises.
+
+        `stream_interval_s`: how long tokens may be held to leave together; None: see `joining_interval_s`.
+        """
         self._max_waiting = max_waiting
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._news: SimpleQueue[list[SequenceNews] | None] = SimpleQueue()
-        self._held: list[SequenceNews] = []
-        """News that `_news` doesn't have yet. The step thread's own."""
+        self._news = NewsQueue()
+        self._stream_interval_s = stream_interval_s
         self._subscriptions: dict[str, _Subscription] = {}
         self._calls: set[Future[Any]] = set()
         self._over: StemmaError | None = None
@@ -111,9 +125,11 @@ class AsyncEngine:
 
         `progress` is called on the step thread.
         """
+        interval_ms = settings.scheduler.stream_interval_ms
         return cls(
             lambda supervisor: build_engine(settings, progress, supervisor),
             max_waiting=settings.scheduler.max_waiting,
+            stream_interval_s=None if interval_ms is None else interval_ms / 1e3,
         )
 
     @property
@@ -264,7 +280,7 @@ class AsyncEngine:
         """A thread failed: nothing is served any more."""
         self._stop_serving(EngineFailed(f"the engine stopped: {failure.reason}"))
         self._commands.put(None)
-        self._news.put(None)
+        self._news.close()
 
     def _stop_serving(self, error: StemmaError) -> None:
         """End open requests and calls, and all that come later, with `error`."""
@@ -283,25 +299,17 @@ class AsyncEngine:
         except BaseException as error:  # noqa: BLE001 - whoever started us gets it
             built.set_exception(error)
             return
+        interval_s = self._stream_interval_s
+        self._news.interval_s = joining_interval_s(parts) if interval_s is None else interval_s
         self._engine = parts.engine
-        self._engine.tell_launches(self._pass_on)
+        # The output thread gets the news when the next step makes its native call. Threads that wrote them
+        # out while this one still prepares the step would hold up all cores, since one at a time runs Python.
+        self._engine.tell_launches(self._news.begin_step)
         built.set_result(parts)
         while self._work_off_commands():
-            news = self._step()
-            self._pass_on()  # those of the step before, if this one made no native call
-            self._held = news
-        self._pass_on()
-        self._news.put(None)
-
-    def _pass_on(self) -> None:
-        """Give the news of the last step to the output thread.
-
-        That happens when the next step makes its native call. Threads that wrote the news out while this one
-        still prepares the step would hold up all cores, since one at a time runs Python.
-        """
-        if self._held:
-            self._news.put(self._held)
-            self._held = []
+            self._news.end_step(self._step())
+        self._news.pass_on()
+        self._news.close()
 
     def _step(self) -> list[SequenceNews]:
         """Run a step; if it fails, end all requests. Raises IntegrityError if some are left then."""
@@ -321,12 +329,12 @@ class AsyncEngine:
         while True:
             is_idle = self._is_paused or not self._engine.has_work
             if is_idle:
-                self._pass_on()
+                self._news.pass_on()
             try:
                 command = self._commands.get(block=is_idle)
             except Empty:
                 return True
-            self._pass_on()
+            self._news.pass_on()
             if command is None:
                 for request_id in self._subscriptions.copy():
                     self._abort(request_id)
@@ -352,9 +360,7 @@ class AsyncEngine:
             raise
 
     def _abort(self, request_id: str) -> None:
-        news = self._engine.abort(request_id)
-        if news:
-            self._news.put(news)
+        self._news.put(self._engine.abort(request_id))
 
     # On the output thread:
 
@@ -386,6 +392,16 @@ class AsyncEngine:
                     subscription = self._subscriptions.get(request_id)
                     if subscription is not None and subscription.outputs.loop is loop:
                         self._commands.put(partial(self._abort, request_id))
+
+
+def joining_interval_s(parts: EngineParts) -> float:
+    """Return how long tokens are held where nothing is set; on the step thread.
+
+    Only where the threads of the model's processes fill all cores: elsewhere the event loop holds up no step.
+    """
+    num_threads = torch.get_num_threads() * parts.num_ranks
+    is_full = parts.model.device.type == "cpu" and num_threads >= usable_cores()
+    return _JOINING_INTERVAL_S if is_full else 0.0
 
 
 def _put_all(group: Sequence[tuple[_Subscription, RequestOutput | StemmaError]]) -> None:

@@ -19,25 +19,26 @@ from stemma.server.transport.disconnect import unless_disconnected
 
 @dataclass(slots=True)
 class Times:
-    """Milliseconds from arrival to the first output, and between outputs."""
+    """Milliseconds from arrival to the first output, and between steps' results."""
 
     began: float = field(default_factory=time.monotonic)
     prefill_ms: float | None = None
     decode_ms: list[float] = field(default_factory=list)
     _last: float = 0.0
 
-    def seen(self) -> None:
-        """Note an output."""
+    def seen(self, num_steps: int = 1) -> None:
+        """Note an output with the results of `num_steps`, which share the time since the one before."""
         now = time.monotonic()
         if self.prefill_ms is None:
             self.prefill_ms = round(1000 * (now - self.began), 3)
         else:
-            self.decode_ms.append(round(1000 * (now - self._last), 3))
+            gap_ms = round(1000 * (now - self._last) / num_steps, 3)
+            self.decode_ms.extend([gap_ms] * num_steps)
         self._last = now
 
     @property
     def mean_decode_ms(self) -> float | None:
-        """Mean gap between outputs."""
+        """Mean gap between results."""
         return round(sum(self.decode_ms) / len(self.decode_ms), 3) if self.decode_ms else None
 
 
@@ -67,7 +68,7 @@ class TimedRun:
             except TimeoutError as error:
                 await self.outputs.aclose()
                 raise _too_late() from error
-            self.times.seen()
+            self.times.seen(max(1, len(output.deltas)))
             yield output
 
 

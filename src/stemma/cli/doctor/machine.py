@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from stemma.memory.device.sizing import free_bytes
+from stemma.native.cores import affinity_cores, quota_cores
 from stemma.native.process_memory import resident_bytes
 
 _PACKAGES = ("stemma", "torch", "transformers", "numpy", "safetensors", "tokenizers", "fastapi", "uvicorn")
@@ -77,9 +77,8 @@ def versions() -> dict[str, str]:
 
 def processor() -> Processor:
     """Return what the system says about its processor."""
-    affinity = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return Processor(
-        _processor_name(), platform.machine(), os.cpu_count() or 1, affinity or 1, _quota_cores()
+        _processor_name(), platform.machine(), os.cpu_count() or 1, affinity_cores(), quota_cores()
     )
 
 
@@ -115,11 +114,3 @@ def _processor_name() -> str:
         return platform.processor() or "unknown"
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "unknown")
-
-
-def _quota_cores() -> float | None:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None

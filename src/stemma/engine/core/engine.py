@@ -12,7 +12,15 @@ from stemma.config.settings import SchedulerSettings
 from stemma.engine.api import DraftCount, EngineStats, GenerationRequest
 from stemma.engine.budget.working_memory import MemoryPlan
 from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
-from stemma.engine.core.request import Limits, RequestState, Scheduled, SequenceNews, SequenceState, Status
+from stemma.engine.core.request import (
+    Limits,
+    RequestState,
+    Scheduled,
+    SequenceNews,
+    SequenceState,
+    Status,
+    is_decode,
+)
 from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLimits
 from stemma.engine.core.tally import Tally
@@ -88,10 +96,13 @@ class Engine:
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
-        self._on_launch: Callable[[], None] = lambda: None
+        self._on_launch: Callable[[bool], None] = lambda _: None
 
-    def tell_launches(self, on_launch: Callable[[], None]) -> None:
-        """Have `on_launch` called within each `step` that computes or waits outside Python, before."""
+    def tell_launches(self, on_launch: Callable[[bool], None]) -> None:
+        """Have `on_launch` called within each `step` that computes or waits outside Python, before.
+
+        It is told whether the step is pure decode, and may be called again in the same step.
+        """
         self._on_launch = self.runner.on_launch = on_launch
 
     @property
@@ -192,7 +203,7 @@ class Engine:
             return news + self._run_or_wait(plan, start_s, may_wait=not news)
         if flight is None:
             return news
-        self._on_launch()
+        self._on_launch(is_decode(flight.plan))
         return news + self._collect(ahead, flight)
 
     def _schedule(self, *, is_ahead: bool) -> tuple[Sequence[Scheduled], list[SequenceNews]]:
@@ -211,7 +222,7 @@ class Engine:
         if plan:
             return self._take_turn(plan, start_s)
         if may_wait:
-            self._on_launch()
+            self._on_launch(False)
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
         return []
 
@@ -468,7 +479,7 @@ class Engine:
         self, plan: Sequence[Scheduled], news: Sequence[SequenceNews], duration_s: float
     ) -> None:
         """Report the duration of a decode-only step to the seats and the drafter."""
-        if any(item.num_tokens - len(item.draft) > 1 for item in plan):
+        if not is_decode(plan):
             return
         num_rows, num_context = sum(item.num_tokens for item in plan), sum(item.start for item in plan)
         self._scheduler.seats.note_step(num_rows, num_context, duration_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -262,3 +263,8 @@ class Scheduled:
     def end(self) -> int:
         """Tokens that have their KV afterwards, if any draft is accepted whole."""
         return self.start + self.num_tokens
+
+
+def is_decode(plan: Iterable[Scheduled]) -> bool:
+    """Whether a step computes one token of each sequence, apart from drafts."""
+    return all(item.num_tokens - len(item.draft) <= 1 for item in plan)

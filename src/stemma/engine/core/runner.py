@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from stemma.engine.core.adapter_seats import PreparedAdapters
-from stemma.engine.core.request import Scheduled
+from stemma.engine.core.request import Scheduled, is_decode
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 
@@ -96,8 +97,8 @@ class Runner:
         self._model = model
         self._adapters = adapters
         self.kv = kv
-        self.on_launch: Callable[[], None] | None = None
-        """See `ForwardBatch`; of steps that run in turn."""
+        self.on_launch: Callable[[bool], None] | None = None
+        """See `ForwardBatch`; of steps that run in turn. Told whether the step is pure decode."""
         self._block_size = block_size or kv.layout.block_size
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
         self._buffers = StepBuffers(max_batch_tokens, model.device)
@@ -110,7 +111,7 @@ class Runner:
         """
         batch = self._batch(plan)
         if self.on_launch is not None:
-            batch.on_launch = self.on_launch
+            batch.on_launch = partial(self.on_launch, is_decode(plan))
         logits = self._model.forward(batch, self.kv)
         batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
         if logits.is_cuda and len(logits) == 0:

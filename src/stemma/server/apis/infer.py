@@ -110,6 +110,7 @@ async def _events(
     ids: list[int] = []
     try:
         async for output in run.each():
+            chunks: list[bytes] = []
             for delta in output.deltas:
                 texts.append(delta.text)
                 ids.extend(delta.token_ids)
@@ -124,7 +125,8 @@ async def _events(
                     if parameters.details:
                         reason = finish_reason(delta.finish_reason, delta.stop_reason)
                         item["details"] = _last_details(generation, output, reason, ids)
-                yield event(item)
+                chunks.append(event(item))
+            yield b"".join(chunks)
     except StemmaError as error:
         yield event(tgi_error_body(error)[1])
 

@@ -165,6 +165,7 @@ async def _events(
     index = 0
     try:
         async for _, output in outputs:
+            chunks: list[bytes] = []
             for delta in output.deltas:
                 texts.append(delta.text)
                 tokens = stream_tokens(context, delta)
@@ -181,7 +182,9 @@ async def _events(
                         if parameters.details:
                             reason = finish_reason(delta.finish_reason, delta.stop_reason)
                             item["details"] = _stream_details(generation, output, reason)
-                    yield event(item)
+                    chunks.append(event(item))
+            if chunks:
+                yield b"".join(chunks)
     except StemmaError as error:
         yield event(tgi_error_body(error)[1])
 

@@ -223,6 +223,7 @@ async def _events(
     try:
         with _stoppable(request, body.id, generation):
             async for output in run.each():
+                chunks: list[bytes] = []
                 for delta in output.deltas:
                     item = _answer(context, body, delta.text)
                     if delta.finish_reason is not None and parameters.details:
@@ -234,7 +235,8 @@ async def _events(
                     times = run.times
                     item["prefill_time"] = None if times.decode_ms else times.prefill_ms
                     item["decode_time"] = times.decode_ms[-1] if times.decode_ms else None
-                    yield event(item)
+                    chunks.append(event(item))
+                yield b"".join(chunks)
     except StemmaError as error:
         yield event(tgi_error_body(error)[1])
 
