@@ -20,8 +20,9 @@ from stemma.cli.options import with_settings_flags
 from stemma.config.loading import load_settings
 from stemma.config.settings import EngineSettings, Settings
 from stemma.config.sizes import format_size
-from stemma.model.demo import is_demo
-from stemma.model.directory import check_directory, weight_files
+from stemma.model.demo import converted_checkpoint, is_demo
+from stemma.model.directory import check_directory, is_gguf, weight_files
+from stemma.model.fingerprint import fingerprint_early
 from stemma.native.early_memory import prepare_memory
 from stemma.native.process_memory import available_bytes
 from stemma.supervision import LoggingSupervisor
@@ -71,9 +72,9 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     path = settings.engine.model.path
     if not is_demo(path):
         check_directory(path)
-        _prepare_memory(settings)
     with ExitStack() as stack:
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
+            _begin_loading(settings, stack)
             from stemma.engine.async_engine import AsyncEngine
             from stemma.server.access import Access, is_loopback
             from stemma.server.transport.planes import listen, listen_planes
@@ -85,6 +86,8 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
                 check_ledger(settings.server.ledger)
             listeners = stack.enter_context(listen_planes(settings, listen))
             importing = beside.submit(import_module, "stemma.server.transport.runtime")
+            # What was imported stays: the look at the end is at the rest.
+            gc.freeze()
             engine = _load(console, settings, AsyncEngine.from_settings)
             serve = importing.result().serve
 
@@ -118,14 +121,28 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _prepare_memory(settings: Settings) -> None:
-    """Make memory for the weights ready beside the imports, where they will be packed on CPU as they are."""
-    model = settings.engine.model
-    if model.device not in ("auto", "cpu") or Path("/dev/nvidiactl").exists() or model.quantize != "none":
+def _begin_loading(settings: Settings, stack: ExitStack) -> None:
+    """Let threads do beside the imports what needs files alone: memory, fingerprint, packed weights."""
+    model, supervisor = settings.engine.model, LoggingSupervisor()
+    path = converted_checkpoint() if is_demo(model.path) else model.path
+    if path is None:
         return
-    num_bytes = sum(file.stat().st_size for file in weight_files(model.path))
-    if 2 * num_bytes < available_bytes():
-        prepare_memory(num_bytes, LoggingSupervisor())
+    has_own_code = model.trust_remote_code  # perhaps, and then it is part of the fingerprint
+    is_on_cpu = model.device in ("auto", "cpu") and not Path("/dev/nvidiactl").exists()
+    num_bytes = sum(file.stat().st_size for file in weight_files(path))
+    if not is_on_cpu or model.quantize != "none" or 2 * num_bytes >= available_bytes():
+        if not has_own_code:
+            fingerprint_early(path, lambda: None, supervisor)
+        return
+    memory = prepare_memory(num_bytes, supervisor)
+    if has_own_code:
+        return
+    fingerprint_early(path, memory.wait, supervisor)
+    is_alone = settings.engine.parallel.num_ranks == 1 and settings.engine.speculation.mode != "mtp"
+    if is_alone and not is_gguf(path):
+        from stemma.model.early_packing import pack_early
+
+        stack.callback(pack_early(path, model.isa, supervisor).close)
 
 
 def _load(

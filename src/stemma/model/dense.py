@@ -21,8 +21,7 @@ from torch import nn
 from stemma.errors import ModelError
 from stemma.model.attention import AttentionCall
 from stemma.model.causal_lm import KVShape
-from stemma.model.cpu.fused import MAX_HEAD_DIM
-from stemma.model.llama_config import LlamaConfig
+from stemma.model.cpu.fused import MAX_HEAD_DIM, PackedWeights
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -31,6 +30,8 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """The class of transformers by `model_type`."""
+_CONFIG_MODULES = ("transformers.models.", "stemma.model.llama_config")
+"""Where configs come from that mean what they say; imported by whoever has one."""
 _SCALED = frozenset({"linear", "llama3", "yarn"})
 """Rotary embeddings whose angles transformers computes once; others may change with the length."""
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -85,35 +86,42 @@ class Rotary:
         return cos.to(like.dtype), sin.to(like.dtype)
 
 
-class DenseModel(nn.Module):
-    """All weights under transformers' names, and what the fused decoder asks of a model beside them."""
+class DenseWeights(nn.Module):
+    """All weights of a dense model, under transformers' names."""
 
-    def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        """Take tensors that `fits` said yes to; those of another dtype are converted."""
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        *,
+        num_layers: int,
+        head_dim: int,
+        eps: float,
+        norms_heads: bool,
+        is_tied: bool,
+    ) -> None:
+        """Take tensors; those of another dtype are converted. Raises KeyError if one is missing."""
         super().__init__()
-        self.config, self.dtype = config, dtype
-        self.architecture = FAMILIES[config.model_type]
 
         def layer_of(name: str) -> Weights:
             bias = tensors.get(f"{name}.bias")
             return Weights(tensors[f"{name}.weight"].to(dtype), None if bias is None else bias.to(dtype))
 
         def norm(name: str) -> Norm:
-            return Norm(tensors[f"{name}.weight"].to(dtype), float(config.rms_norm_eps))
+            return Norm(tensors[f"{name}.weight"].to(dtype), eps)
 
         base: Any = nn.Module()
-        base.config, base.rotary_emb = config, Rotary(config)
         base.embed_tokens = layer_of("model.embed_tokens")
         base.layers = nn.ModuleList()
-        for number in range(config.num_hidden_layers):
+        for number in range(num_layers):
             prefix = f"model.layers.{number}"
             layer: Any = nn.Module()
             layer.self_attn = attention = nn.Module()
             layer.mlp = mlp = nn.Module()
             for part in _PARTS:
                 setattr(attention, part, layer_of(f"{prefix}.self_attn.{part}"))
-            attention.head_dim = head_dim_of(config)  # type: ignore[assignment]
-            if config.model_type == "qwen3":
+            attention.head_dim = head_dim  # type: ignore[assignment]
+            if norms_heads:
                 attention.q_norm, attention.k_norm = (
                     norm(f"{prefix}.self_attn.{name}") for name in ("q_norm", "k_norm")
                 )
@@ -124,11 +132,33 @@ class DenseModel(nn.Module):
             base.layers.append(layer)
         base.norm = norm("model.norm")
         self.model = base
-        if config.tie_word_embeddings:
+        if is_tied:
             self.lm_head = Weights(base.embed_tokens.weight)
             self.lm_head.weight = base.embed_tokens.weight
         else:
             self.lm_head = layer_of("lm_head")
+
+
+class DenseModel(DenseWeights):
+    """A dense model's weights, and what the fused decoder asks of a model beside them."""
+
+    packed: PackedWeights | None = None
+    """The same weights, where they were checked and packed before; then these here are never read."""
+
+    def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """Take tensors that `fits` said yes to; those of another dtype are converted."""
+        super().__init__(
+            tensors,
+            dtype,
+            num_layers=config.num_hidden_layers,
+            head_dim=head_dim_of(config),
+            eps=float(config.rms_norm_eps),
+            norms_heads=has_head_norms(config.model_type),
+            is_tied=config.tie_word_embeddings,
+        )
+        self.config, self.dtype = config, dtype
+        self.architecture = FAMILIES[config.model_type]
+        self.model.config, self.model.rotary_emb = config, Rotary(config)
 
     def attention(self) -> tuple[KVShape, list[AttentionCall]]:
         """Return the shape of the KV that the layers keep, and how each wants its attention computed."""
@@ -138,6 +168,11 @@ class DenseModel(nn.Module):
             for number in range(num_layers)
         ]
         return KVShape(num_layers, 2, int(self.config.num_key_value_heads), head_dim), calls
+
+
+def has_head_norms(model_type: str) -> bool:
+    """Whether queries and keys of a family are normed."""
+    return model_type == "qwen3"
 
 
 def head_dim_of(config: Any) -> int:
@@ -153,7 +188,7 @@ def fits(config: Any, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]])
 
 def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | None:
     """Return the shape of each tensor that the config makes; None: `DenseModel` holds no such models."""
-    is_known = isinstance(config, LlamaConfig) or type(config).__module__.startswith("transformers.models.")
+    is_known = type(config).__module__.startswith(_CONFIG_MODULES)
     if config.model_type not in FAMILIES or not is_known:
         return None
     if dtype not in (torch.bfloat16, torch.float32) or config.hidden_act != "silu" or _slides(config):
@@ -181,7 +216,7 @@ def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | N
         "mlp.down_proj": (hidden, width),
     }
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.model_type == "qwen3":
+    if has_head_norms(config.model_type):
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
     biased = _biased(config)
     shapes: dict[str, tuple[int, ...]] = {

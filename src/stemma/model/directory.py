@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from stemma.errors import ModelError, UnsupportedModel
 
@@ -21,6 +22,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GGUF_SUFFIX = ".gguf"
+FileStates: TypeAlias = dict[Path, tuple[int, ...]]
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
 _BITS = {"BOOL": 8, "BF16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
@@ -111,6 +113,21 @@ def weight_files(path: Path) -> list[Path]:
     if found := sorted(path.glob("*.gguf")):
         raise ModelError(f"{path} has weights as GGUF only; give one of these files, e.g. {found[0]}")
     raise ModelError(f"{path} has no {SINGLE} and no {INDEX}: can't load weights; is the download complete?")
+
+
+def checkpoint_states(path: Path) -> FileStates:
+    """Return what changes when a file of a checkpoint does. Raises ModelError as `weight_files`; OSError."""
+    files = weight_files(path)
+    if not is_gguf(path):
+        described = description_file(path)
+        files += [path / CONFIG, *([] if described is None else [described])]
+    return file_states(files)
+
+
+def file_states(files: Iterable[Path]) -> FileStates:
+    """Return device, inode, size and time of the last change of each file; raise OSError."""
+    found = {file: file.stat() for file in files}
+    return {file: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for file, s in found.items()}
 
 
 def description_file(path: Path) -> Path | None:

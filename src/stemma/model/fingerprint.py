@@ -15,13 +15,24 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from stemma.errors import ModelError
-from stemma.model.directory import CONFIG, StoredTensor, description_file, is_gguf, read_json, stored_tensors
+from stemma.model.directory import (
+    CONFIG,
+    FileStates,
+    StoredTensor,
+    checkpoint_states,
+    description_file,
+    is_gguf,
+    read_json,
+    stored_tensors,
+)
+from stemma.supervision import Supervisor, start_thread
 
 _FORMAT = b"stemma fingerprint 2"
 """Version of the method; changes with what is hashed, and how."""
@@ -55,6 +66,42 @@ def model_fingerprint(path: Path, *, remote_code: bool = False, whole_bytes: int
     except (OSError, ValueError) as error:
         raise ModelError(f"can't read the checkpoint in {path}: {error}") from error
     return digest.hexdigest()
+
+
+class EarlyFingerprint:
+    """The fingerprint of a checkpoint without code of its own, read beside the interpreter's imports."""
+
+    def __init__(self, path: Path, after: Callable[[], None], supervisor: Supervisor) -> None:
+        """Begin once `after` returns, which the thread calls."""
+        self._path, self._after = path, after
+        self._found: tuple[FileStates, str] | None = None
+        self._thread = start_thread("stemma-fingerprint", self._run, supervisor)
+
+    def take(self, path: Path) -> str | None:
+        """Wait, and return the fingerprint if it is that of the files that `path` has now, else None."""
+        self._thread.join()
+        if self._found is None or path != self._path or self._found[0] != checkpoint_states(path):
+            return None
+        return self._found[1]
+
+    def _run(self) -> None:
+        self._after()
+        with suppress(ModelError, OSError):  # the load meets it again, and says what it is
+            states = checkpoint_states(self._path)
+            self._found = states, model_fingerprint(self._path)
+
+
+_begun: list[EarlyFingerprint] = []
+
+
+def fingerprint_early(path: Path, after: Callable[[], None], supervisor: Supervisor) -> None:
+    """Begin the fingerprint of the next model that this process loads, once `after` returns."""
+    _begun.append(EarlyFingerprint(path, after, supervisor))
+
+
+def take_fingerprint(path: Path) -> str | None:
+    """Return what `fingerprint_early` found, and forget it; None: nothing, or nothing of `path` as it is."""
+    return _begun.pop().take(path) if _begun else None
 
 
 def _essentials(path: Path) -> dict[str, Any]:

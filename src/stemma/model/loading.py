@@ -35,8 +35,9 @@ from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.dense import DenseModel
-from stemma.model.directory import check_directory, weight_files
-from stemma.model.fingerprint import model_fingerprint
+from stemma.model.directory import check_directory, is_gguf, stored_tensors, weight_files
+from stemma.model.early_packing import EarlyPacking, take_early
+from stemma.model.fingerprint import model_fingerprint, take_fingerprint
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format
 from stemma.model.generation import default_sampling, eos_token_ids
@@ -104,13 +105,14 @@ def load_model(
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         is_first = group is None or group.share.rank == 0
-        hashing = beside.submit(
-            lambda: model_fingerprint(path, remote_code=runs_remote_code(settings)) if is_first else ""
-        )
+        hashing = beside.submit(lambda: _fingerprint(settings) if is_first else "")
         share = None if group is None else group.share
         spared = TESTED if compiling and _keeps_codes(settings, config) and compiling.result() else ()
         dense = compiling is not None and group is None and not predicts and compiling.result() is not None
+        early = take_early()
         hf_model, counts = load_weights(settings, config, device, report, spared, share, dense=dense)
+        if early is not None:
+            _take_packed(early, hf_model, settings, config)
         if predicts:
             add_prediction_layer(settings, config, hf_model)
         report("reading the fingerprint", 0.0)
@@ -139,6 +141,25 @@ def load_model(
     return model
 
 
+def _fingerprint(settings: ModelSettings) -> str:
+    early = take_fingerprint(settings.path)
+    if early is not None and not settings.trust_remote_code:
+        return early
+    return model_fingerprint(settings.path, remote_code=runs_remote_code(settings))
+
+
+def _take_packed(early: EarlyPacking, hf_model: Any, settings: ModelSettings, config: Any) -> None:
+    """Give a model its packed weights if a thread has made them of the same files; free others."""
+    if isinstance(hf_model, DenseModel) and settings.quantize == "none" and not is_gguf(settings.path):
+        hf_model.packed = early.take(
+            stored_tensors(settings.path),
+            hf_model.dtype,
+            is_tied=bool(config.tie_word_embeddings),
+            isa=settings.isa,
+        )
+    early.close()
+
+
 def _architecture(model: Any) -> str:
     return model.architecture if isinstance(model, DenseModel) else type(model).__name__
 
@@ -161,7 +182,8 @@ def _make_servable(
 
     With a `group` it is a rank's share.
     """
-    checkpoint = MappedFiles(weight_files(settings.path))
+    is_packed = isinstance(hf_model, DenseModel) and hf_model.packed is not None
+    checkpoint = MappedFiles([] if is_packed else weight_files(settings.path))
 
     def reporting(stage: str) -> Callable[[float], None]:
         def dropping_pages(share: float) -> None:
@@ -170,7 +192,8 @@ def _make_servable(
 
         return dropping_pages
 
-    check_weights(hf_model, reporting("checking weights"))
+    if not is_packed:
+        check_weights(hf_model, reporting("checking weights"))
     report("probing", 0.0)
     reference: Reference | None = None
     # On CUDA the steps may be recorded with all layers.
@@ -301,7 +324,9 @@ def _make_decoder(
     operations: RowwiseOperations | None
     is_dense = isinstance(hf_model, DenseModel)
     if packing is not None and group is None and (is_dense or follows_pattern(hf_model)):
-        main, operations = FusedDecoder(hf_model, calls, packing, report), RowwiseOperations(packing.kernels)
+        packed = hf_model.packed if isinstance(hf_model, DenseModel) else None
+        main = FusedDecoder(hf_model, calls, packing, report, packed)
+        operations = RowwiseOperations(packing.kernels)
         if predicts:
             _pack_modules(hf_model.stemma_prediction, packing, lambda _share: None)
     else:

@@ -100,9 +100,10 @@ class MappedFiles:
     def __init__(self, files: Iterable[Path]) -> None:
         self._madvise = _libc_function("madvise")
         self._mappings: set[Mapping] = set()
-        if self._madvise is not None:
+        names = {str(file.resolve()) for file in files}
+        if self._madvise is not None and names:
             smaps = (_PROC / "smaps").read_text(encoding="utf-8", errors="replace")
-            self._mappings = clean_mappings(smaps, {str(file.resolve()) for file in files})
+            self._mappings = clean_mappings(smaps, names)
 
     def drop_pages(self) -> None:
         """Take their pages out of this process; whoever reads them finds them in the page cache again."""

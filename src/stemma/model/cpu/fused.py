@@ -9,6 +9,7 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -96,6 +97,26 @@ def _follows_gated(mlp: Any) -> bool:
     return has_common_form(getattr(mlp, "experts", None)) and can_route(router) and can_pack(router.weight)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """All weights of a model but the last norm's, as the decoder reads them."""
+
+    layers: list[FusedLayer]
+    embed: EmbeddingFunction
+    head: PackedProduct
+
+
+def pack_weights(hf_model: Any, packing: Packing, report: Callable[[float], None]) -> PackedWeights:
+    """Take the weights out of a model that `follows_pattern`."""
+    base = hf_model.model
+    layers: list[FusedLayer] = []
+    for index in range(len(base.layers)):
+        report(index / len(base.layers))
+        layers.append(fuse(base.layers[index], packing))
+        base.layers[index] = torch.nn.Identity()  # lets the plain weights go
+    return PackedWeights(layers, *_join_ends(hf_model, packing))
+
+
 class FusedDecoder:
     """Runs all layers of a model over paged KV. Building it takes the weights out of the model."""
 
@@ -105,19 +126,24 @@ class FusedDecoder:
         calls: Sequence[AttentionCall],
         packing: Packing,
         report: Callable[[float], None],
+        packed: PackedWeights | None = None,
     ) -> None:
-        """Take the weights of `hf_model`; `calls` are the attention calls of its layers in the probe."""
+        """Take the weights of `hf_model`; `calls` are the attention calls of its layers in the probe.
+
+        `packed`: these weights, where they are packed already.
+        """
         base = hf_model.model
         self._kernels = kernels = packing.kernels
         is_latent = hasattr(base.layers[0].self_attn, "stemma_latent")
         self._heads: Heads = LatentHeads(hf_model) if is_latent else GroupedHeads(hf_model)
-        layers: list[FusedLayer] = []
-        for index in range(len(base.layers)):
-            report(index / len(base.layers))
-            layers.append(fuse(base.layers[index], calls[index], packing))
-            base.layers[index] = torch.nn.Identity()  # lets the plain weights go
-        self._embed, self._head = _join_ends(hf_model, packing)
+        if packed is None:
+            packed = pack_weights(hf_model, packing, report)
+        else:
+            base.layers = hf_model.lm_head = base.embed_tokens = nn.Identity()
         leave_file(hf_model)
+        layers, self._embed, self._head = packed.layers, packed.embed, packed.head
+        for layer, call in zip(layers, calls, strict=True):
+            layer.attend_by(call)
         eps = float(base.norm.variance_epsilon)
         self._step = DecoderStep(kernels, layers, base.norm.weight, self._head, eps)
         self._num_layers, self._dtype = len(layers), base.norm.weight.dtype

@@ -128,9 +128,13 @@ class FusedLayer:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     latent: FusedLatent | None
-    sliding_window: int
+    sliding_window: int = 0
     """0: none."""
-    scaling: float
+    scaling: float = 1.0
+
+    def attend_by(self, call: AttentionCall) -> None:
+        """Set what the layer passed to attention in the probe."""
+        self.sliding_window, self.scaling = call.sliding_window or 0, call.scaling
 
     def weights(self) -> LayerWeights:
         """Describe the layer to the kernels; valid as long as this object."""
@@ -153,8 +157,8 @@ class FusedLayer:
         return described
 
 
-def fuse(layer: Any, call: AttentionCall, packing: Packing) -> FusedLayer:
-    """Take a layer of transformers apart; `call` is what it passed to attention in the probe."""
+def fuse(layer: Any, packing: Packing) -> FusedLayer:
+    """Take a layer of transformers apart; how it attends is set later."""
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     joined = joined_linears(attention)
@@ -168,8 +172,6 @@ def fuse(layer: Any, call: AttentionCall, packing: Packing) -> FusedLayer:
         q_norm=None if q_norm is None else q_norm.weight.detach().clone(),
         k_norm=None if k_norm is None else k_norm.weight.detach().clone(),
         latent=FusedLatent(attention, packing) if hasattr(attention, "stemma_latent") else None,
-        sliding_window=call.sliding_window or 0,
-        scaling=call.scaling,
     )
 
 

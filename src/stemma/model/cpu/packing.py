@@ -30,10 +30,18 @@ class Packing:
     """Packs a model's weights for the kernels."""
 
     def __init__(
-        self, kernels: Kernels, dtype: torch.dtype, how: RoundToNearest | RoundInputs | None = None
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        how: RoundToNearest | RoundInputs | None = None,
+        num_threads: int | None = None,
     ) -> None:
-        """Pack for inputs of `dtype`; `how` plain weights, or inputs of quantized ones, are rounded."""
+        """Pack for inputs of `dtype`; `how` plain weights, or inputs of quantized ones, are rounded.
+
+        `num_threads`: of `PackedProduct`.
+        """
         self.kernels = kernels
+        self._num_threads = num_threads
         self._dtype = dtype
         self._how = how if isinstance(how, RoundToNearest) else None
         self._inputs = how if isinstance(how, RoundInputs) else None
@@ -91,7 +99,7 @@ class Packing:
 
     def product(self, weights: Sequence[Weight], bias: torch.Tensor | None = None) -> PackedProduct:
         """Pack weights of one form below each other."""
-        product = PackedProduct(self.kernels, weights, bias, self._dtype)
+        product = PackedProduct(self.kernels, weights, bias, self._dtype, self._num_threads)
         for weight in weights:
             if isinstance(weight, QuantizedWeight):
                 self.num_quantized += 1

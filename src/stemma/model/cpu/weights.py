@@ -51,10 +51,12 @@ class PackedProduct:
         weights: Sequence[torch.Tensor | QuantizedWeight],
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """Pack `weights` below each other: [n_i, in_features] each, all plain or all quantized.
 
-        `bias`: [sum of n_i]. Inputs and outputs are of `dtype`; default: that of the plain weights.
+        `bias`: [sum of n_i]. Inputs and outputs are of `dtype`; default: that of the plain weights. Those
+        are packed by `num_threads`; default: torch's number.
         """
         self.out_features = sum(weight.shape[0] for weight in weights)
         self.in_features = weights[0].shape[1]
@@ -65,7 +67,7 @@ class PackedProduct:
         self.dtype = plain[0].dtype if plain else dtype or torch.bfloat16
         self._is_bf16 = self.dtype == torch.bfloat16
         if plain:
-            self._pack_plain(plain, bias)
+            self._pack_plain(plain, bias, num_threads or torch.get_num_threads())
         else:
             codes = PackedCodes(kernels, quantized, bias)
             self.strips, self.bias, self._room = codes.strips, codes.bias, codes.room
@@ -75,7 +77,9 @@ class PackedProduct:
         """Memory of the packed weight."""
         return self._room.nbytes
 
-    def _pack_plain(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+    def _pack_plain(
+        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, num_threads: int
+    ) -> None:
         assert all(can_pack(weight) for weight in weights)
         kernels = self._kernels
         self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
@@ -85,14 +89,14 @@ class PackedProduct:
         self.strips.bias = None if self.bias is None else self.bias.data_ptr()
         first = 0
         for weight in weights:
-            self._pack(weight.detach(), first)
+            self._pack(weight.detach(), first, num_threads)
             first += weight.shape[0]
 
-    def _pack(self, weight: torch.Tensor, first: int) -> None:
+    def _pack(self, weight: torch.Tensor, first: int, num_threads: int) -> None:
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        rows, threads = weight.shape[0], torch.get_num_threads()
-        args = PackArgs(weight.data_ptr(), weight.stride(0), rows, first, self.strips, self._is_bf16, threads)
+        where, stride, rows = weight.data_ptr(), weight.stride(0), weight.shape[0]
+        args = PackArgs(where, stride, rows, first, self.strips, self._is_bf16, num_threads)
         self._kernels.pack(ctypes.addressof(args))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
