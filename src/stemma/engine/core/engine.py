@@ -29,7 +29,8 @@ from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES, num_scored_rows
-from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
+from stemma.engine.sampling.sampler import Sampled, Sampler
+from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, PromptTooLong, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache

@@ -12,7 +12,7 @@ from stemma.engine.api import CacheReport, DraftCount, GenerationRequest
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptScores
-from stemma.engine.sampling.sampler import SamplingState
+from stemma.engine.sampling.state import SamplingState
 from stemma.errors import StemmaError
 from stemma.memory.cache.lease import Lease, TokenBuffer
 from stemma.memory.tiers.loads import Prefetch

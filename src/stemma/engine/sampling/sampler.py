@@ -19,138 +19,22 @@ that saves work. The tokens are the same.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from stemma.engine.sampling.constraints import Constraints, keep_allowed
+from stemma.engine.sampling.constraints import keep_allowed
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
-from stemma.engine.sampling.grammar import GrammarState, PackedMask
+from stemma.engine.sampling.grammar import PackedMask
 from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.engine.sampling.one_thread import one_thread_for
 from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.sampling.state import SamplingState
 
-_UNIFORMS_PER_CHUNK = 64
 _CPU_ELEMENTS = 1 << 20
 """Logits drawn from in one go on CPU: copies of more would take memory and leave the processor's cache."""
-_MASK_64 = (1 << 64) - 1
-
-
-def _fresh_seed() -> int:
-    return secrets.randbits(64)
-
-
-class SamplingState:
-    """What one sequence's next token depends on beside its logits: counts, position and random numbers.
-
-    `index` tells the `n` sequences of a request apart: each has its own random numbers. `eos_token_ids` and
-    the request's stop token ids can't be drawn before `min_tokens`, unless a grammar has ended. An unseeded
-    request takes its seed from `seed_source`. `grammar` is where `params.grammar` begins.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int] | npt.NDArray[np.int32],
-        vocab_size: int,
-        *,
-        index: int = 0,
-        eos_token_ids: Sequence[int] = (),
-        seed_source: Callable[[], int] = _fresh_seed,
-        grammar: GrammarState | None = None,
-    ) -> None:
-        self.params = params
-        self.constraints = Constraints(params, vocab_size, grammar) if params.constrained else None
-        self.num_output_tokens = 0
-        seed = seed_source() if params.seed is None else params.seed
-        self._key = np.array([seed & _MASK_64, index], dtype=np.uint64)
-        self._chunk = -1
-        self._uniforms: npt.NDArray[np.float64] = np.empty(0)
-        ends = () if params.ignore_eos else tuple(eos_token_ids)
-        self._end_ids = sorted({i for i in (*ends, *params.stop_token_ids) if 0 <= i < vocab_size})
-        self.has_penalties = (
-            params.repetition_penalty != 1.0
-            or params.frequency_penalty != 0.0
-            or params.presence_penalty != 0.0
-        )
-        self._slots: dict[int, int] = {}
-        self._ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._counts: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
-        if self.has_penalties:
-            seen = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
-            seen = seen[(seen >= 0) & (seen < vocab_size)]
-            self._slots = {int(token): slot for slot, token in enumerate(seen)}
-            self._ids = seen
-            self._counts = np.zeros(len(seen), dtype=np.float32)
-
-    def append(self, token_id: int) -> None:
-        """Record a token of the output."""
-        self.num_output_tokens += 1
-        if self.constraints is not None:
-            self.constraints.append(token_id)
-        if not self.has_penalties:
-            return
-        slot = self._slots.get(token_id)
-        if slot is None:
-            slot = self._slots[token_id] = len(self._slots)
-            if slot >= len(self._ids):
-                spare = np.zeros(max(64, len(self._ids)), dtype=np.int64)
-                self._ids = np.concatenate([self._ids, spare])
-                self._counts = np.concatenate([self._counts, spare.astype(np.float32)])
-            self._ids[slot] = token_id
-        self._counts[slot] += 1.0
-
-    def token_counts(self, ahead: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Return the distinct ids of prompt and output and how often each is in the output.
-
-        `ahead` are tokens that are taken to follow the output (a draft).
-        """
-        num = len(self._slots)
-        if not ahead:
-            return self._ids[:num], self._counts[:num]
-        extra = [token for token in dict.fromkeys(ahead) if token not in self._slots]
-        ids = np.concatenate([self._ids[:num], np.array(extra, dtype=np.int64)])
-        counts = np.concatenate([self._counts[:num], np.zeros(len(extra), dtype=np.float32)])
-        new_slots = {token: num + i for i, token in enumerate(extra)}
-        for token in ahead:
-            counts[new_slots[token] if token in new_slots else self._slots[token]] += 1.0
-        return ids, counts
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the next draw depends on what was drawn before, beyond the logits."""
-        return self.has_penalties or self.constraints is not None
-
-    def num_valid(self, draft: Sequence[int]) -> int:
-        """Return how many tokens of `draft`, in order, could be drawn at all."""
-        return len(draft) if self.constraints is None else self.constraints.num_valid(draft)
-
-    @property
-    def has_grammar(self) -> bool:
-        """Whether a grammar says what may follow."""
-        return self.constraints is not None and self.constraints.has_grammar
-
-    def forced(self) -> list[int]:
-        """Return the tokens that must follow the output because a grammar leaves no choice."""
-        return [] if self.constraints is None else self.constraints.forced()
-
-    def masked_ids(self, position: int) -> Sequence[int]:
-        """Return the ids that may not be drawn as output token number `position` (from 0)."""
-        if self.has_grammar:
-            return ()
-        return self._end_ids if position < self.params.min_tokens else ()
-
-    def uniform(self, position: int) -> float:
-        """Return the random number in [0, 1) of output token number `position` (from 0)."""
-        chunk, offset = divmod(position, _UNIFORMS_PER_CHUNK)
-        if chunk != self._chunk:
-            generator = np.random.Generator(np.random.Philox(counter=[0, 0, 0, chunk], key=self._key))
-            self._uniforms = generator.random(_UNIFORMS_PER_CHUNK)
-            self._chunk = chunk
-        return float(self._uniforms[offset])
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +133,8 @@ class Sampler:
 
         The rows are those of `plan_rows`.
         """
+        if logits.device.type == "cpu" and all(state.is_plain for state in states):
+            return Sampled(logits.numpy().argmax(axis=-1).tolist(), [None] * len(logits))
         rows = plan_rows(states, drafts)
         if not rows:
             return Sampled([], [])
@@ -266,6 +152,11 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool | N
     assert len(rows) == logits.shape[0]
     if may_wait is None:
         may_wait = logits.device.type == "cpu"
+    with one_thread_for(logits):
+        return _draw_in_parts(logits, rows, may_wait=may_wait)
+
+
+def _draw_in_parts(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool) -> Draw:
     parts, logprobs = [], []
     at_once = rows_at_once(logits)
     for start in range(0, len(rows), at_once):
