@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
-from benchmarks.light_client import stream_completions
+from benchmarks.light_client import stream_completions, whole_completions
 from benchmarks.peers import servers
 from benchmarks.workloads import decode_rate
 from stemma.cli.bench.driver import negotiate
@@ -273,6 +273,20 @@ def served(bench: Bench) -> Iterator[Row]:
                     "<= 1.03",
                     f"{rates}: {ratio:.3f}, goal >= 0.97",
                 )
+            for batch in (1, 8):
+                here, there = [], []
+                for _ in range(bench.num_rounds):
+                    here.append(_whole_seconds_here(bench, engine, batch))
+                    there.append(_whole_seconds_served(bench, up, batch))
+                ratio = median([one / other for one, other in zip(there, here, strict=True)])
+                own_ms = 1e3 * median(here) / _SERVED_TOKENS
+                yield Row(
+                    f"whole answers, batch {batch}, prompts of 64, over HTTP / in process, a token",
+                    own_ms * ratio,
+                    own_ms,
+                    "<= 1.03",
+                    f"from the request to the answer, not streamed; speed {1 / ratio:.3f}, goal >= 0.97",
+                )
 
 
 _SERVED_TOKENS = 64
@@ -300,10 +314,28 @@ async def _decode_rate_served(bench: Bench, server: servers.Running, batch: int)
         target = await negotiate(http, server.model, "completions")
     body = {"model": target.model, "max_tokens": _SERVED_TOKENS, **target.extra}
     bodies = [{**body, "prompt": bench.tokens(64).tolist()} for _ in range(batch)]
-    answers = stream_completions(server.base_url, bodies)
-    rate = decode_rate(answers)
+    rate = decode_rate(stream_completions(server.base_url, bodies))
     assert rate is not None
     return rate
+
+
+def _whole_seconds_here(bench: Bench, engine: Engine, batch: int) -> float:
+    """Return the seconds from prompts to whole answers."""
+    started_s = time.perf_counter()
+    for _ in range(batch):
+        bench.add(engine, bench.tokens(64), _SERVED_TOKENS)
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - started_s
+
+
+def _whole_seconds_served(bench: Bench, server: servers.Running, batch: int) -> float:
+    """Return the same of a server whose client waits for whole answers."""
+    body = {"model": server.model, "max_tokens": _SERVED_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    bodies = [{**body, "prompt": bench.tokens(64).tolist()} for _ in range(batch)]
+    answers = whole_completions(server.base_url, bodies)
+    assert all(answer.num_generated_tokens == _SERVED_TOKENS for answer in answers)
+    return max(answer.finished_at for answer in answers) - min(answer.started_at for answer in answers)
 
 
 def _read_bandwidth_gb_s() -> float:

@@ -48,7 +48,7 @@ def test_it_evicts_what_is_worth_least(chains, capacity, seed):
     rng = np.random.default_rng(seed)
     class_ids = rng.integers(0, 3, trace.num_blocks)
     table = rng.random((3, len(AGE_EDGES_S)))
-    ours = class_oracle._replay(trace, capacity, class_ids, table).num_hit_blocks.tolist()
+    ours = class_oracle.replay_with(trace, capacity, class_ids, table).num_hit_blocks.tolist()
     assert ours == greedy_by_hand(trace, capacity, class_ids, table)
 
 
@@ -73,8 +73,8 @@ def test_sample_of_a_real_trace(policy):
 def test_what_it_knows_is_known_when_a_block_is_used():
     """Features of a prompt don't change if what comes after it does."""
     chains = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 3, 4, 6, 7], [1, 2, 8]]
-    whole = class_oracle._classify(trace_of(chains))
+    whole = class_oracle.classify(trace_of(chains))
     for end in range(1, len(chains)):
-        part = class_oracle._classify(trace_of(chains[:end]))
+        part = class_oracle.classify(trace_of(chains[:end]))
         num = len(part.levels[0])
         assert [level.tolist() for level in part.levels] == [level[:num].tolist() for level in whole.levels]

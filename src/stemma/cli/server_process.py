@@ -38,6 +38,12 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """Its process id; it has been started."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start it; raise StemmaError with its last words if it dies before it is ready."""
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed by stop)

@@ -49,7 +49,7 @@ _PRIOR_REUSES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Classes:
+class Classes:
     """Levels of the features of each use of a block (each entry of `Trace.block_ids`)."""
 
     levels: tuple[Int64, ...]
@@ -64,25 +64,26 @@ def replay_class_oracle(trace: Trace, capacity_blocks: int | None, *, crossed: b
     """
     if not trace.num_blocks:
         return Hits(np.zeros(trace.num_requests, dtype=np.int32))
-    features = _classify(trace)
+    features = classify(trace)
     class_ids, members = _number(features.levels)
     if not crossed:
         table = _index_table(trace, class_ids, members, np.ones(trace.num_blocks, dtype=np.bool_))
-        return _replay(trace, capacity_blocks, class_ids, table)
+        return replay_with(trace, capacity_blocks, class_ids, table)
     sides = np.random.default_rng(0).integers(0, 2, trace.num_requests)[features.conversation]
     side = sides[trace.request_of_block]
     tables = [_index_table(trace, class_ids, members, side != which) for which in (0, 1)]
-    return _replay(trace, capacity_blocks, class_ids + len(tables[0]) * side, np.vstack(tables))
+    return replay_with(trace, capacity_blocks, class_ids + len(tables[0]) * side, np.vstack(tables))
 
 
-def _replay(trace: Trace, capacity_blocks: int | None, class_ids: Int64, table: Float64) -> Hits:
+def replay_with(trace: Trace, capacity_blocks: int | None, class_ids: Int64, table: Float64) -> Hits:
+    """Replay `trace` with a cache whose ranks are `table`, values by class and age; `class_ids`: of each use."""
     capacity = trace.num_unique_blocks if capacity_blocks is None else capacity_blocks
     cache = _Cache(trace, capacity, class_ids, table)
     hits = np.fromiter(map(cache.serve, range(trace.num_requests)), dtype=np.int32, count=trace.num_requests)
     return Hits(np.minimum(hits, trace.num_prompt_blocks).astype(np.int32))
 
 
-def _classify(trace: Trace) -> _Classes:
+def classify(trace: Trace) -> Classes:
     """Return the features that are known when a block is used, from the past alone."""
     num_requests, offsets = trace.num_requests, trace.offsets
     lengths = np.diff(offsets)
@@ -118,7 +119,7 @@ def _classify(trace: Trace) -> _Classes:
         np.searchsorted(_NEW_EDGES, num_new)[of],
         np.searchsorted(_OUTPUT_EDGES, trace.output_tokens)[of],
     )
-    return _Classes(levels, conversation)
+    return Classes(levels, conversation)
 
 
 def _number(levels: tuple[Int64, ...]) -> tuple[Int64, tuple[Int64, ...]]:

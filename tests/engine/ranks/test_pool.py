@@ -76,7 +76,7 @@ def test_what_the_pool_gives_back_has_the_same_bits(llm: LLM, folder: Path) -> N
 @pytest.mark.parametrize("fault", ["lost", "damaged"])
 def test_what_one_rank_cannot_read_is_computed(llm: LLM, folder: Path, fault: str, rank: int) -> None:
     whole = after_flush(llm)
-    keys = llm.engine.cache._key_space.roots(Namespace()).chain(np.asarray(LONG, dtype=np.int32))
+    keys = llm.engine.cache.key_space.roots(Namespace()).chain(np.asarray(LONG, dtype=np.int32))
     [file] = (folder / "pool").rglob(f"{keys[4].hex()}_{rank}_2_*")
     if fault == "lost":
         file.unlink()
@@ -105,7 +105,7 @@ def test_tokens_of_several_ranks_come_back_from_the_pool(ranks: dict[str, int], 
     assert found.cache.cached_by_tier == {Tier.POOL: 64}
     assert bits(found) == bits(first)
     size = len(missing(llm))
-    keys = llm.engine.cache._key_space.roots(Namespace()).chain(np.asarray(LONG, dtype=np.int32))
+    keys = llm.engine.cache.key_space.roots(Namespace()).chain(np.asarray(LONG, dtype=np.int32))
     [file] = (tmp_path / "pool").rglob(f"{keys[4].hex()}_{size - 1}_{size}_*")
     file.unlink()
     found = after_flush(llm)

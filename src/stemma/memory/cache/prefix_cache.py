@@ -100,7 +100,7 @@ class PrefixCache:
         self.block_size = key_space.block_size
         self.num_blocks = buffer.num_blocks
         self.buffer = buffer
-        self._key_space = key_space
+        self.key_space = key_space
         self._lower = lower
         self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
         self._allocator = BlockAllocator(buffer.num_blocks)
@@ -182,7 +182,7 @@ class PrefixCache:
         """
         self._free_loaded()
         found = self._match(namespace, tokens if max_cached is None else tokens[: max_cached + 1])
-        lease = Lease(namespace, self._key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention)
+        lease = Lease(namespace, self.key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention)
         num_full = found.num_full_blocks(self.block_size)
         shared = found.block_ids[:num_full]
         self._share(lease, shared)
@@ -234,7 +234,7 @@ class PrefixCache:
             found = self._cached.index.match(namespace, tokens)
         num_full = found.num_full_blocks(self.block_size)
         held = tokens[: num_full * self.block_size]
-        lease = Lease(namespace, self._key_space, held)
+        lease = Lease(namespace, self.key_space, held)
         self._share(lease, found.block_ids[:num_full])
         self._leases.add(lease)
         self._held.add(lease)
@@ -336,7 +336,7 @@ class PrefixCache:
             return None
         twin = Lease(
             lease.namespace,
-            self._key_space,
+            self.key_space,
             lease.tokens,
             priority=lease.priority,
             ttl_s=lease.ttl_s,
