@@ -76,7 +76,7 @@ def replay_class_oracle(trace: Trace, capacity_blocks: int | None, *, crossed: b
 
 
 def replay_with(trace: Trace, capacity_blocks: int | None, class_ids: Int64, table: Float64) -> Hits:
-    """Replay `trace` with ranks from `table`, values by class and age; `class_ids`: of each use of a block."""
+    """Replay `trace` with ranks from `table`, values by class and age; `class_ids`: of each use."""
     capacity = trace.num_unique_blocks if capacity_blocks is None else capacity_blocks
     cache = _Cache(trace, capacity, class_ids, table)
     hits = np.fromiter(map(cache.serve, range(trace.num_requests)), dtype=np.int32, count=trace.num_requests)
