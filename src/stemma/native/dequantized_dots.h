@@ -49,7 +49,7 @@ static void dequantize_chunk(const Strips& w, const char* strip, int line, int l
                     __m512i pair = pair_up((__m512)values[i], (__m512)values[i + 1]);
                     _mm512_store_si512(to + i / 2 * STEP_BYTES + 64 * j, pair);
 #else
-                    v16u pair = round_bits(values[i]) | (round_bits(values[i + 1]) << 16);
+                    v16u pair = (round_high(values[i]) >> 16) | (round_high(values[i + 1]) & 0xFFFF0000u);
                     Memory<v16u>::store((uint32_t*)(to + i / 2 * STEP_BYTES + 64 * j), pair);
 #endif
                 }

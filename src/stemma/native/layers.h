@@ -9,23 +9,36 @@
 
 constexpr int MAX_HEAD_DIM = 1024;
 
-// out = weight * x / rms(x), rounded to T between, as the models of transformers do
+// out = weight * x / rms(x), rounded to T between, as the models of transformers do. With a `delta`, it is added to x
+// first.
 template <class T>
-static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
+static void add_and_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t dim, float eps) {
     v16f parts = {};
     float sum = 0;
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
         v16f v = load(x + d);
+        if (delta) {
+            v = rounded<T>(v + load(delta + d));
+            store(x + d, v);
+        }
         parts = fma(v, v, parts);
     }
-    for (; d < dim; d++) sum += to_float(x[d]) * to_float(x[d]);
+    for (; d < dim; d++) {
+        if (delta) x[d] = from_float<T>(to_float(x[d]) + to_float(delta[d]));
+        sum += to_float(x[d]) * to_float(x[d]);
+    }
     sum += sum_lanes(parts);
     float factor = 1.0f / std::sqrt(sum / dim + eps);
     for (d = 0; d + LANES <= dim; d += LANES)
         store(out + d, load(weight + d) * rounded<T>(load(x + d) * factor));
     for (; d < dim; d++)
         out[d] = from_float<T>(to_float(weight[d]) * to_float(from_float<T>(to_float(x[d]) * factor)));
+}
+
+template <class T>
+static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps) {
+    add_and_norm_row<T>(const_cast<T*>(x), nullptr, weight, out, dim, eps);  // x isn't written without a delta
 }
 
 struct NormArgs {
@@ -40,15 +53,8 @@ struct NormArgs {
 
 template <class T>
 static void add_rms_norm_row(const NormArgs& a, int64_t i) {
-    T* residual = (T*)a.residual + i * a.dim;
-    if (a.delta) {
-        const T* delta = (const T*)a.delta + i * a.dim;
-        int64_t d = 0;
-        for (; d + LANES <= a.dim; d += LANES) store(residual + d, load(residual + d) + load(delta + d));
-        for (; d < a.dim; d++)
-            residual[d] = from_float<T>(to_float(residual[d]) + to_float(delta[d]));
-    }
-    rms_norm_row(residual, (const T*)a.weight, (T*)a.output + i * a.dim, a.dim, a.eps);
+    const T* delta = a.delta ? (const T*)a.delta + i * a.dim : nullptr;
+    add_and_norm_row((T*)a.residual + i * a.dim, delta, (const T*)a.weight, (T*)a.output + i * a.dim, a.dim, a.eps);
 }
 
 struct RotateArgs {
@@ -130,15 +136,20 @@ struct GateArgs {
     int32_t is_bf16, threads;
 };
 
+// out[dim] from gates and ups, which are rounded to T first
+template <class T, class X>
+static inline void silu_and_multiply(const X* gate, const X* up, T* out, int64_t dim) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        store(out + d, rounded<T>(silu<T>(rounded<T>(load(gate + d)))) * rounded<T>(load(up + d)));
+    for (; d < dim; d++) {
+        float silent = first_lane(silu<T>(rounded<T>(splat(to_float(gate[d])))));
+        out[d] = from_float<T>(to_float(from_float<T>(silent)) * to_float(from_float<T>(to_float(up[d]))));
+    }
+}
+
 // out[dim] from a gate and, behind it, an up of dim
 template <class T>
 static void silu_and_multiply_row(const T* gate, T* out, int64_t dim) {
-    const T* up = gate + dim;
-    int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES)
-        store(out + d, rounded<T>(silu<T>(load(gate + d))) * load(up + d));
-    for (; d < dim; d++) {
-        float silent = first_lane(silu<T>(splat(to_float(gate[d]))));
-        out[d] = from_float<T>(to_float(from_float<T>(silent)) * to_float(up[d]));
-    }
+    silu_and_multiply(gate, gate + dim, out, dim);
 }

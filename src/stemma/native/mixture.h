@@ -31,15 +31,12 @@ template <class T>
 static void gate_piece(const GatedWeights& w, int64_t piece, int parts, const Inputs& x, int64_t rows, T* out,
                        int64_t stride) {
     alignas(64) float gates[BLOCK_ROWS * STRIP], ups[BLOCK_ROWS * STRIP];
-    alignas(64) T pair[2 * STRIP];
     for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
         int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
         Outputs o = dot_piece<T>(w.gate, piece, parts, x, first, count, gates);
         dot_piece<T>(w.up, piece, parts, x, first, count, ups);
-        for (int r = 0; r < count; r++) {
-            put<T>(gates + r * STRIP, o.width, pair), put<T>(ups + r * STRIP, o.width, pair + o.width);
-            silu_and_multiply_row(pair, out + (first + r) * stride + o.begin, o.width);
-        }
+        for (int r = 0; r < count; r++)
+            silu_and_multiply(gates + r * STRIP, ups + r * STRIP, out + (first + r) * stride + o.begin, o.width);
     }
 }
 

@@ -230,16 +230,25 @@ static inline v16i load(const int32_t* p) { return Memory<v16i>::load(p); }
 static inline v16u load(const uint32_t* p) { return Memory<v16u>::load(p); }
 static inline v16f load(const bf16* p) { return as_float(Memory<v16u>::widen((const uint16_t*)p) << 16); }
 static inline void store(float* p, v16f x) { Memory<v16f>::store(p, x); }
-static inline v16u round_bits(v16f x) {
+// The upper half of each is x rounded to bf16.
+static inline v16u round_high(v16f x) {
     v16u wide = as_bits(x);
-    return (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16;
+    return wide + 0x7FFF + ((wide >> 16) & 1);
 }
-static inline void store(bf16* p, v16f x) { Memory<v16u>::narrow((uint16_t*)p, round_bits(x)); }
+static inline void store(bf16* p, v16f x) {
+#if STEMMA_AVX512  // the upper halves in one instruction
+    alignas(64) static const uint16_t odd[32] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    const __m512i halves = _mm512_permutexvar_epi16(_mm512_load_si512(odd), (__m512i)round_high(x));
+    _mm256_storeu_si256((__m256i*)p, _mm512_castsi512_si256(halves));
+#else
+    Memory<v16u>::narrow((uint16_t*)p, round_high(x) >> 16);
+#endif
+}
 // What x becomes when it is kept as a T
 template <class T>
 static inline v16f rounded(v16f x) {
     if (sizeof(T) == sizeof(float)) return x;
-    return as_float(round_bits(x) << 16);
+    return as_float(round_high(x) & 0xFFFF0000u);
 }
 static inline v16f vmax(v16f a, v16f b) { return select(a > b, a, b); }
 static inline v16f vmin(v16f a, v16f b) { return select(a < b, a, b); }
