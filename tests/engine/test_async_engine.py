@@ -20,6 +20,7 @@ from stemma.engine.output import joining
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
@@ -341,3 +342,29 @@ async def test_close_ends_open_requests(engine):
     engine.close()
     with pytest.raises(ShuttingDown):
         await engine.stats()
+
+
+async def test_an_idle_engine_touches_the_blocks_that_come_next_and_answers_at_once(checkpoint, monkeypatch):
+    monkeypatch.setattr(async_engine, "_REST_S", 0.0)
+    touched: list[int] = []
+    real = DeviceKV.touch
+
+    def touch(kv, block_id):
+        touched.append(block_id)
+        real(kv, block_id)
+
+    monkeypatch.setattr(DeviceKV, "touch", touch)
+    engine = AsyncEngine.from_settings(engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16))
+    try:
+        num_blocks = engine.parts.engine.cache.num_blocks
+        first = await collect(engine, request("a", prompt(1, 40)))
+        async with asyncio.timeout(30):
+            while not touched or touched[-1] < num_blocks - 1:
+                await asyncio.sleep(0.01)
+        again = await collect(engine, request("b", prompt(1, 40)))
+        assert touched == sorted(set(touched))
+        answers = [[t for o in one for d in o.deltas for t in d.token_ids] for one in (first, again)]
+        assert answers[0] == answers[1]
+        await engine.check()
+    finally:
+        engine.close()

@@ -54,6 +54,8 @@ from stemma.supervision import Supervisor
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
+_REST_S = 0.05
+"""Without work for so long, the step thread does what later steps need: a client may be about to go on."""
 _JOINING_INTERVAL_S = 0.04
 """25 deliveries a second at least: faster than anybody reads, and steps of 20 ms or less are joined."""
 GRAMMAR_TIMEOUT_S = 10.0
@@ -326,14 +328,19 @@ class AsyncEngine:
 
     def _work_off_commands(self) -> bool:
         """Run what the event loop asked for; wait for it if there is nothing else to do."""
+        wait_s: float | None = _REST_S
         while True:
             is_idle = self._is_paused or not self._engine.has_work
             if is_idle:
                 self._news.pass_on()
             try:
-                command = self._commands.get(block=is_idle)
+                command = self._commands.get(block=is_idle, timeout=wait_s)
             except Empty:
-                return True
+                if not is_idle:
+                    return True
+                wait_s = 0.0 if self._engine.use_idle_time() else None
+                continue
+            wait_s = _REST_S
             self._news.pass_on()
             if command is None:
                 for request_id in self._subscriptions.copy():

@@ -457,3 +457,18 @@ def test_blocks_that_come_back_within_a_minute_are_regretted():
     now[0] = 200.0
     run(cache, other)
     assert cache.stats().num_regretted_blocks == soon
+
+
+def test_blocks_are_touched_in_the_order_of_their_first_use(monkeypatch):
+    cache = make_cache(8, 4)
+    touched = []
+    monkeypatch.setattr(cache.buffer, "touch", touched.append, raising=False)
+    assert [cache.touch_ahead(2) for _ in range(3)] == [True, True, False]
+    assert touched == [0, 1]
+    run(cache, tokens(range(13)))  # takes blocks 0 to 3
+    assert [cache.touch_ahead(3) for _ in range(4)] == [True, True, True, False]
+    assert touched == [0, 1, 4, 5, 6]
+    assert [cache.touch_ahead(100) for _ in range(2)] == [True, False]
+    run(cache, tokens(range(100, 110)))
+    assert not cache.touch_ahead(100)
+    assert touched == [0, 1, 4, 5, 6, 7]

@@ -21,6 +21,17 @@ def test_hands_out_ids_in_order_and_reuses_the_last_freed_first():
     allocator.check()
 
 
+def test_knows_which_ids_were_never_used():
+    allocator = BlockAllocator(6)
+    assert allocator.first_unused == 0
+    allocator.allocate(3)
+    allocator.free(ids(0, 1, 2))
+    allocator.allocate(2)
+    assert allocator.first_unused == 3
+    allocator.allocate(4)
+    assert allocator.first_unused == 6
+
+
 def test_allocates_all_or_nothing():
     allocator = BlockAllocator(3)
     allocator.allocate(2)

@@ -28,6 +28,15 @@ def test_a_block_is_one_run_of_bytes() -> None:
     assert kv.capacity_bytes == 5 * LAYOUT.block_bytes
 
 
+def test_touching_a_block_leaves_the_others() -> None:
+    kv = DeviceKV(LAYOUT, num_blocks=3)
+    kv.data[0] = kv.data[2] = 1.0
+    kv.touch(1)
+    assert kv.data[0].eq(1).all()
+    assert kv.data[1].eq(0).all()
+    assert kv.data[2].eq(1).all()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_codes_are_copied_with_their_scales(num_parts: int, num_tokens: int) -> None:

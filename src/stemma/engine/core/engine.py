@@ -40,6 +40,7 @@ from stemma.types import FinishReason
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
+_TOUCHED_AHEAD_BYTES = 128 << 20
 _MIN_PREFILL_TOKENS = 64
 """A step with fewer says little about the speed of prefill."""
 
@@ -183,6 +184,13 @@ class Engine:
         if self._heap_guard is not None:
             self._heap_guard.check()
         return self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
+
+    def use_idle_time(self) -> bool:
+        """Do a few milliseconds of what would hold up a later step; return whether there was any.
+
+        The blocks that come into use next get their memory.
+        """
+        return self.cache.touch_ahead(_TOUCHED_AHEAD_BYTES // self.runner.kv.layout.block_bytes)
 
     def _step_in_turn(self) -> list[SequenceNews]:
         """Schedule a step and run it to its end."""

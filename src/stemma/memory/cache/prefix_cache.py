@@ -48,6 +48,9 @@ class BlockBuffer(Protocol):
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of a block, in all layers."""
 
+    def touch(self, block_id: int) -> None:
+        """Have memory given to a block that was never used."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
@@ -119,6 +122,8 @@ class PrefixCache:
         self._fences: deque[_Fence] = deque()
         self._num_deduplicated = 0
         self._num_copied_heads = 0
+        self._num_touched = 0
+        """Leading blocks that were used or touched, as far as `touch_ahead` looked."""
 
     @property
     def version(self) -> int:
@@ -249,6 +254,19 @@ class PrefixCache:
         if fresh is None:
             return False
         lease.append_blocks(fresh)
+        return True
+
+    def touch_ahead(self, num_blocks: int) -> bool:
+        """Touch one of the `num_blocks` blocks that come into use next; return whether there was one.
+
+        A block's first use takes milliseconds, since the system gives memory then. This takes as long.
+        """
+        first = self._allocator.first_unused
+        self._num_touched = max(self._num_touched, first)
+        if self._num_touched >= min(first + num_blocks, self.num_blocks):
+            return False
+        self.buffer.touch(self._num_touched)
+        self._num_touched += 1
         return True
 
     @property

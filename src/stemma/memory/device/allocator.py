@@ -22,7 +22,12 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self._counts: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._stack: BlockIds = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        self._num_free = num_blocks
+        self._num_free = self._least_free = num_blocks
+
+    @property
+    def first_unused(self) -> int:
+        """This id and all above were never handed out; `num_blocks` if all were."""
+        return self.num_blocks - self._least_free
 
     @property
     def num_free(self) -> int:
@@ -36,6 +41,7 @@ class BlockAllocator:
         start = self._num_free - num_blocks
         ids = self._stack[start : self._num_free][::-1].copy()
         self._num_free = start
+        self._least_free = min(self._least_free, start)
         self._counts[ids] = 1
         return ids
 

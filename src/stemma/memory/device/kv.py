@@ -93,6 +93,11 @@ class DeviceKV:
         """Return a block as contiguous uint8 [block_bytes]; writing to it writes the block."""
         return self._bytes[block_id]
 
+    def touch(self, block_id: int) -> None:
+        """Have memory given to a block that was never used; its first use takes milliseconds otherwise."""
+        if self._token_rows is not None:
+            self._token_rows[block_id] = 0
+
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of block `src` into block `dst`."""
         if self._token_rows is not None:
