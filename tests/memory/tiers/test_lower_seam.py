@@ -26,6 +26,7 @@ class DictTiers:
         self.loads: list[tuple[list[BlockKey], list[int], Future[int]]] = []
         self.buffer = None
         self.is_worth_loading = True
+        self.stores = ("dict",)
         self.is_awaited = True
 
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:

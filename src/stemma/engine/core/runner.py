@@ -36,6 +36,7 @@ class HostArray:
     def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tensor = torch.zeros(length, dtype=dtype, pin_memory=device.type == "cuda")
         self._device = device
+        self._is_there = device.type == "cpu"
         self.array: npt.NDArray[Any] = self._tensor.numpy()
 
     def head(self, length: int) -> torch.Tensor:
@@ -44,7 +45,8 @@ class HostArray:
 
     def to_device(self, length: int) -> torch.Tensor:
         """Return the first elements on the device; on CPU a view."""
-        return self._tensor[:length].to(self._device, non_blocking=True)
+        head = self._tensor[:length]
+        return head if self._is_there else head.to(self._device, non_blocking=True)
 
 
 class StepBuffers:

@@ -115,7 +115,7 @@ class CachedBlocks:
         now = self._clock()
         self.index.touch(block_ids, now)
         self._records.used_at[block_ids] = now
-        if self._lower is not None and len(block_ids):
+        if self._lower is not None and self._lower.stores and len(block_ids):
             self._lower.on_hit(self._describe(block_ids))
 
     def use_head(self, block_id: int) -> None:

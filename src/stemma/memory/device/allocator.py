@@ -47,15 +47,16 @@ class BlockAllocator:
 
     def acquire(self, block_ids: BlockIds) -> None:
         """Add one reference to each of these distinct ids. Each must be held already."""
-        assert (self._counts[block_ids] > 0).all(), "acquire of a free block"
-        self._counts[block_ids] += 1
+        counts = self._counts[block_ids]
+        assert np.count_nonzero(counts) == len(counts), "acquire of a free block"
+        self._counts[block_ids] = counts + 1
 
     def free(self, block_ids: BlockIds) -> int:
         """Remove one reference to each of these distinct ids; return how many became free."""
-        counts = self._counts[block_ids] - 1
-        assert (counts >= 0).all(), "free of a free block"
-        self._counts[block_ids] = counts
-        freed = block_ids[counts == 0]
+        counts = self._counts[block_ids]
+        assert np.count_nonzero(counts) == len(counts), "free of a free block"
+        self._counts[block_ids] = counts - 1
+        freed = block_ids[counts == 1]
         # Reversed, so that a chain freed from its root is allocated again in the same order.
         self._stack[self._num_free : self._num_free + len(freed)] = freed[::-1]
         self._num_free += len(freed)
