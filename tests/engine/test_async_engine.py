@@ -10,10 +10,12 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+import torch
 
 from stemma.engine import async_engine
 from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
+from stemma.engine.build import build_engine
 from stemma.engine.core.scheduler import Scheduler
 from stemma.engine.llm import engine_settings
 from stemma.engine.output import joining
@@ -144,6 +146,16 @@ async def test_joined_steps_give_the_same_tokens_first_and_last_at_once(checkpoi
             assert whole[0][-1].finish_reason is FinishReason.LENGTH
         assert mine[-1].finished
         assert mine[-1].num_generated_tokens == plain[-1].num_generated_tokens
+
+
+@pytest.mark.parametrize(("num_spare", "interval_s"), [(0, 0.05), (-1, 0.05), (1, 0.0)])
+def test_tokens_are_held_by_default_where_the_models_threads_fill_all_cores(
+    checkpoint, monkeypatch, num_spare, interval_s
+):
+    parts = build_engine(engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16))
+    monkeypatch.setattr(async_engine, "usable_cores", lambda: torch.get_num_threads() + num_spare)
+    assert async_engine.joining_interval_s(parts) == interval_s
+    parts.engine.close()
 
 
 async def test_held_tokens_arrive_though_a_step_hangs(checkpoint, monkeypatch):
