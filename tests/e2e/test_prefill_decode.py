@@ -14,9 +14,12 @@ from stemma.cli.server_process import ServerProcess
 from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.server.app import create_app
+from stemma.server.routing.relay import RouteOptions
 from stemma.server.routing.route import create_route_app
 
 PROMPT = "Please write a letter to the city about the park, the trees, the lights and the benches. "
+OPTIONS = RouteOptions(max_body_bytes=1_000_000, admin_key="s3cret")
+ADMIN = {"authorization": "Bearer s3cret"}
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def processes(tiny_model: Path, pool_config: Path) -> Iterator[tuple[ServerProce
 @pytest.mark.slow
 async def test_killing_either_side(processes: tuple[ServerProcess, ServerProcess]) -> None:
     prefill, decode = processes
-    app = create_route_app([prefill.url], [decode.url])
+    app = create_route_app([prefill.url], [decode.url], options=OPTIONS)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -130,13 +133,13 @@ async def test_killing_either_side(processes: tuple[ServerProcess, ServerProcess
             next(stream.iter_lines())
             decode.kill()
         assert (await client.post("/v1/completions", json=body)).json()["choices"] == expected
-        health = (await client.get("/health")).json()
+        health = (await client.get("/health", headers=ADMIN)).json()
         assert health["num_fallbacks"] == 1
         assert health["servers"] == {prefill.url: True, decode.url: False}
 
         # The prefill server dies: the decode server computes the prompt.
         decode.start()
-        app = create_route_app([prefill.url], [decode.url])
+        app = create_route_app([prefill.url], [decode.url], options=OPTIONS)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
         ) as again:
@@ -145,4 +148,4 @@ async def test_killing_either_side(processes: tuple[ServerProcess, ServerProcess
             answer = await again.post("/v1/completions", json=other)
             assert answer.status_code == 200
             assert len(answer.json()["choices"][0]["text"]) > 0
-            assert (await again.get("/health")).json()["num_prefill_failures"] == 1
+            assert (await again.get("/health", headers=ADMIN)).json()["num_prefill_failures"] == 1
