@@ -161,7 +161,7 @@ class GrammarState:
         after `ahead` will be used. Models mostly follow a grammar that they were told of, so a mask is seldom
         computed.
         """
-        if not self._go(ahead):
+        if (ahead or self._consumed is not None) and not self._go(ahead):
             return likeliest
         matcher, room = self._matcher, self._room
         # What is forced is one token after another as the tokenizer cuts it, not any that would fit.

@@ -19,7 +19,7 @@ that saves work. The tokens are the same.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,8 +133,12 @@ class Sampler:
 
         The rows are those of `plan_rows`.
         """
-        if logits.device.type == "cpu" and all(state.is_plain for state in states):
-            return Sampled(logits.numpy().argmax(axis=-1).tolist(), [None] * len(logits))
+        if logits.device.type == "cpu" and all(state.takes_likeliest for state in states):
+            token_ids = logits.numpy().argmax(axis=-1).tolist()
+            if any(state.constraints is not None for state in states):
+                rows = plan_rows(states, drafts)
+                _settle(token_ids, logits, rows, range(len(rows)))
+            return Sampled(token_ids, [None] * len(token_ids))
         rows = plan_rows(states, drafts)
         if not rows:
             return Sampled([], [])
@@ -164,7 +168,10 @@ def _draw_in_parts(logits: torch.Tensor, rows: Sequence[Row], *, may_wait: bool)
         settled = [i for i, row in enumerate(some) if may_wait and _needs_grammar_alone(row)]
         masked = _with_masks_and_penalties(own, some, set(settled))
         parts.append(_choose(masked, some, may_wait=may_wait))
-        _settle(parts[-1], own, some, settled)
+        if settled:
+            ids = parts[-1].tolist()
+            _settle(ids, own, some, settled)
+            parts[-1] = torch.tensor(ids, device=own.device)
         logprobs += _logprobs(own, some, parts[-1], start)
     token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
     return Draw(token_ids, token_ids.to("cpu", non_blocking=True), logprobs)
@@ -185,23 +192,17 @@ def _needs_grammar_alone(row: Row) -> bool:
     return constraints.is_grammar_alone
 
 
-def _settle(
-    token_ids: torch.Tensor, logits: torch.Tensor, rows: Sequence[Row], settled: Sequence[int]
-) -> None:
-    """Put the most likely token that its grammar allows into `token_ids` [R] int64 for each row in `settled`.
+def _settle(token_ids: list[int], logits: torch.Tensor, rows: Sequence[Row], settled: Iterable[int]) -> None:
+    """Put the most likely token that its grammar allows into `token_ids` [R] for each row in `settled`.
 
-    Given are the most likely of all, and logits [R, V] float32 on CPU.
+    Given are the most likely of all, and logits [R, V] float32 on CPU. Rows without a grammar are left as
+    they are.
     """
-    if not settled:
-        return
-    # A tensor's own indexing costs more than a grammar's answer.
-    ids, values = token_ids.tolist(), logits.numpy()
+    values = logits.numpy()  # a tensor's own indexing costs more than a grammar's answer
     for i in settled:
         constraints = rows[i].state.constraints
-        assert constraints is not None
-        token = constraints.most_likely(values[i], rows[i].ahead, ids[i])
-        if token != ids[i]:
-            token_ids[i] = token
+        if constraints is not None:
+            token_ids[i] = constraints.most_likely(values[i], rows[i].ahead, token_ids[i])
 
 
 def _with_masks_and_penalties(

@@ -53,9 +53,11 @@ class SamplingState:
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0
         )
-        has_rules = self.has_penalties or params.constrained or params.min_tokens > 0
-        self.is_plain = params.greedy and not has_rules and params.logprobs is None
-        """Whether it takes the most likely token, whatever that is, and reports nothing of the others."""
+        has_rules = self.has_penalties or params.min_tokens > 0
+        is_free = self.constraints is None or self.constraints.is_grammar_alone
+        self.takes_likeliest = params.greedy and is_free and not has_rules and params.logprobs is None
+        """Whether it takes the most likely token, of those that a grammar allows if there is one, and reports
+        nothing of the others."""
         self._slots: dict[int, int] = {}
         self._ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._counts: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
