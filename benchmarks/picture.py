@@ -31,8 +31,9 @@ def ratios(results: dict[str, Any], peer: str) -> list[tuple[str, float]]:
     found = []
     for probe in PROBES:
         if probe.name in own["probes"] and probe.name in other["probes"]:
-            a, b = (statistics.median(r["value"] for r in s["probes"][probe.name]) for s in (own, other))
-            found.append((probe.title, b / a if probe.unit.endswith("/s") else a / b))
+            rounds = zip(own["probes"][probe.name], other["probes"][probe.name], strict=False)
+            ratio = statistics.median(a["value"] / b["value"] for a, b in rounds)
+            found.append((probe.title, 1 / ratio if probe.unit.endswith("/s") else ratio))
     found.append(("start-up", statistics.median(own["start_s"]) / statistics.median(other["start_s"])))
     return found
 
