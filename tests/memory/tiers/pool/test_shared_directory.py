@@ -262,3 +262,26 @@ def test_files_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     assert len(files) >= 2  # a value, and the collectors' lock
     for path in [tmp_path / "pool", *files]:
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_value_that_is_stored_anew_while_old_ones_are_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at all values and their removal, which take a while in a large directory."""
+    pool = open_backend({"path": str(tmp_path), "ttl_s": 60})
+    names = [name_of(n) for n in range(4)]
+    put(pool, names)
+    for name in names:
+        age(tmp_path, name, 3600)
+    walk = DirectoryPool._walk
+
+    def walk_and_store(self: DirectoryPool, now: float) -> list[tuple[float, int, str]]:
+        found = list(walk(self, now))
+        assert put(self, names[:2]) == [PutResult.STORED] * 2
+        return found
+
+    monkeypatch.setattr(DirectoryPool, "_walk", walk_and_store)
+    collected = pool.collect()
+    assert collected is not None
+    assert collected.num_removed == 2
+    assert read(pool, names) == [ReadResult.HIT, ReadResult.HIT, ReadResult.MISS, ReadResult.MISS]

@@ -183,6 +183,8 @@ class DirectoryPool(PoolBackend):
             for used_at, size, path in values:
                 if not self._is_expired(used_at, now) and total <= target:
                     break
+                if _was_used_since(path, used_at):
+                    continue  # stored anew, perhaps, where it had expired
                 if _unlink(path):
                     num_removed += 1
                 total -= size
@@ -329,6 +331,12 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError:
         return []
+
+
+def _was_used_since(path: str, used_at: float) -> bool:
+    with contextlib.suppress(OSError):
+        return os.stat(path, follow_symlinks=False).st_mtime != used_at
+    return False
 
 
 def _unlink(path: str) -> bool:
