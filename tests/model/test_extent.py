@@ -12,6 +12,7 @@ from transformers import GPT2Config, MixtralConfig
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
+from stemma.model.extent import check_counts
 from stemma.model.loading import load_model
 from stemma.model.tiny import save_checkpoint
 from tests import checkpoints
@@ -113,3 +114,8 @@ def test_counts_of_a_part(families: dict[str, Path], tmp_path: Path, where: str)
 def test_no_expert_for_a_token(families: dict[str, Path], tmp_path: Path, family: str) -> None:
     with pytest.raises(ModelError, match="can't run"):
         load(families[family], tmp_path, {"num_experts_per_tok": 0})
+
+
+def test_a_field_with_a_name_of_a_megabyte(tmp_path: Path) -> None:
+    """It is no count; searching it would take time that grows with the square of its length."""
+    check_counts(tmp_path, {"n_" * 500_000: HUGE})

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from tests.engine.tokenizers_for_tests import END, byte_level, sentencepiece_like
 
 from stemma.engine.sampling.grammar import Cutter, GrammarCompiler, GrammarSpec
 from stemma.errors import InvalidRequest
@@ -196,3 +197,14 @@ def test_a_long_constant_is_written_as_it_stands(compiler, tokenizer):
             ids.append(token)
             state.append(token)
     assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+def test_forced_tokens_are_what_the_grammar_allows(make, tmp_path):
+    """Also where a tokenizer writes a mark for the space before a text."""
+    hf_tokenizer = make(tmp_path).transformers_tokenizer
+    compiler = GrammarCompiler(hf_tokenizer, len(hf_tokenizer), [hf_tokenizer.convert_tokens_to_ids(END)])
+    for text in ("the quick fox, abc the fox.", " the fox", "ä the", "a  b"):
+        state = compiler.compile(GrammarSpec("regex", re.escape(text))).start()
+        forced = state.forced()
+        assert state.num_valid(forced) == len(forced)

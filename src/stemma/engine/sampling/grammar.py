@@ -106,7 +106,8 @@ class Cutter:
         if not self.tokenizer.is_canonical or SPECIAL_TOKEN_BYTE in text:
             return []
         tokens, _ = self.tokenizer.tokenize_partial(text)
-        return list(tokens)
+        # A tokenizer that normalizes text spells another one, which the grammar needn't allow.
+        return list(tokens) if text.startswith(self.tokenizer.decode_bytes(tokens)) else []
 
 
 class GrammarState:
