@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,10 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 import stemma
-from benchmarks.peers.servers import free_port
+from benchmarks.peers.servers import POLL_S, answers_ok, free_port
 
 OWN = Path(stemma.__file__).parents[1]
-_POLL_S = 0.005
 _TIMEOUT_S = 120.0
 
 
@@ -79,25 +77,15 @@ def measure(source: Path, model: str, flags: Sequence[str]) -> tuple[float, floa
         start_new_session=True,
     )
     try:
-        while not _is_ready(port):
+        while not answers_ok(port, "/health"):
             if process.poll() is not None or time.perf_counter() - began > _TIMEOUT_S:
                 raise RuntimeError(f"{' '.join(command)} (of {source}) was never ready")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         took = time.perf_counter() - began
         return took, _processor_s(process.pid), _peak_bytes(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-
-
-def _is_ready(port: int) -> bool:
-    """Ask once; while the engine loads, the port refuses or nobody reads."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            return client.recv(64).startswith(b"HTTP/1.1 200")
-    except OSError:
-        return False
 
 
 def _processor_s(pid: int) -> float:

@@ -25,6 +25,7 @@ from stemma.model.directory import check_directory, is_gguf, weight_files
 from stemma.model.fingerprint import fingerprint_early
 from stemma.native.early_memory import prepare_memory
 from stemma.native.process_memory import available_bytes
+from stemma.native.read_ahead import read_ahead
 from stemma.supervision import LoggingSupervisor
 
 if TYPE_CHECKING:
@@ -122,15 +123,19 @@ def _uncollected() -> Iterator[None]:
 
 
 def _begin_loading(settings: Settings, stack: ExitStack) -> None:
-    """Let threads do beside the imports what needs files alone: memory, fingerprint, packed weights."""
+    """Let threads do beside the imports what needs files alone: reading, memory, fingerprint, packing."""
     model, supervisor = settings.engine.model, LoggingSupervisor()
     path = converted_checkpoint() if is_demo(model.path) else model.path
     if path is None:
         return
     has_own_code = model.trust_remote_code  # perhaps, and then it is part of the fingerprint
     is_on_cpu = model.device in ("auto", "cpu") and not Path("/dev/nvidiactl").exists()
-    num_bytes = sum(file.stat().st_size for file in weight_files(path))
-    if not is_on_cpu or model.quantize != "none" or 2 * num_bytes >= available_bytes():
+    files = weight_files(path)
+    num_bytes = sum(file.stat().st_size for file in files)
+    is_small = 2 * num_bytes < available_bytes()
+    if is_small:
+        read_ahead(files, supervisor)
+    if not is_on_cpu or model.quantize != "none" or not is_small:
         if not has_own_code:
             fingerprint_early(path, lambda: None, supervisor)
         return
