@@ -7,10 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stemma.errors import InvalidRequest, ModelError
 from stemma.model.tokenizer import Tokenizer
 from tests import checkpoints
+from tests.engine import tokenizers_for_tests
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -65,3 +71,61 @@ def test_end_of_sequence_as_the_tokenizer_says(files: Path, tmp_path: Path) -> N
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": None}))
     assert Tokenizer(path).eos_token_ids == ()
+
+
+def _pieces(files: Path) -> Tokenizer:
+    """Another model of words, with a token before and behind each text, and limits in its file."""
+    vocab = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "the": 3, "qu": 4, "##ick": 5, "a": 6, "##b": 7, ".": 8}
+    raw = RawTokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    raw.normalizer = normalizers.BertNormalizer()
+    raw.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    raw.enable_truncation(4)
+    raw.enable_padding(length=16)
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="[SEP]").save_pretrained(str(files))
+    return Tokenizer(files)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory, files: Path) -> list[Tokenizer]:
+    folder = tmp_path_factory.mktemp("kinds")
+    return [
+        Tokenizer(files),
+        tokenizers_for_tests.byte_level(folder / "bytes"),
+        tokenizers_for_tests.sentencepiece_like(folder / "sentencepiece"),
+        _pieces(folder / "pieces"),
+    ]
+
+
+_TEXTS = st.lists(
+    st.sampled_from(["the quick", "ab.", " ", "\n", "<|end|>", "[SEP]", "e\u0301", "\U0001f680"])
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+).map("".join)
+
+
+@given(text=_TEXTS, add_special_tokens=st.booleans())
+def test_ids_are_those_of_transformers(kinds: list[Tokenizer], text: str, add_special_tokens: bool) -> None:
+    for tokenizer in kinds:
+        expected = tokenizer.transformers_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        assert tokenizer.encode(text, add_special_tokens=add_special_tokens).tolist() == expected
+
+
+def test_a_tokenizer_that_encodes_its_own_way_is_asked(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' classes may override a step of `encode`; settings may change what it means."""
+    hf = Tokenizer(files).transformers_tokenizer
+    own = type("Own", (type(hf),), {"_encode_plus": lambda *_, **__: {"input_ids": [7]}})
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: hf)
+    monkeypatch.setattr(hf, "__class__", own)
+    assert Tokenizer(files).encode("Hello").tolist() == [7]
+    monkeypatch.undo()
+    path = Path(shutil.copytree(files, tmp_path / "copy"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "split_special_tokens": True}))
+    tokenizer = Tokenizer(path)
+    text = f"a{hf.eos_token}b"
+    assert tokenizer.encode(text).tolist() == tokenizer.transformers_tokenizer.encode(text)
+    assert tokenizer.encode(text).tolist() != Tokenizer(files).encode(text).tolist()
