@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -51,20 +52,27 @@ def remember_little() -> None:
 
     They are bounded, but would take hours to fill here; what grows after the warm-up is then a leak.
     """
-    transfer._MAX_KEYS_REMEMBERED = 1 << 12
+    transfer.MAX_KEYS_REMEMBERED = 1 << 12
 
 
-class FlakyFiles(FileLayer):
-    """Fails all writes while told to."""
+class FlakyWrites:
+    """Makes all writes of the disk tier fail while told to."""
 
     def __init__(self) -> None:
         self.is_broken = False
 
-    def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write, or fail as a full disk does."""
-        if self.is_broken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(fd, buffers, offset)
+    def install(self) -> None:
+        """Take the place of `FileLayer.write` for the rest of the process."""
+        write = FileLayer.write
+
+        def write_or_fail(
+            files: FileLayer, fd: int, buffers: Sequence[memoryview | bytes], offset: int
+        ) -> None:
+            if self.is_broken:  # as a full disk fails
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(files, fd, buffers, offset)
+
+        mock.patch.object(FileLayer, "write", write_or_fail).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +109,9 @@ class Soak:
             )
         )
         self.cache = self.parts.engine.cache
-        self.files = FlakyFiles()
+        self.writes = FlakyWrites()
+        self.writes.install()
         self.disk = next(store for store in self.cache.stores if isinstance(store, DiskStore))
-        self.disk._files = self.files
         self.histories = [self._tokens(64) for _ in range(NUM_SESSIONS)]
         self.num_requests = 0
         self.flushed_at = self.broken_at = time.monotonic()
@@ -138,7 +146,7 @@ class Soak:
             self.flush()
         if now - self.broken_at > BREAK_EVERY_S:
             self.broken_at = now
-        self.files.is_broken = now - self.broken_at < BROKEN_FOR_S
+        self.writes.is_broken = now - self.broken_at < BROKEN_FOR_S
 
     def flush(self) -> None:
         """Drop everything from device, host and disk."""
@@ -147,7 +155,7 @@ class Soak:
 
     def leftovers(self) -> list[str]:
         """Flush when nothing runs; return what stayed although nobody holds it."""
-        self.files.is_broken = False
+        self.writes.is_broken = False
         self.flush()
         stats = self.parts.engine.stats()
         assert stats.transfer is not None

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
+from stemma.config.settings import TierSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.llm import engine_settings
@@ -35,6 +36,7 @@ from stemma.memory.tiers.disk.disk_store import DiskStore, size_for_blocks
 from stemma.memory.tiers.disk.record import Record
 from stemma.memory.tiers.disk.spaces import new_manifest
 from stemma.memory.tiers.host_store import HostStore
+from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.native.copying import copy_function
 from stemma.prefix.eviction.registry import make_policy
@@ -164,7 +166,7 @@ def restart(options: Options) -> Iterator[Row]:
     manifest = new_manifest(SPACE, block_bytes, 0)
     size = size_for_blocks(manifest, num_blocks)
     store = DiskStore(root, SPACE, block_bytes, size, make_policy("lru"), time.time)
-    per_slab, path = store._manifest.slots_per_slab, store.path
+    per_slab, path = new_manifest(SPACE, block_bytes, size).slots_per_slab, store.path
     store.close()
     for slab, first in enumerate(range(0, num_blocks, per_slab)):
         with (path / f"slab-{slab:05d}").open("wb") as file:
@@ -198,13 +200,13 @@ def demote(options: Options) -> Iterator[Row]:
         engine_settings(
             half_billion_checkpoint(),
             kv_cache_memory="600MB",
-            disk_cache=root,
-            disk_cache_size="3GB",
             num_threads=1,
         )
     )
-    lower = parts.engine.cache._lower
-    assert isinstance(lower, TierTransfer)
+    # Beside the engine's own cache, which would write what the steps commit, too.
+    lower = open_tiers(
+        TierSettings(disk_cache=root, disk_cache_size=3 * 10**9), parts.device, parts.key_space
+    )
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=4 * num_steps + 64, temperature=0.0, ignore_eos=True)
     for number in range(4):
@@ -229,6 +231,7 @@ def demote(options: Options) -> Iterator[Row]:
             written += per_step
         lower.drain(600.0)
     stats = lower.stats()
+    lower.close()
     parts.engine.close()
     shutil.rmtree(root)
     dropped = stats.num_dropped_writes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
-from stemma.server.operator.dashboard import live, pages
+from stemma.server.operator.dashboard import live
 from tests.e2e.conftest import Served, start_server
 
 if TYPE_CHECKING:
@@ -303,8 +304,7 @@ def test_the_files_are_open_and_what_they_show_is_not(shown: Served) -> None:
 
 
 def test_without_plotly_the_page_says_what_to_install(shown: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_plotly", pages._plotly.__wrapped__)
-    monkeypatch.setattr(pages, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     answer = httpx.get(f"{shown.url}/dashboard/plotly.js")
     assert answer.status_code == 404
     assert "stemma[dashboard]" in answer.json()["error"]["message"]

@@ -357,7 +357,6 @@ async def test_close_ends_open_requests(engine):
 
 
 async def test_an_idle_engine_touches_the_blocks_that_come_next_and_answers_at_once(checkpoint, monkeypatch):
-    monkeypatch.setattr(async_engine, "_REST_S", 0.0)
     touched: list[int] = []
     real = DeviceKV.touch
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
 from stemma.cluster.holdings import Holdings, chain_of
-from stemma.kv_events.publisher import KVEventPublisher
+from stemma.kv_events.publisher import wire_event
 from stemma.kv_events.subscriber import Follower
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from tests.engine.harness import greedy, prompt
@@ -19,11 +19,10 @@ class Direct:
 
     def __init__(self, follower: Follower, block_size: int) -> None:
         self._follower = follower
-        self._publisher = object.__new__(KVEventPublisher)
-        self._publisher._block_size = block_size
+        self._block_size = block_size
 
     def put(self, event) -> None:
-        self._follower.take([self._publisher._translate(event)])
+        self._follower.take([wire_event(event, self._block_size)])
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])

@@ -11,8 +11,10 @@ from transformers import Gemma3TextConfig, Olmo2Config, PreTrainedConfig, Qwen3M
 from stemma.config.settings import ModelSettings
 from stemma.errors import UnsupportedModel
 from stemma.model import selfcheck
+from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from tests.checkpoints import make_model, save_checkpoint, tokenizer
+from tests.model.paging import PagedSequences
 
 SIZES = {
     "vocab_size": 320,
@@ -30,6 +32,13 @@ def gemma3(num_layers: int = 8) -> PreTrainedConfig:
     """Every fourth layer sees all tokens, the others a window."""
     types = ["full_attention" if n % 4 == 3 else "sliding_attention" for n in range(num_layers)]
     return Gemma3TextConfig(**SIZES, num_hidden_layers=num_layers, layer_types=types, sliding_window=5)
+
+
+def served(model: CausalLM, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return the logits [T, vocab] of a prompt that is served in chunks."""
+    sequences = PagedSequences(model, [tokens.tolist()])
+    sequences.finish(chunk)
+    return sequences.logits[0]
 
 
 @pytest.fixture
@@ -63,7 +72,7 @@ def test_a_large_model_is_checked_and_then_runs_whole(tmp_path: Path, large: Non
     model = load_model(ModelSettings(path=path, dtype="float32"))
     tokens = torch.arange(5, 40) % model.vocab_size
     expected = plain.float()(input_ids=tokens[None], use_cache=False).logits[0].detach()
-    torch.testing.assert_close(selfcheck._run(model, tokens, (20, 15)), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(served(model, tokens, chunk=20), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_model_that_packing_makes_small_is_still_checked_by_its_first_layers(
@@ -77,7 +86,7 @@ def test_a_model_that_packing_makes_small_is_still_checked_by_its_first_layers(
     model = load_model(ModelSettings(path=path, dtype="float32"))
     tokens = torch.arange(5, 25) % model.vocab_size
     expected = plain.float()(input_ids=tokens[None], use_cache=False).logits[0].detach()
-    torch.testing.assert_close(selfcheck._run(model, tokens, (20,)), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(served(model, tokens, chunk=20), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_layer_that_is_served_wrongly_is_found_in_a_large_model(

@@ -161,7 +161,8 @@ async def test_errors_of_workers_reach_who_waits() -> None:
 async def test_an_error_of_a_worker_thread_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
 
-    def die(*_: object) -> bool:
+    def die(*_: object) -> None:
+        monkeypatch.undo()
         raise SystemExit("out of luck")
 
     class Reports:
@@ -169,10 +170,10 @@ async def test_an_error_of_a_worker_thread_itself_is_reported(monkeypatch: pytes
             reports.append((name, type(error)))
 
     workers = WorkerThreads(1, "test-dies", Reports())
-    with monkeypatch.context() as patch:
-        patch.setattr(WorkerThreads, "_perform", die)
-        with pytest.raises(EngineFailed, match="waiting failed"):
-            await workers.run(lambda: 1, limit_s=1, what="waiting")
+    # A thread's word to the event loop that it begins: outside of the work, whose errors are the caller's.
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", die)
+    with pytest.raises(EngineFailed, match="waiting failed"):
+        await workers.run(lambda: 1, limit_s=1, what="waiting")
     while not reports:
         await asyncio.sleep(0.01)
     assert reports == [("test-dies", SystemExit)]

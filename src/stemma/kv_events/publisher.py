@@ -127,7 +127,7 @@ class KVEventPublisher:
             taken = [self._queue.popleft() for _ in range(count)]
             has_gap, self._has_gap = self._has_gap, False
         events: list[Event] = [AllBlocksCleared()] if has_gap else []
-        return events + [self._translate(event) for event in taken]
+        return events + [wire_event(event, self._block_size) for event in taken]
 
     def _publish(self, events: list[Event]) -> None:
         payload = encode(time.time(), events)
@@ -146,21 +146,23 @@ class KVEventPublisher:
                     socket.send_multipart((who, b"", self._topic, sequence.to_bytes(8, "big"), payload))
             socket.send_multipart((who, b"", b"", _END, b""))
 
-    def _translate(self, event: KVEvent) -> Event:
-        if isinstance(event, BlocksStored):
-            name = event.namespace.adapter or None
-            salt = event.namespace.salt
-            extra: tuple[str, ...] = tuple(word for word in (name, salt) if word)
-            return BlockStored(
-                block_hashes=list(event.keys),
-                parent_block_hash=event.parent,
-                token_ids=event.tokens.tolist(),
-                block_size=self._block_size,
-                lora_id=None,
-                medium=GPU,
-                lora_name=name,
-                extra_keys=[extra] * len(event.keys) if extra else None,
-            )
-        if isinstance(event, BlocksCopied):
-            return BlockStored(list(event.keys), None, [], self._block_size, None, _MEDIUM[event.tier], None)
-        return BlockRemoved(list(event.keys), _MEDIUM[event.tier])
+
+def wire_event(event: KVEvent, block_size: int) -> Event:
+    """Return an event of the cache as subscribers read it; `block_size` is the cache's."""
+    if isinstance(event, BlocksStored):
+        name = event.namespace.adapter or None
+        salt = event.namespace.salt
+        extra: tuple[str, ...] = tuple(word for word in (name, salt) if word)
+        return BlockStored(
+            block_hashes=list(event.keys),
+            parent_block_hash=event.parent,
+            token_ids=event.tokens.tolist(),
+            block_size=block_size,
+            lora_id=None,
+            medium=GPU,
+            lora_name=name,
+            extra_keys=[extra] * len(event.keys) if extra else None,
+        )
+    if isinstance(event, BlocksCopied):
+        return BlockStored(list(event.keys), None, [], block_size, None, _MEDIUM[event.tier], None)
+    return BlockRemoved(list(event.keys), _MEDIUM[event.tier])

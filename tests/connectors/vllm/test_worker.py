@@ -182,9 +182,9 @@ def test_layouts_differ_where_bytes_would():
     assert plain.block_bytes == turned.block_bytes == 2 * half.block_bytes
 
 
-def test_large_copies_by_two_threads_and_back(monkeypatch):
-    monkeypatch.setattr("stemma.connectors.vllm.blocks._PARALLEL_BYTES", 1)
-    caches = make_caches()
+def test_large_copies_by_two_threads_and_back():
+    """Three blocks of 1.5 MiB each."""
+    caches = {f"layers.{n}": torch.randn(NUM_BLOCKS, 2, 64, 1536) for n in range(2)}
     before = {name: cache.clone() for name, cache in caches.items()}
     blocks = VllmBlocks(caches, NUM_BLOCKS)
     buffers = [torch.empty(blocks.block_bytes, dtype=torch.uint8) for _ in range(3)]

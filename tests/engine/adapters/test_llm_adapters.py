@@ -7,6 +7,8 @@ from tests.adapters import build_adapter, merged_logits
 
 from stemma import LLM, SamplingParams
 from stemma.engine.api import GenerationRequest
+from stemma.engine.build import build_engine
+from stemma.engine.llm import engine_settings
 from stemma.errors import AdapterError, ConfigError, UnknownModel
 from stemma.types import as_tokens
 
@@ -118,24 +120,25 @@ def test_load_and_unload(llm, adapters, checkpoint, tmp_path):
         llm.adapters.load("empty", tmp_path)
 
 
-def test_requests_under_way_survive_their_adapter(llm, adapters):
+def test_requests_under_way_survive_their_adapter(llm, checkpoint, adapters):
     """What runs and what waits ends as it began."""
     expected = tokens_of(llm, "b")
-    llm.adapters.load("short-lived", adapters["b"])
-    adapter = llm.adapters.get("short-lived")
+    parts = build_engine(engine_settings(checkpoint, lora={"short-lived": adapters["b"]}, **SMALL))
+    adapter = parts.adapters.get("short-lived")
     for i in range(3):
-        llm.engine.add(GenerationRequest(f"r{i}", as_tokens(PROMPT), GREEDY, adapter=adapter))
+        parts.engine.add(GenerationRequest(f"r{i}", as_tokens(PROMPT), GREEDY, adapter=adapter))
     seen = {f"r{i}": [] for i in range(3)}
 
     def step():
-        for news in llm.engine.step():
+        for news in parts.engine.step():
             seen[news.state.request.request_id].extend(news.token_ids)
 
-    llm._thread.call(step)
-    llm.adapters.unload("short-lived")
-    while llm.engine.has_work:
-        llm._thread.call(step)
+    step()
+    parts.adapters.unload("short-lived")
+    while parts.engine.has_work:
+        step()
     assert list(seen.values()) == [expected] * 3
+    parts.engine.close()
 
 
 def test_bad_settings(checkpoint, adapters, tmp_path):

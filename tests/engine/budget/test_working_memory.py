@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from stemma.engine.budget import working_memory
 from stemma.engine.drafts.index_memory import reserved_bytes
 from stemma.errors import ConfigError
 from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
+from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
 from stemma.native.process_memory import resident_bytes
 
@@ -57,13 +61,31 @@ def test_a_limit_and_a_size_of_the_cache_exclude_each_other(checkpoint: Path):
         LLM(checkpoint, memory_limit="2GB", kv_cache_memory="1GB")
 
 
+class RecordingModel:
+    """Keeps the batches that it is given."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.batches: list[ForwardBatch] = []
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        assert kv.layout.block_size == 1
+        assert kv.num_blocks == len(batch.token_ids)
+        self.batches.append(batch)
+        return torch.zeros(len(batch.logits_rows), 7)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "max_len", "lengths"),
     [(10, 3, 100, [8, 1, 1]), (10, 3, 5, [5, 4, 1]), (10, 3, 2, [2, 2, 2]), (3, 3, 9, [1, 1, 1])],
 )
 def test_the_largest_step(num_tokens: int, num_rows: int, max_len: int, lengths: list[int]):
-    assert working_memory._lengths(num_tokens, num_rows, max_len) == lengths
-    batch = working_memory._batch(lengths)
+    model = RecordingModel(max_len)
+    working_memory.step_bytes(
+        cast(CausalLM, model), KVLayout(1, 2, 16, 1, 4, "float32"), num_tokens, num_rows
+    )
+    [batch] = model.batches
+    assert batch.context_lens == lengths
     assert len(batch.token_ids) == sum(lengths) == batch.query_starts[-1]
     assert batch.logits_rows.tolist() == [end - 1 for end in batch.query_starts[1:]]
     for row, (start, length) in enumerate(zip(batch.query_starts, lengths, strict=False)):

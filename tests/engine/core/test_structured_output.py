@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.engine.harness import greedy, prompt
 
+from stemma.engine.sampling import grammar
 from stemma.engine.sampling.constraints import Constraints, keep_allowed
 from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
@@ -128,7 +129,7 @@ def test_forced_tokens_are_drafts_that_hold(harness, schema):
     )
 
 
-def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer):
+def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer, monkeypatch):
     vocab_size = len(tokenizer.transformers_tokenizer)
     masks = []
 
@@ -136,8 +137,8 @@ def test_no_mask_is_computed_where_the_likeliest_token_is_allowed(tokenizer):
         masks.append(mask)
         return -1
 
+    monkeypatch.setattr(grammar, "masked_argmax_function", lambda isa: argmax)
     compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
-    compiler._room.argmax = argmax
     one = Constraints(
         SamplingParams(temperature=0.0, grammar=OBJECT), vocab_size, compiler.compile(OBJECT).start()
     )

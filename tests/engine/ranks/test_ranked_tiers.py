@@ -237,13 +237,15 @@ def test_a_part_that_is_damaged_in_the_pool_is_never_used(
 
 
 def test_a_probe_waits_for_every_rank(pooled: tuple[Rank, Rank, RankedTiers]) -> None:
-    _, _, tiers = pooled
+    first, second, _ = pooled
     theirs: Future[None] = Future()
 
-    def prefetch(*_arguments: object) -> tuple[int, list[Future[None]]]:
-        return 1, [theirs]
+    class Slow(OtherRank):
+        def prefetch(self, *_arguments: object) -> tuple[int, list[Future[None]]]:
+            return 1, [theirs]
 
-    tiers._ranks.prefetch = prefetch  # type: ignore[method-assign, assignment]
+    slow: Any = Slow(second.tiers)
+    tiers = RankedTiers(first.tiers, slow)
     started = tiers.prefetch(BlockKey(bytes(32)), KEYS[:3])
     assert started is not None
     assert not started.probe.done()

@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_ends_the_engine(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stemma.model.parallel.group.STEP_TIMEOUT_S", 2.0)
-    monkeypatch.setattr("stemma.engine.ranks.leader._END_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("stemma.engine.ranks.leader.END_TIMEOUT_S", 2.0)
     llm = LLM(build("llama", tmp_path), **SMALL, **{kind: 2})
     [process] = rank_processes(os.getpid())
     os.kill(process, signal.SIGSTOP)

@@ -105,7 +105,7 @@ def test_dense_models_are_recorded(serve: Any) -> None:
     llm = serve("qwen2")
     answers(llm, PROMPTS)
     answers(llm, PROMPTS[:1])
-    decoder = llm.engine.runner._model.decoder
+    decoder = llm.engine.runner.model.decoder
     assert decoder.is_enabled
     assert {1, 8} <= set(decoder.recorded)
 
@@ -138,5 +138,5 @@ def test_blocks_come_back_from_disk(serve: Any, tmp_path: Path) -> None:
 def test_memory_is_pinned(serve: Any) -> None:
     """Copies run beside steps only if the host's side is pinned."""
     llm = serve("qwen2", host_cache="1MB")
-    host = llm.engine.cache.stores[0]
-    assert torch.device(DEVICE).type != "cuda" or host._arena.is_pinned()
+    arena = torch.frombuffer(llm.engine.cache.stores[0].memory, dtype=torch.uint8)
+    assert torch.device(DEVICE).type != "cuda" or arena.is_pinned()

@@ -25,7 +25,7 @@ from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.formats.gguf import header
-from stemma.model.formats.gguf.header import headers_kept, read_header
+from stemma.model.formats.gguf.header import GGUFHeader, headers_kept, read_header
 from stemma.model.formats.gguf.tensors import is_kept, split, widen
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
@@ -362,13 +362,12 @@ def test_starting_an_engine_reads_the_header_once(tmp_path: Path, monkeypatch: p
     path = gguf_files.build("llama", tmp_path, Kind.Q8_0).path
     num_read = 0
 
-    def counted(*of_file: Any) -> header.GGUFHeader:
+    def counted(*of_file: Any) -> GGUFHeader:
         nonlocal num_read
         num_read += 1
-        return parse(*of_file)
+        return GGUFHeader(*of_file)
 
-    parse = header._parse
-    monkeypatch.setattr(header, "_parse", counted)
+    monkeypatch.setattr(header, "GGUFHeader", counted)
     LLM(path, kv_cache_memory="4MB").close()
     assert num_read == 1
 

@@ -151,8 +151,12 @@ class TestShadow:
 
     def test_large_caches_are_sampled(self):
         shadow = LRUShadow(num_resident=1_000_000)
-        shadow.look_up(np.arange(1, 1_000_001, dtype=np.uint64), 0, 1_000_000)
-        assert 500 < len(shadow._held) < 4000
+        prints = np.arange(1, 1_000_001, dtype=np.uint64)
+        tracemalloc.start()
+        shadow.look_up(prints, 0, 1_000_000)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert 500 * 100 < held < 4000 * 200  # one block takes 100 to 200 bytes
 
 
 def drive(policy: HazardPolicy, capacity: int, schedule: list[tuple[float, int]]) -> int:
@@ -213,13 +217,14 @@ def test_hints():
 
 
 def test_expensive_blocks_stay():
+    """Of blocks of one kind, whose reuse after 10 s was seen 200 times."""
     policy = HazardPolicy()
-    model = policy._model
-    kind = classify(np.array([1], dtype=np.int32), 1, NO_PAUSE)
-    for _ in range(200):
-        model.learn(kind, np.zeros(1), np.ones(1), 10.0)
-    policy.insert(ids(0), 0.0, BlockTraits(costs_s=np.array([2.0], dtype=np.float32)))
-    policy.insert(ids(1), 1.0, BlockTraits(costs_s=np.array([0.1], dtype=np.float32)))
+    for block_id in range(2, 202):
+        policy.insert(ids(block_id), 0.0, prints(block_id))
+    for block_id in range(2, 202):
+        policy.access(ids(block_id), 10.0)
+    policy.insert(ids(0), 10.0, BlockTraits(costs_s=np.array([2.0], dtype=np.float32)))
+    policy.insert(ids(1), 11.0, BlockTraits(costs_s=np.array([0.1], dtype=np.float32)))
     policy.offer(0)
     policy.offer(1)
     assert policy.victim(70.0) == 1
@@ -228,11 +233,13 @@ def test_expensive_blocks_stay():
 def test_stale_entries_are_dropped():
     policy = HazardPolicy()
     policy.insert(ids(0, 1), 0.0, prints(1, 2))
-    for number in range(20_000):
-        policy.access(ids(0, 1), float(number))
+    tracemalloc.start()
+    for _ in range(20_000):
         policy.offer(1)
         policy.withdraw(1)
-    assert policy._num_entries < 10_000
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 2**20  # 20,000 entries take 2.3
 
 
 def test_a_cache_that_never_evicts_keeps_a_bounded_memory() -> None:

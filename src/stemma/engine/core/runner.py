@@ -96,7 +96,7 @@ class Runner:
 
         `block_size`: tokens of a block; None: `kv` holds them all.
         """
-        self._model = model
+        self.model = model
         self._adapters = adapters
         self.kv = kv
         self.on_launch: Callable[[bool], None] | None = None
@@ -114,7 +114,7 @@ class Runner:
         batch = self._batch(plan)
         if self.on_launch is not None:
             batch.on_launch = partial(self.on_launch, is_decode(plan))
-        logits = self._model.forward(batch, self.kv)
+        logits = self.model.forward(batch, self.kv)
         batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
         if logits.is_cuda and len(logits) == 0:
             # Nobody reads a result of such a step, so nobody waits for it. But it must end before blocks get
@@ -133,7 +133,7 @@ class Runner:
             row += item.num_tokens
         if not unknown:
             return PreparedStep(batch, None, None)
-        device = self._model.device
+        device = self.model.device
         return PreparedStep(
             batch,
             torch.tensor(unknown).to(device, non_blocking=True),
@@ -149,7 +149,7 @@ class Runner:
             assert drawn is not None
             assert step.source_rows is not None
             step.batch.token_ids.index_copy_(0, step.unknown_rows, drawn.index_select(0, step.source_rows))
-        return self._model.forward(step.batch, self.kv)
+        return self.model.forward(step.batch, self.kv)
 
     def _batch(self, plan: Sequence[Scheduled]) -> ForwardBatch:
         buffers = self._other_buffers

@@ -46,7 +46,7 @@ CLOSE_TIMEOUT_S = 30.0
 """For a rank to write what its tiers have queued."""
 _NOTICE_S = 2.0
 """For the end of a process to be seen, once its connections broke."""
-_END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 10.0
 """For a rank to end once its link did."""
 
 
@@ -129,7 +129,7 @@ class Ranks:
             for one in self._followers:
                 one.link.close()
             for thread in self._threads:  # who failed first has said so, or ends now
-                thread.join(_END_TIMEOUT_S)
+                thread.join(END_TIMEOUT_S)
             failure = self._failure
             self.close()
             if failure is not None and not isinstance(error, type(failure)):
@@ -212,7 +212,7 @@ class Ranks:
             if self._is_closing:
                 return
             self._is_closing = True
-            timeout_s = CLOSE_TIMEOUT_S if self._failure is None else _END_TIMEOUT_S
+            timeout_s = CLOSE_TIMEOUT_S if self._failure is None else END_TIMEOUT_S
             for one in self._followers:
                 with suppress(OSError):  # it has ended
                     one.link.send(Close())
@@ -258,7 +258,7 @@ class Ranks:
             pass
         code: int | None = None
         try:
-            code = one.process.wait(_END_TIMEOUT_S)
+            code = one.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             one.process.kill()
             one.process.wait()

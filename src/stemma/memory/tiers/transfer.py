@@ -32,7 +32,8 @@ from stemma.types import BlockKey, Tier
 
 PrefetchPolicy = Literal["best_effort", "timeout", "wait_complete"]
 
-_MAX_KEYS_REMEMBERED = 1 << 17
+MAX_KEYS_REMEMBERED = 1 << 17
+"""Entries of each table of notes about keys, those of evicted blocks included."""
 _MAX_WAITING_LOADS = 64
 _MAX_LOW_WATER = 64
 _SWEEP_EVERY_S = 60.0
@@ -108,8 +109,8 @@ class TierTransfer:
         self._queues: dict[Tier, WriteQueue] = {}
         self._writes: dict[Tier, WritePolicy] = {Tier.HOST: policy.writes.get(Tier.HOST, "write_through")}
         self._quotas: Mapping[Tier, Mapping[str, int]] = {}
-        self._num_uses = RecentKeys[int](_MAX_KEYS_REMEMBERED)
-        self._whereabouts = Whereabouts(_MAX_KEYS_REMEMBERED)
+        self._num_uses = RecentKeys[int](MAX_KEYS_REMEMBERED)
+        self._whereabouts = Whereabouts(MAX_KEYS_REMEMBERED)
         self._num_dropped = 0
         self._swept_at = clock()
         self._loads = LoadQueue(
@@ -480,7 +481,7 @@ class TierTransfer:
 def remembered_bytes(tiers: Set[Tier]) -> int:
     """Return the approximate maximum bytes of notes about keys with these tiers."""
     num_tables = 1 + (Tier.POOL in tiers) + (Tier.HOST in tiers and len(tiers) > 1)
-    return num_tables * NOTE_BYTES * _MAX_KEYS_REMEMBERED if tiers else 0
+    return num_tables * NOTE_BYTES * MAX_KEYS_REMEMBERED if tiers else 0
 
 
 def num_staging_slots(staging_bytes: int, block_bytes: int) -> int:

@@ -271,17 +271,19 @@ def test_a_value_that_is_stored_anew_while_old_ones_are_removed_stays(
     pool = open_backend({"path": str(tmp_path), "ttl_s": 60})
     names = [name_of(n) for n in range(4)]
     put(pool, names)
-    for name in names:
-        age(tmp_path, name, 3600)
-    walk = DirectoryPool._walk
+    for number, name in enumerate(names):
+        age(tmp_path, name, 3600 + 60 * number)
+    unlink, stored = os.unlink, []
 
-    def walk_and_store(self: DirectoryPool, now: float) -> list[tuple[float, int, str]]:
-        found = list(walk(self, now))
-        assert put(self, names[:2]) == [PutResult.STORED] * 2
-        return found
+    def unlink_and_store(path: str) -> None:
+        """Remove the oldest; meanwhile others store what comes after it."""
+        unlink(path)
+        if not stored:
+            stored.extend(put(pool, names[:2]))
 
-    monkeypatch.setattr(DirectoryPool, "_walk", walk_and_store)
+    monkeypatch.setattr(os, "unlink", unlink_and_store)
     collected = pool.collect()
+    assert stored == [PutResult.STORED] * 2
     assert collected is not None
     assert collected.num_removed == 2
     assert read(pool, names) == [ReadResult.HIT, ReadResult.HIT, ReadResult.MISS, ReadResult.MISS]

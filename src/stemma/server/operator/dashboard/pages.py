@@ -44,6 +44,8 @@ async def asset(request: Request) -> Response:
     """Its style, its scripts, and plotly's script out of the installed package."""
     name = request.path_params["name"]
     if name == "plotly.js":
+        if find_spec("plotly") is None:
+            raise NotFound(NO_PLOTLY)
         return _answer(_plotly(), "js")
     if name not in _FILES:
         raise NotFound("no such file of the dashboard")
@@ -65,7 +67,4 @@ def _read(name: str) -> bytes:
 
 @cache
 def _plotly() -> bytes:
-    """Return plotly's script. Raises NotFound, and says what to install, if the package is missing."""
-    if find_spec("plotly") is None:
-        raise NotFound(NO_PLOTLY)
     return (files("plotly.package_data") / "plotly.min.js").read_bytes()

@@ -1,0 +1,55 @@
+"""Tests and benchmarks use only public names of stemma. Ruff (SLF) sees accesses; this, what ruff can't."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATCHING = {"setattr", "getattr", "hasattr", "delattr", "object", "patch", "attrgetter"}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yield private names that are imported from stemma, or named as strings to what patches and reads."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stemma":
+            names = [f"{node.module}.{one.name}" for one in node.names]
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            strings = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            names = [one for one in strings if isinstance(one, str)] if called in PATCHING else []
+        else:
+            continue
+        yield from filter(is_private, names)
+
+
+def test_no_private_name_is_imported_or_patched() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for folder in ("tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if (names := list(private_names(path.read_text())))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from stemma.engine.llm import _merge",
+        "from stemma._hidden import a",
+        "monkeypatch.setattr('stemma.engine.llm._merge', None)",
+        "monkeypatch.setattr(llm, '_merge', None)",
+        "mock.patch.object(LLM, '_run')",
+        "getattr(llm, '_thread')",
+    ],
+)
+def test_what_it_finds(source: str) -> None:
+    assert list(private_names(source))
