@@ -35,7 +35,7 @@ def test_whole_files_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.append((name, range(begin, begin + length)))
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    monkeypatch.setattr(tested, "_AT_ONCE_BYTES", 10)
+    monkeypatch.setattr(tested, "AT_ONCE_BYTES", 10)
     supervisor = Failing()
     thread = read_ahead([tmp_path / name for name in ("a", "none", "b", "c")], supervisor)
     assert thread is not None

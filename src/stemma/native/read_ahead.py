@@ -14,7 +14,8 @@ from threading import Thread
 
 from stemma.supervision import Supervisor, start_thread
 
-_AT_ONCE_BYTES = 64 << 20
+AT_ONCE_BYTES = 64 << 20
+"""Bytes asked for in one call of the system."""
 
 
 def read_ahead(files: Sequence[Path], supervisor: Supervisor) -> Thread | None:
@@ -29,7 +30,7 @@ def _ask_for(files: Sequence[Path]) -> None:
         with contextlib.suppress(OSError):  # the load meets it again, and says what it is
             descriptor = os.open(file, os.O_RDONLY)
             try:
-                for begin in range(0, os.fstat(descriptor).st_size, _AT_ONCE_BYTES):
-                    os.posix_fadvise(descriptor, begin, _AT_ONCE_BYTES, os.POSIX_FADV_WILLNEED)
+                for begin in range(0, os.fstat(descriptor).st_size, AT_ONCE_BYTES):
+                    os.posix_fadvise(descriptor, begin, AT_ONCE_BYTES, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(descriptor)
