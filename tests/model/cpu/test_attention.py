@@ -16,7 +16,8 @@ from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.paged import AttentionStep
-from stemma.native.library import GateArgs, Kernels, NormArgs, load_kernels
+from stemma.native.library import Kernels, load_kernels
+from stemma.native.structures import GateArgs, NormArgs
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)

@@ -18,7 +18,8 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.native.library import AttendArgs, BatchArgs, Kernels, KVFormat, WriteArgs
+from stemma.native.library import Kernels
+from stemma.native.structures import AttendArgs, BatchArgs, KVFormat, WriteArgs
 
 _STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 """By their numbers in kv_format.h."""

@@ -10,7 +10,8 @@ import torch
 from stemma.model.cpu.weight_memory import weight_memory
 from stemma.model.quantization.joining import alike
 from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
-from stemma.native.library import Codes, Kernels, PackCodesArgs, Strips
+from stemma.native.library import Kernels
+from stemma.native.structures import Codes, PackCodesArgs, Strips
 
 _SCHEMES = {
     ActivationScheme.NONE: 0,

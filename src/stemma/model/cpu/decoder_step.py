@@ -17,7 +17,8 @@ from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
 from stemma.model.cpu.low_rank import describe_rows
 from stemma.model.cpu.weights import PackedProduct
-from stemma.native.library import AttendArgs, Kernels, LatentArgs, LayerWeights, RotateArgs, StepArgs
+from stemma.native.library import Kernels
+from stemma.native.structures import AttendArgs, LatentArgs, LayerWeights, RotateArgs, StepArgs
 
 _ALIGNMENT = 64
 

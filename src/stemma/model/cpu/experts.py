@@ -17,7 +17,7 @@ from torch import nn
 
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import can_pack
-from stemma.native.library import GatedWeights, MixtureArgs
+from stemma.native.structures import GatedWeights, MixtureArgs
 
 _SILU = frozenset({"SiLU", "SiLUActivation"})
 

@@ -14,7 +14,7 @@ from stemma.model.cpu.experts import PackedExperts
 from stemma.model.cpu.latent import PackedLatent
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct
-from stemma.native.library import GatedWeights, LatentWeights, LayerWeights, Router, Strips
+from stemma.native.structures import GatedWeights, LatentWeights, LayerWeights, Router, Strips
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import native_format
 from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
-from stemma.native.library import AttendArgs, LatentArgs, RotateArgs
+from stemma.native.structures import AttendArgs, LatentArgs, RotateArgs
 
 HALVES, PAIRS_TO_HALVES, PAIRS = range(3)
 """`Rotation` of native/latent.h."""

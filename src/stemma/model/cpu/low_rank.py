@@ -10,7 +10,8 @@ import torch
 from stemma.model.cpu.fused_layer import FusedLayer, Mixture
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.lora.adapter import Adapter, AdapterRows, LinearShape, LowRankPair
-from stemma.native.library import AdapterLayerArgs, AdapterRowsArgs, Kernels, LowRankArgs
+from stemma.native.library import Kernels
+from stemma.native.structures import AdapterLayerArgs, AdapterRowsArgs, LowRankArgs
 
 _ATTENTION = {
     **{"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"},

@@ -17,7 +17,8 @@ import torch
 from stemma.model.cpu.codes import PackedCodes
 from stemma.model.cpu.weight_memory import weight_memory
 from stemma.model.quantization.weights import QuantizedWeight
-from stemma.native.library import Kernels, MultiplyArgs, PackArgs, Strips
+from stemma.native.library import Kernels
+from stemma.native.structures import MultiplyArgs, PackArgs, Strips
 
 # Without our kernels oneDNN multiplies. It prepares a product anew for each number of rows, and it and torch
 # each remember the last 1,024 of them, at 0.4 MB apiece: a server that had seen 384 sizes of batches held

@@ -20,7 +20,8 @@ from stemma.model.attention import AttentionCall
 from stemma.model.cpu.attention import NativePlan, PlannedQueries, native_format
 from stemma.model.kv_format import KVRows, LayerSource
 from stemma.model.parallel.dealing import Queries
-from stemma.native.library import AttendArgs, Kernels, MergeArgs
+from stemma.native.library import Kernels
+from stemma.native.structures import AttendArgs, MergeArgs
 
 EXTRA = 2
 """Numbers of a partial result beside the weighted values."""
