@@ -26,6 +26,7 @@ from stemma.server.operator.usage_ledger import UsageLedger
 from stemma.server.operator.vllm_metrics import VLLM_NAMES
 from stemma.server.operator.watches import Watches
 from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.template_process import TemplateProcess
 from stemma.server.requests.workers import WorkerThreads
 from stemma.server.tenants.published import PublishedPrefixes
@@ -89,6 +90,9 @@ class ServerContext:
             settings.server.response_ttl_s,
         )
         self._token_texts: dict[int, str] = {}
+        shares = self.access.keys is None and settings.engine.cache.enable_prefix_cache
+        self.known_texts = KnownTexts() if shares else None
+        """None where tenants may not learn of each other's prompts, or nothing is shared."""
         self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer", engine.supervisor)
         self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
 

@@ -54,7 +54,7 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     else:
         assert body.inputs is not None
         cut = last_tokens(body.parameters.truncate)
-        tokens = await text_prompt(context, body.inputs, param="inputs", cut=cut)
+        tokens = await text_prompt(context, body.inputs, param="inputs", cut=cut, salt="")
     parameters = body.parameters
     generation = one_sequence(context, "infer", tokens, parameters)
     if body.stream:

@@ -47,6 +47,7 @@ async def create_completion(request: Request) -> Response:
         body.prompt,
         add_special_tokens=body.add_special_tokens is not False,
         cut=wanted_cut(body),
+        salt=body.cache_salt or "",
     )
     response_id = new_request_id("cmpl")
     generations = [

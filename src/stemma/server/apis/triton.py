@@ -188,7 +188,7 @@ def _checked(request: Request) -> ServerContext:
 
 async def _text_request(context: ServerContext, body: TritonGenerateRequest) -> GenerationRequest:
     tokens = await text_prompt(
-        context, body.text_input, param="text_input", cut=last_tokens(body.parameters.truncate)
+        context, body.text_input, param="text_input", cut=last_tokens(body.parameters.truncate), salt=""
     )
     return one_sequence(context, "triton", tokens, body.parameters)
 

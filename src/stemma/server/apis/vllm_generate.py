@@ -34,7 +34,7 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     adapter = check_model(context, body.model)
     params = vllm_sampling(context, body)
     wide, beam = candidates(context, body, params)
-    tokens = await text_prompt(context, body.prompt, cut=last_tokens(body.truncate_prompt_tokens))
+    tokens = await text_prompt(context, body.prompt, cut=last_tokens(body.truncate_prompt_tokens), salt="")
     generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
     if body.stream:
         outputs = await start(context, request, [generation], "vllm")

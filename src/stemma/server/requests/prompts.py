@@ -11,6 +11,7 @@ from stemma.server.context import MAX_CHARS_PER_TOKEN, ServerContext
 from stemma.server.requests.chat_template import conversation_tokens, num_chars, template_arguments
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.json_input import parse_json
+from stemma.server.requests.known_texts import MAX_CHARS, TextKey
 from stemma.server.requests.limits import fit_prompt
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
 from stemma.server.schemas.openai import ChatRequest, Message, OpenAIRequest
@@ -79,9 +80,13 @@ async def completion_prompts(
     *,
     add_special_tokens: bool = True,
     cut: Cut | None = None,
+    salt: str | None = None,
 ) -> list[TokenArray]:
-    """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids."""
-    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut}
+    """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids.
+
+    `salt`: see `text_prompt`.
+    """
+    options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut, "salt": salt}
     if isinstance(prompt, str):
         return [await text_prompt(context, prompt, **options)]
     if not prompt:
@@ -121,16 +126,33 @@ async def text_prompt(
     add_special_tokens: bool = True,
     param: str = "prompt",
     cut: Cut | None = None,
+    salt: str | None = None,
 ) -> TokenArray:
-    """Return the token ids of one text, as far as `cut` leaves them."""
+    """Return the token ids of one text, as far as `cut` leaves them.
+
+    `salt`: of the namespace that the request is served in; others of that salt may get these ids without a
+    tokenizer. None: nobody may.
+    """
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
     check_length(context, len(text), param)
+    known = context.known_texts
+    if known is None or salt is None or len(text) > MAX_CHARS:
+        return check_tokens(context, await _tokenized(context, text, add_special_tokens), param, cut)
+    key = TextKey(salt, add_special_tokens, text)
+    tokens = known.find(key)
+    if tokens is None:
+        tokens = await _tokenized(context, text, add_special_tokens)
+        known.add(key, tokens)
+    return check_tokens(context, tokens, param, cut)
+
+
+async def _tokenized(context: ServerContext, text: str, add_special_tokens: bool) -> TokenArray:
     tokenizer = context.engine.tokenizer
     work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
         text, add_special_tokens=add_special_tokens
     )
-    return check_tokens(context, await context.in_thread(work), param, cut)
+    return await context.in_thread(work)
 
 
 async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
