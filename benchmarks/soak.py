@@ -111,7 +111,7 @@ class Soak:
         self.cache = self.parts.engine.cache
         self.writes = FlakyWrites()
         self.writes.install()
-        self.disk = next(store for store in self.cache.stores if isinstance(store, DiskStore))
+        self.disk = next(store for store in self.cache.below.stores if isinstance(store, DiskStore))
         self.histories = [self._tokens(64) for _ in range(NUM_SESSIONS)]
         self.num_requests = 0
         self.flushed_at = self.broken_at = time.monotonic()
@@ -151,7 +151,7 @@ class Soak:
     def flush(self) -> None:
         """Drop everything from device, host and disk."""
         self.parts.engine.flush_cache()
-        self.cache.flush_lower()
+        self.cache.below.flush()
 
     def leftovers(self) -> list[str]:
         """Flush when nothing runs; return what stayed although nobody holds it."""
@@ -166,7 +166,7 @@ class Soak:
 
     def sample(self) -> Sample:
         """Check the invariants and measure, when no write is under way."""
-        assert self.cache.drain(DRAIN_TIMEOUT_S)
+        assert self.cache.below.drain(DRAIN_TIMEOUT_S)
         self.parts.engine.check()
         self.cache.check()
         process = psutil.Process()

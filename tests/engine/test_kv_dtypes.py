@@ -47,7 +47,7 @@ def engine(path: Path, kv_dtype: KVDtype, **settings: Any) -> Iterator[LLM]:
 
 def serve(llm: LLM) -> list[Generation]:
     generations = [llm.generate(tokens, PARAMS)[0] for tokens in PROMPTS]
-    assert llm.engine.cache.drain(TIMEOUT_S)
+    assert llm.engine.cache.below.drain(TIMEOUT_S)
     return generations
 
 
@@ -74,7 +74,7 @@ def test_tiers_hold_almost_twice_the_tokens(checkpoint: Path, kv_dtype: KVDtype,
         folder.mkdir()
         tiers = {"host_cache": "4MB", "disk_cache": str(folder / "disk"), "disk_cache_size": "40MB"}
         with engine(checkpoint, dtype, **tiers, **pool_settings(folder)) as llm:
-            stores = llm.engine.cache.stores[:2]
+            stores = llm.engine.cache.below.stores[:2]
             blocks[dtype] = [llm.engine.cache.num_blocks, *(store.capacity_blocks for store in stores)]
             serve(llm)
         sizes = {file.stat().st_size for file in (folder / "pool").rglob("*") if file.is_file()}

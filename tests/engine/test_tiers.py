@@ -49,7 +49,7 @@ def serve(harness: Callable[..., Harness]) -> Iterator[Serve]:
 
 
 def disk(one: Harness) -> DiskStore:
-    return next(store for store in one.cache.stores if isinstance(store, DiskStore))
+    return next(store for store in one.cache.below.stores if isinstance(store, DiskStore))
 
 
 def break_disk(one: Harness) -> FaultyFiles:
@@ -86,7 +86,7 @@ def round_of(one: Harness, expected: Callable[[np.ndarray], list[int]]) -> list[
         answer = one.serve(tokens, greedy(4))
         assert answer.token_ids[0] == expected(tokens)
         answers.append(answer)
-    one.cache.drain(TIMEOUT_S)
+    one.cache.below.drain(TIMEOUT_S)
     one.cache.check()
     return answers
 
@@ -213,7 +213,7 @@ def test_best_effort_does_not_wait_for_the_disk(serve, expected, tmp_path) -> No
     answer = one.serve(PROMPTS[0], greedy(4))
     assert answer.token_ids[0] == expected(PROMPTS[0])
     assert answer.cache.num_cached_tokens == 0
-    assert one.cache.transfer_stats().loads.num_late_loads == 0
+    assert one.cache.below.stats().loads.num_late_loads == 0
 
 
 def test_a_late_load_is_given_up_and_computed(serve, expected, tmp_path) -> None:
@@ -221,7 +221,7 @@ def test_a_late_load_is_given_up_and_computed(serve, expected, tmp_path) -> None
     answer = one.serve(PROMPTS[0], greedy(4))
     assert answer.token_ids[0] == expected(PROMPTS[0])
     assert answer.cache.cached_by_tier == {}
-    assert one.cache.transfer_stats().loads.num_late_loads == 1
+    assert one.cache.below.stats().loads.num_late_loads == 1
 
 
 def test_a_late_load_may_fail_its_request(serve, expected, tmp_path) -> None:
@@ -230,7 +230,7 @@ def test_a_late_load_may_fail_its_request(serve, expected, tmp_path) -> None:
     assert answer.finish[0] is FinishReason.ERROR
     assert answer.error is not None
     assert "too long" in answer.error
-    assert one.cache.transfer_stats().loads.num_late_loads == 1
+    assert one.cache.below.stats().loads.num_late_loads == 1
 
 
 def test_wait_complete_waits_beyond_the_time_limit(serve, expected, tmp_path) -> None:
@@ -238,7 +238,7 @@ def test_wait_complete_waits_beyond_the_time_limit(serve, expected, tmp_path) ->
     answer = one.serve(PROMPTS[0], greedy(4))
     assert answer.token_ids[0] == expected(PROMPTS[0])
     assert answer.cache.cached_by_tier == {Tier.DISK: 96}
-    assert one.cache.transfer_stats().loads.num_late_loads == 0
+    assert one.cache.below.stats().loads.num_late_loads == 0
 
 
 def test_a_tier_slower_than_computing_is_left_alone(
@@ -250,7 +250,7 @@ def test_a_tier_slower_than_computing_is_left_alone(
     for _ in range(20):
         one.tiers.estimator.observe_load(Tier.DISK, 1, 10.0)
     assert cached(round_of(one, expected), Tier.DISK) == [0] * 5
-    stats = one.cache.transfer_stats()
+    stats = one.cache.below.stats()
     assert not stats.tiers[Tier.DISK].is_worth_loading
     assert stats.compute_s_per_block is not None
     assert stats.tiers[Tier.DISK].load_s_per_block > stats.compute_s_per_block
@@ -263,7 +263,7 @@ def test_two_requests_with_one_prefix_load_it_once(serve, expected, tmp_path) ->
     first, second = (one.add(PROMPTS[0], greedy(4)) for _ in range(2))
     one.run()
     assert one.answers[first].token_ids[0] == one.answers[second].token_ids[0] == expected(PROMPTS[0])
-    assert one.cache.transfer_stats().loads.loaded_blocks[Tier.HOST] == 6
+    assert one.cache.below.stats().loads.loaded_blocks[Tier.HOST] == 6
 
 
 def test_blocks_come_nearer_while_a_request_waits_for_its_turn(serve, expected, tmp_path) -> None:
@@ -276,13 +276,13 @@ def test_blocks_come_nearer_while_a_request_waits_for_its_turn(serve, expected, 
     waiting = two.add(PROMPTS[1], greedy(4))
     two.step()
     deadline = time.monotonic() + TIMEOUT_S
-    while two.cache.transfer_stats().loads.prefetched_blocks[Tier.DISK] < 6 and time.monotonic() < deadline:
+    while two.cache.below.stats().loads.prefetched_blocks[Tier.DISK] < 6 and time.monotonic() < deadline:
         time.sleep(0.002)
     two.run()
     answer = two.answers[waiting]
     assert answer.token_ids[0] == expected(PROMPTS[1])
     assert answer.cache.cached_by_tier == {Tier.DISK: 96}
-    assert two.cache.transfer_stats().loads.loaded_blocks == {Tier.HOST: 6}
+    assert two.cache.below.stats().loads.loaded_blocks == {Tier.HOST: 6}
 
 
 def test_an_aborted_load_leaks_nothing(serve, expected) -> None:

@@ -54,7 +54,7 @@ def test_blocks_are_copied_down_only_once_the_step_that_wrote_them_is_over(harne
     engine.step()
     engine.serve(prompt(1, 200), greedy(8, n=3))
     delayed.wait()
-    assert engine.cache.drain(20.0)
+    assert engine.cache.below.drain(20.0)
     engine.cache.flush()
     again = engine.serve(prompt(1, 200), greedy(8))
     assert again.cache.cached_by_tier[Tier.HOST] >= 192

@@ -64,7 +64,7 @@ def lower(one: Harness) -> TierTransfer:
 
 
 def pool(one: Harness) -> PoolStore:
-    return next(store for store in one.cache.stores if isinstance(store, PoolStore))
+    return next(store for store in one.cache.below.stores if isinstance(store, PoolStore))
 
 
 def break_pool(one: Harness, deadline_s: float = 0.1) -> FaultyBackend:
@@ -85,7 +85,7 @@ def round_of(one: Harness, expected: Expected) -> list[Answer]:
         answer = one.serve(tokens, greedy(6))
         assert answer.token_ids[0] == expected(tokens)
         answers.append(answer)
-    assert one.cache.drain(TIMEOUT_S)
+    assert one.cache.below.drain(TIMEOUT_S)
     return answers
 
 

@@ -65,7 +65,7 @@ def check_shared_prompt(llm: LLM) -> None:
 def check_death(llm: LLM, start: Callable[[], LLM]) -> None:
     """A rank that dies ends the engine, and a restart is warm."""
     expected = bits(llm.generate(LONG, GREEDY)[0])
-    assert llm.engine.cache.drain(20.0)
+    assert llm.engine.cache.below.drain(20.0)
     [process] = rank_processes(os.getpid())
     os.kill(process, signal.SIGKILL)
     reason = rf"rank 1 \(process {process}\) was ended by SIGKILL"

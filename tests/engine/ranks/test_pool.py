@@ -35,9 +35,9 @@ def directory_pool(folder: Path) -> dict[str, Any]:
 
 def after_flush(llm: LLM) -> Generation:
     """Answer a prompt that no tier of the engine has, the pool perhaps."""
-    assert llm.engine.cache.drain(20.0)
+    assert llm.engine.cache.below.drain(20.0)
     llm.engine.flush_cache()
-    llm.engine.cache.flush_lower()
+    llm.engine.cache.below.flush()
     return llm.generate(LONG, GREEDY)[0]
 
 
@@ -139,7 +139,7 @@ def test_prefill_and_decode_on_ranks_of_their_own(
     prefill = LLM(checkpoint, role="prefill", **settings)
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     begun = [tokens(found) for found in prefill.generate([LONG, OTHER], one)]
-    assert prefill.engine.cache.drain(20.0)
+    assert prefill.engine.cache.below.drain(20.0)
     decode = LLM(checkpoint, role="decode", enable_prefix_cache=False, **settings)
     for _ in range(2):
         found = decode.generate([LONG, OTHER], GREEDY)

@@ -138,5 +138,5 @@ def test_blocks_come_back_from_disk(serve: Any, tmp_path: Path) -> None:
 def test_memory_is_pinned(serve: Any) -> None:
     """Copies run beside steps only if the host's side is pinned."""
     llm = serve("qwen2", host_cache="1MB")
-    arena = torch.frombuffer(llm.engine.cache.stores[0].memory, dtype=torch.uint8)
+    arena = torch.frombuffer(llm.engine.cache.below.stores[0].memory, dtype=torch.uint8)
     assert torch.device(DEVICE).type != "cuda" or arena.is_pinned()

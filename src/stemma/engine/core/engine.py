@@ -327,7 +327,7 @@ class Engine:
             num_evicted_blocks=cache.num_evicted_blocks,
             num_policy_failures=cache.num_policy_failures,
             num_regretted_blocks=cache.num_regretted_blocks,
-            transfer=self.cache.transfer_stats(),
+            transfer=self.cache.below.stats(),
             misses_by_reason=dict(self._tally.misses_by_reason),
             num_draft_tokens=sum(count.num_proposed for count in drafts.values()),
             num_accepted_draft_tokens=sum(count.num_accepted for count in drafts.values()),

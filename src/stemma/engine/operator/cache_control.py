@@ -109,8 +109,8 @@ class CacheControl:
         outline, blocks = await self._run(lambda: outline_tree(self._cache, max_nodes))
 
         def complete() -> None:
-            add_copies(outline, blocks, self._cache.lookup_local)
-            held = self._cache.held_locally(MAX_BELOW)
+            add_copies(outline, blocks, self._cache.below.lookup_local)
+            held = self._cache.below.newest(MAX_BELOW)
             if DEFAULT_NAMESPACE not in outline.namespaces and any(held.values()):
                 outline.namespaces.append(DEFAULT_NAMESPACE)  # after a restart only the disk has anything
             roots = {self._space.roots(one).first: n for n, one in enumerate(outline.namespaces)}
@@ -124,7 +124,7 @@ class CacheControl:
         num_device = await self._run(lambda: self._cache.match(namespace, tokens))
         keys = self._keys(namespace, tokens)
         size = self._space.block_size
-        where = await asyncio.to_thread(self._cache.lookup, keys)
+        where = await asyncio.to_thread(self._cache.below.lookup, keys)
         served = {Tier.DEVICE: num_device}
         for n in range(num_device // size, len(keys)):
             tier = next((tier for tier, there in where.items() if there[n]), None)
@@ -176,14 +176,14 @@ class CacheControl:
 
     async def _pin_lower(self, held: _Held, keys: list[BlockKey]) -> None:
         """Pin in the lower tiers too; in a thread, for the event loop doesn't wait for a store's lock."""
-        pins = await asyncio.to_thread(self._cache.pin, keys)
+        pins = await asyncio.to_thread(self._cache.below.pin, keys)
         if held.pin.pin_id in self._held:
             held.lower_pins = pins
         else:  # unpinned meanwhile
-            await asyncio.to_thread(self._cache.unpin, pins)
+            await asyncio.to_thread(self._cache.below.unpin, pins)
 
     async def _unpin(self, held: _Held) -> None:
-        await asyncio.to_thread(self._cache.unpin, held.lower_pins)
+        await asyncio.to_thread(self._cache.below.unpin, held.lower_pins)
         await self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens))
 
     def pins(self) -> list[Pin]:
@@ -199,21 +199,21 @@ class CacheControl:
         }
         on_device = by_tier.pop(Tier.DEVICE)
         await self._run(lambda: self._cache.set_quotas(on_device))
-        await asyncio.to_thread(self._cache.set_lower_quotas, by_tier)
+        await asyncio.to_thread(self._cache.below.set_quotas, by_tier)
 
     async def flush(self) -> FlushReport:
         """Drop every block that no request or pin holds from device, host and disk. A shared pool stays."""
         freed = {Tier.DEVICE: await self._run(self._cache.flush)}
         kept = {Tier.DEVICE: await self._run(lambda: self._cache.stats().num_cached_blocks)}
-        freed |= await asyncio.to_thread(self._cache.flush_lower)
-        if (transfer := self._cache.transfer_stats()) is not None:
+        freed |= await asyncio.to_thread(self._cache.below.flush)
+        if (transfer := self._cache.below.stats()) is not None:
             tiers = transfer.tiers
             kept |= {tier: stats.num_blocks for tier, stats in tiers.items() if stats.num_blocks is not None}
         return FlushReport(freed, kept, self._device.block_bytes)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until blocks queued for lower tiers are written; return whether they are."""
-        return await asyncio.to_thread(self._cache.drain, timeout_s)
+        return await asyncio.to_thread(self._cache.below.drain, timeout_s)
 
     async def export(
         self, namespace: Namespace, tokens: TokenArray, file: BinaryIO, *, key: bytes | None = None
@@ -365,6 +365,6 @@ class CacheControl:
             self._device.out([block_id], [scratch])
             yield view
         for key in keys[lease.num_committed :]:
-            if not self._cache.read(key, view):
+            if not self._cache.below.read(key, view):
                 return
             yield view

@@ -4,8 +4,8 @@ It joins the prefix index (which tokens are computed), the block allocator (who 
 device buffer (where the bytes are) and, where there are any, the tiers below. References: the index holds
 one on each of its blocks, each lease one on every block of its table. A block is free when nobody holds it.
 
-This file manages leases. `cached_blocks.py` decides what enters and leaves the index, and `prompt_loads.py`
-what a prompt gets from the tiers below the device.
+This file manages leases. `cached_blocks.py` decides what enters and leaves the index, `prompt_loads.py` what
+a prompt gets from the tiers below the device, and `tiers_below.py` is what an operator asks of these.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from stemma.memory.cache.cached_blocks import CachedBlocks
 from stemma.memory.cache.elsewhere import Elsewhere, OtherModels
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prompt_loads import PromptLoads
+from stemma.memory.cache.tiers_below import TiersBelow
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import KVEventSink
-from stemma.memory.tiers.block_store import BlockStore, HeldBlock
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers
-from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.prefix.explain import DISABLED_MISS, RECOMPUTED_MISS, Miss, MissReason, load_failed
 from stemma.prefix.index import Match, PrefixIndex
-from stemma.prefix.keys import KeySpace, Namespace, owner_tag
-from stemma.types import DEFAULT_PRIORITY, BlockIds, BlockKey, RetentionRange, Tier, TokenArray
+from stemma.prefix.keys import KeySpace, Namespace
+from stemma.types import DEFAULT_PRIORITY, BlockIds, RetentionRange, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -105,6 +104,8 @@ class PrefixCache:
         self.buffer = buffer
         self.key_space = key_space
         self._lower = lower
+        self.below = TiersBelow(lower)
+        """The tiers below the device, for the operator and for any thread."""
         self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
         self._allocator = BlockAllocator(buffer.num_blocks)
         self._cached = None
@@ -416,46 +417,6 @@ class PrefixCache:
         for block_ids in fence.duplicates:
             self._allocator.free(block_ids)
 
-    # -- for the operator: the tiers below, from any thread --------------------------------------------
-
-    def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
-        """Return, per lower tier, which keys it holds. Asks the pool, so not for the step loop."""
-        return self._lower.lookup(keys) if self._lower is not None else {}
-
-    def lookup_local(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
-        """Return, per lower tier of this machine, which keys it holds."""
-        return {store.tier: store.exists_many(keys) for store in self.stores if store.is_local}
-
-    def held_locally(self, max_blocks: int) -> dict[Tier, list[HeldBlock]]:
-        """Return, per lower tier of this machine, the blocks that entered last, at most so many of each."""
-        return {store.tier: store.newest(max_blocks) for store in self.stores if store.is_local}
-
-    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
-        """Forbid eviction from host and disk (on the device: `hold`); return which blocks each pinned."""
-        return self._lower.pin(keys) if self._lower is not None else {}
-
-    def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
-        """Undo `pin`; takes what it returned."""
-        if self._lower is not None:
-            self._lower.unpin(pinned)
-
-    def read(self, key: BlockKey, into: memoryview) -> bool:
-        """Read a block from a lower tier; return whether one delivered it."""
-        return self._lower is not None and self._lower.read(key, into)
-
-    def flush_lower(self) -> dict[Tier, int]:
-        """Drop every unpinned block of host and disk, once queued writes are done; return how many."""
-        return self._lower.flush() if self._lower is not None else {}
-
-    @property
-    def stores(self) -> tuple[BlockStore, ...]:
-        """The stores of the lower tiers, nearest first."""
-        return self._lower.stores if self._lower is not None else ()
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until queued writes to lower tiers are done; return whether they are."""
-        return self._lower is None or self._lower.drain(timeout_s)
-
     def close(self) -> None:
         """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
         if self._lower is not None:
@@ -476,13 +437,6 @@ class PrefixCache:
         """
         if self._cached is not None:
             self._cached.set_quotas(quotas)
-
-    def set_lower_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
-        """Let the blocks of each owner take so many in each tier below. O(blocks): for another thread."""
-        if self._lower is not None:
-            self._lower.set_quotas(
-                {tier: {owner_tag(name): n for name, n in owned.items()} for tier, owned in quotas.items()}
-            )
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
@@ -522,10 +476,6 @@ class PrefixCache:
             num_policy_failures=self._cached.index.num_policy_failures if self._cached else 0,
             num_regretted_blocks=self._cached.num_regretted if self._cached else 0,
         )
-
-    def transfer_stats(self) -> TransferStats | None:
-        """Return what the lower tiers did; None without them."""
-        return self._lower.stats() if self._lower is not None else None
 
     def check(self) -> None:
         """Verify that index, records, leases and allocator agree, and check the tiers below (slow)."""
