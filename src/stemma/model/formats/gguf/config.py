@@ -18,12 +18,12 @@ from gguf import dequantize
 from transformers import PreTrainedConfig
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.formats.gguf.header import GGUFHeader
+from stemma.model.formats.gguf.header import GGUFHeader, shown
 from stemma.model.formats.gguf.tensors import raw_data
 from stemma.model.llama_config import LlamaConfig
 
 _MAX_NUMBER = (1 << 31) - 1
-_LAYER = re.compile(r"blk\.(\d+)\.")
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 ROTARY_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies [head_dim / 2], float32: how a file states Llama 3.1's scaling."""
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -49,7 +49,7 @@ class _Fields:
             return default
         if type(value) is not int or not 1 <= value <= _MAX_NUMBER:
             raise ModelError(
-                f"{self.header.path}: {self._prefix}{key} is {_short(value)}, must be a whole number from 1 "
+                f"{self.header.path}: {self._prefix}{key} is {shown(value)}, must be a whole number from 1 "
                 f"to {_MAX_NUMBER}; download it again"
             )
         return value
@@ -61,16 +61,22 @@ class _Fields:
             return default
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0.0:
             raise ModelError(
-                f"{self.header.path}: {self._prefix}{key} is {_short(value)}, must be a number above 0; "
+                f"{self.header.path}: {self._prefix}{key} is {shown(value)}, must be a number above 0; "
                 "download it again"
             )
         return float(value)
 
-    def shape(self, tensor: str) -> tuple[int, ...]:
+    def shape(self, tensor: str, num_dimensions: int = 2) -> tuple[int, ...]:
         """Return the shape of a tensor that every model of the family has."""
         if tensor not in self.header.tensors:
             raise ModelError(f"{self.header.path} has no tensor {tensor}; download it again")
-        return self.header.tensors[tensor].shape
+        shape = self.header.tensors[tensor].shape
+        if len(shape) != num_dimensions:
+            raise ModelError(
+                f"{self.header.path}: {tensor} of shape {list(shape)} must have {num_dimensions} dimensions; "
+                "download it again"
+            )
+        return shape
 
 
 def read_config(header: GGUFHeader) -> PreTrainedConfig:
@@ -82,14 +88,10 @@ def read_config(header: GGUFHeader) -> PreTrainedConfig:
     make = _FAMILIES.get(header.architecture)
     if make is None:
         raise UnsupportedModel(
-            f"{header.path} holds the architecture {header.architecture!r}; read from GGUF are "
+            f"{header.path} holds the architecture {shown(header.architecture)}; read from GGUF are "
             f"{', '.join(_FAMILIES)}. Give the directory of the original checkpoint"
         )
     return make(_Fields(header))
-
-
-def _short(value: object) -> str:
-    return repr(value)[:60]
 
 
 def _base(fields: _Fields) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def _base(fields: _Fields) -> dict[str, Any]:
     header = fields.header
     layers = {int(match[1]) for match in map(_LAYER.match, header.tensors) if match}
     num_layers, heads = fields.whole("block_count"), fields.whole("attention.head_count")
-    if layers != set(range(num_layers)):
+    if len(layers) != num_layers or max(layers) != num_layers - 1:
         raise ModelError(f"{header.path} counts {num_layers} layers, its tensors make {len(layers)}")
     kv_heads = fields.whole("attention.head_count_kv", heads)
     vocab_size, hidden_size = fields.shape("token_embd.weight")
@@ -132,7 +134,7 @@ def _base(fields: _Fields) -> dict[str, Any]:
 
 def _token_id(header: GGUFHeader, name: str) -> int | None:
     value = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return value if type(value) is int and value <= _MAX_NUMBER else None
+    return value if type(value) is int and 0 <= value <= _MAX_NUMBER else None
 
 
 def _dense(fields: _Fields) -> dict[str, Any]:
@@ -170,7 +172,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
             "original_max_position_embeddings": fields.whole("rope.scaling.original_context_length"),
         }
     raise UnsupportedModel(
-        f"{fields.header.path} scales its rotary embedding by {_short(kind)}; read are none, linear and yarn"
+        f"{fields.header.path} scales its rotary embedding by {shown(kind)}; read are none, linear and yarn"
     )
 
 
@@ -220,17 +222,20 @@ def _qwen3(fields: _Fields) -> PreTrainedConfig:
 def _qwen3_moe(fields: _Fields) -> PreTrainedConfig:
     from transformers import Qwen3MoeConfig
 
-    num_experts, width, _ = fields.shape("blk.0.ffn_up_exps.weight")
+    num_experts, width, _ = fields.shape("blk.0.ffn_up_exps.weight", num_dimensions=3)
     if num_experts != fields.whole("expert_count"):
         raise ModelError(f"{fields.header.path}: expert_count isn't that of its tensors, {num_experts}")
     if width != fields.whole("expert_feed_forward_length", width):
         raise ModelError(
             f"{fields.header.path}: expert_feed_forward_length isn't that of its tensors, {width}"
         )
+    num_used = fields.whole("expert_used_count")
+    if num_used > num_experts:
+        raise ModelError(f"{fields.header.path}: expert_used_count is {num_used}, of {num_experts} experts")
     return Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         num_experts=num_experts,
-        num_experts_per_tok=fields.whole("expert_used_count"),
+        num_experts_per_tok=num_used,
         moe_intermediate_size=width,
         intermediate_size=fields.whole("feed_forward_length", width),
         norm_topk_prob=True,  # llama.cpp's graph of the family always does

@@ -10,9 +10,10 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,13 @@ _MAX_FIELDS = 1 << 16
 _MAX_TENSORS = 1 << 20
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 1 << 22
-"""Elements of an array: the largest vocabularies have a quarter of a million tokens, and twice the merges."""
+"""Elements of all arrays: the largest vocabularies have a quarter of a million tokens, twice the merges."""
 _MAX_NAME_BYTES = 1 << 16
+_MAX_TENSOR_NAME_BYTES = 256
+"""Four times what ggml allows."""
+_MAX_METADATA_BYTES = 1 << 28
+"""Ten times the metadata of the largest vocabularies. Python's objects take several times as much."""
+_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,13 @@ class GGUFHeader:
     def architecture(self) -> str:
         """llama.cpp's name of the family, e.g. ``qwen3moe``."""
         return str(self.metadata["general.architecture"])
+
+
+def shown(value: object) -> str:
+    """Return a value of the metadata in few characters, for an error."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    return repr(value[:_MAX_SHOWN] if isinstance(value, str) else value)[:_MAX_SHOWN]
 
 
 class _Kept:
@@ -117,7 +130,7 @@ def _read(path: Path) -> GGUFHeader:
     num_parts = header.metadata.get("split.count", 1)
     if num_parts != 1:
         raise ModelError(
-            f"{path} is one of {num_parts} parts of a model; join them with llama.cpp's "
+            f"{path} is one of {shown(num_parts)} parts of a model; join them with llama.cpp's "
             "`llama-gguf-split --merge` and serve the whole file"
         )
     return header
@@ -136,8 +149,13 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     for _ in range(num_fields):
         key = cursor.text()
         if key in metadata:
-            raise ValueError(f"{key} is there twice")
-        metadata[key] = _value(cursor, cursor.number("I"))
+            raise ValueError(f"{shown(key)} is there twice")
+        try:
+            metadata[key] = _value(cursor, cursor.number("I"))
+        except (ValueError, struct.error) as error:
+            raise ValueError(f"{shown(key)}: {error}") from error
+        if cursor.position > _MAX_METADATA_BYTES:
+            raise ValueError(f"its metadata take more than {_MAX_METADATA_BYTES} bytes")
     entries = {}
     for name, *entry in _entries(cursor, num_tensors):
         if name in entries:
@@ -150,7 +168,16 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     tensors = {
         name: _tensor(name, *entry, origin=origin, file_bytes=len(data)) for name, entry in entries.items()
     }
+    _check_apart(tensors.values())
     return GGUFHeader(path, metadata, tensors)
+
+
+def _check_apart(tensors: Iterable[GGUFTensor]) -> None:
+    """Raise ValueError if tensors share bytes: a small file could make a model of any size."""
+    ordered = sorted(tensors, key=lambda tensor: tensor.start)
+    for one, other in pairwise(ordered):
+        if one.start + one.num_bytes > other.start:
+            raise ValueError(f"its tensors {one.name} and {other.name} overlap")
 
 
 class _Cursor:
@@ -159,6 +186,8 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self.position = 0
+        self.num_elements = 0
+        """Of all arrays so far."""
 
     def take(self, num_bytes: int) -> bytes:
         stop = self.position + num_bytes
@@ -206,6 +235,8 @@ def _value(cursor: _Cursor, kind: int) -> Any:
     if kind != _ARRAY:
         raise ValueError(f"metadata of type {kind} are unknown")
     element, count = cursor.number("I"), _checked("elements of an array", cursor.number("Q"), _MAX_ELEMENTS)
+    cursor.num_elements += count
+    _checked("elements of arrays", cursor.num_elements, _MAX_ELEMENTS)
     if element in _FORMATS:
         return list(cursor.numbers(_FORMATS[element], count))
     if element != _STRING:
@@ -215,7 +246,7 @@ def _value(cursor: _Cursor, kind: int) -> Any:
 
 def _entries(cursor: _Cursor, count: int) -> Iterator[tuple[Any, ...]]:
     for _ in range(count):
-        name = cursor.text()
+        name = cursor.text(limit=_MAX_TENSOR_NAME_BYTES)
         num_dimensions = _checked("dimensions of a tensor", cursor.number("I"), _MAX_DIMENSIONS)
         shape = tuple(reversed(cursor.numbers("Q", num_dimensions)))
         yield name, shape, cursor.number("I"), cursor.number("Q")

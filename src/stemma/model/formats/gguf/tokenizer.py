@@ -18,7 +18,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.foreign import foreign_code
-from stemma.model.formats.gguf.header import GGUFHeader
+from stemma.model.formats.gguf.header import GGUFHeader, shown
 
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "exaone"})
 """Vocabularies that split as GPT-2's does once every digit stands alone."""
@@ -69,12 +69,21 @@ def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
 
 def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
     """Return the ids that end a sequence: those that the file names, and control tokens known to be ends."""
-    tokens = header.metadata.get("tokenizer.ggml.tokens") or []
-    ids = {header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS}
-    found = {index for index in ids if type(index) is int and index < len(tokens)}
-    types = header.metadata.get("tokenizer.ggml.token_type") or []
+    tokens, types = (_array(header, name) for name in ("tokens", "token_type"))
+    ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+    found = {index for index in ids if type(index) is int and 0 <= index < len(tokens)}
     control = {tokens[index]: index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL}
     return tuple(sorted(found | {control[text] for text in _END_TEXTS if text in control}))
+
+
+def _array(header: GGUFHeader, name: str) -> list[Any]:
+    """Return an array of the tokenizer's metadata; none is an empty one. Raises ModelError."""
+    found = header.metadata.get(f"tokenizer.ggml.{name}", [])
+    if not isinstance(found, list):
+        raise ModelError(
+            f"{header.path}: tokenizer.ggml.{name} is {shown(found)}, must be an array; download it again"
+        )
+    return found
 
 
 _CONTROL = 3
@@ -92,13 +101,13 @@ def _fields(header: GGUFHeader) -> dict[str, Any]:
     kind, split = fields.get("tokenizer_type"), fields.get("pre_tokenizer_type")
     if kind not in _KINDS:
         raise UnsupportedModel(
-            f"{header.path} has a tokenizer of kind {str(kind)[:60]!r}; read from GGUF are "
+            f"{header.path} has a tokenizer of kind {shown(kind)}; read from GGUF are "
             f"{' and '.join(_KINDS)}. Give the directory of the original checkpoint"
         )
     known = _DIGITS_APART | _AS_GPT2 | set(GGUF_PRE_TOKENIZER_SPLITS)
     if kind == "gpt2" and split not in known:
         raise UnsupportedModel(
-            f"{header.path} splits text by {str(split)[:60]!r} (tokenizer.ggml.pre), which isn't known "
+            f"{header.path} splits text by {shown(split)} (tokenizer.ggml.pre), which isn't known "
             "here. Give "
             "the directory of the original checkpoint"
         )
@@ -139,9 +148,9 @@ def _special_tokens(header: GGUFHeader, tokens: list[str]) -> dict[str, AddedTok
         index = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if index is None:
             continue
-        if type(index) is not int or index >= len(tokens):
+        if type(index) is not int or not 0 <= index < len(tokens):
             raise ModelError(
-                f"{header.path}: {key}_token_id is {str(index)[:20]}, beyond its {len(tokens)} tokens"
+                f"{header.path}: {key}_token_id is {shown(index)}, beyond its {len(tokens)} tokens"
             )
         special[name] = AddedToken(tokens[index], normalized=False, special=True)
     return special

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -53,7 +54,7 @@ _FOUR_NORMS = {
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _Read: TypeAlias = Callable[[], npt.NDArray[np.uint8]]
 """Reads the bytes of a weight, [rows, bytes of a row]."""
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(0|[1-9][0-9]{0,8})\.)?(\w+)\.(weight|bias)", re.ASCII)
 
 
 def read_weights(
@@ -87,19 +88,28 @@ def read_weights(
     return StoredWeights(weights), FormatCounts(dict(kept), dict(widened))
 
 
-def _split(header: GGUFHeader, tensor: GGUFTensor, read: _Read) -> QuantizedWeight:
+@contextmanager
+def _named(header: GGUFHeader, tensor: GGUFTensor) -> Iterator[None]:
+    """Let errors say which tensor they are about."""
     try:
-        return split(read(), tensor.type)
+        yield
     except ModelError as error:
         raise ModelError(f"{header.path}: {tensor.name}: {error}") from error
+
+
+def _split(header: GGUFHeader, tensor: GGUFTensor, read: _Read) -> QuantizedWeight:
+    data = read()
+    with _named(header, tensor):
+        return split(data, tensor.type)
 
 
 def _plain(
     header: GGUFHeader, tensor: GGUFTensor, name: str, data: npt.NDArray[np.uint8], dtype: torch.dtype
 ) -> torch.Tensor:
-    if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
-        return (widen(data, tensor.type, torch.float32) - 1.0).to(dtype)
-    return widen(data, tensor.type, dtype)
+    with _named(header, tensor):
+        if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
+            return (widen(data, tensor.type, torch.float32) - 1.0).to(dtype)
+        return widen(data, tensor.type, dtype)
 
 
 def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tuple[str, _Read]]:
