@@ -25,14 +25,15 @@ from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLimits
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
+from stemma.engine.core.validation import RequestValidator
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
+from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES, num_scored_rows
+from stemma.engine.sampling.prompt_logprobs import num_scored_rows
 from stemma.engine.sampling.sampler import Sampled, Sampler
 from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
-from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, PromptTooLong, StemmaError
+from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason
@@ -80,7 +81,7 @@ class Engine:
         self._clock = clock
         self._drafter = drafter
         self._model_drafts = model_drafts
-        self._grammars = grammars
+        self._validator = RequestValidator(limits, vocab_size, grammars)
         self._on_close = on_close
         self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
         self._sampler = Sampler()
@@ -119,40 +120,7 @@ class Engine:
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise InvalidRequest or PromptTooLong if the request can never be served. Any thread."""
-        if request.beam is not None:
-            raise InvalidRequest("an engine doesn't search; use run_beam_search", param="use_beam_search")
-        num_tokens = len(request.prompt_token_ids)
-        if num_tokens == 0:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if num_tokens >= self.limits.max_tokens:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens; at most {self.limits.max_tokens - 1} fit, one token of "
-                "output included in the limit of model and KV cache",
-                param="prompt",
-            )
-        lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
-        if lowest < 0 or highest >= self.vocab_size:
-            raise InvalidRequest(
-                f"token ids must be in [0, {self.vocab_size}), got {lowest if lowest < 0 else highest}",
-                param="prompt",
-            )
-        num_top = request.params.prompt_logprobs
-        if num_top is not None and num_tokens * (num_top + 1) > MAX_REPORTED_VALUES:
-            raise InvalidRequest(
-                f"{num_top + 1} log-probabilities for each of {num_tokens} prompt tokens are more than "
-                f"{MAX_REPORTED_VALUES}; ask for fewer",
-                param="prompt_logprobs",
-            )
-        self._grammar_of(request)
-
-    def _grammar_of(self, request: GenerationRequest) -> Grammar | None:
-        """Return the request's grammar, remembered by the compiler. Raises InvalidRequest. Any thread."""
-        spec = request.params.grammar
-        if spec is None:
-            return None
-        if self._grammars is None:
-            raise InvalidRequest("this engine has no structured output", param=spec.param)
-        return self._grammars.compile(spec)
+        self._validator.validate(request)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequest, PromptTooLong or Overloaded."""
@@ -383,7 +351,7 @@ class Engine:
 
     def _new_sequence(self, state: RequestState) -> SequenceState:
         request, index = state.request, len(state.sequences)
-        grammar = self._grammar_of(request)
+        grammar = self._validator.grammar_of(request)
         sampling = SamplingState(
             request.params,
             request.prompt_token_ids,

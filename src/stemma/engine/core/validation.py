@@ -1,0 +1,56 @@
+"""What an engine can never serve, found before a request is queued."""
+
+from __future__ import annotations
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.core.request import Limits
+from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
+from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES
+from stemma.errors import InvalidRequest, PromptTooLong
+
+
+class RequestValidator:
+    """Checks requests against model, KV cache and grammars. Thread-safe."""
+
+    def __init__(self, limits: Limits, vocab_size: int, grammars: GrammarCompiler | None) -> None:
+        """`grammars`: None refuses requests for structured output."""
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+
+    def validate(self, request: GenerationRequest) -> None:
+        """Raise InvalidRequest or PromptTooLong if the request can never be served."""
+        if request.beam is not None:
+            raise InvalidRequest("an engine doesn't search; use run_beam_search", param="use_beam_search")
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if num_tokens >= self._limits.max_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens; at most {self._limits.max_tokens - 1} fit, one token "
+                "of output included in the limit of model and KV cache",
+                param="prompt",
+            )
+        lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
+        if lowest < 0 or highest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token ids must be in [0, {self._vocab_size}), got {lowest if lowest < 0 else highest}",
+                param="prompt",
+            )
+        num_top = request.params.prompt_logprobs
+        if num_top is not None and num_tokens * (num_top + 1) > MAX_REPORTED_VALUES:
+            raise InvalidRequest(
+                f"{num_top + 1} log-probabilities for each of {num_tokens} prompt tokens are more than "
+                f"{MAX_REPORTED_VALUES}; ask for fewer",
+                param="prompt_logprobs",
+            )
+        self.grammar_of(request)
+
+    def grammar_of(self, request: GenerationRequest) -> Grammar | None:
+        """Return the request's grammar, which the compiler remembers, or None. Raises InvalidRequest."""
+        spec = request.params.grammar
+        if spec is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this engine has no structured output", param=spec.param)
+        return self._grammars.compile(spec)
