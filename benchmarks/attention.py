@@ -32,7 +32,7 @@ from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.loading import load_model
 from stemma.model.paged import AttentionStep
-from stemma.native.library import forget_kernels, load_kernels
+from stemma.native.library import drop_kernels, load_kernels
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 14, 2, 64, 64
 LINEARS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
@@ -212,7 +212,7 @@ def bench_steps() -> list[Result]:
     times: list[list[float]] = []
     for native in ("1", "0"):
         os.environ["STEMMA_NATIVE"] = native
-        forget_kernels()
+        drop_kernels()
         model = load_model(settings)
         times.append([])
         for case in STEPS:

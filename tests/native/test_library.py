@@ -16,7 +16,7 @@ from stemma.errors import ConfigError
 from stemma.native import building, levels, library
 from stemma.native.building import BuildFailed, build, find_or_build, library_name
 from stemma.native.levels import LEVELS, available_levels, choose_level, level_named, missing_features
-from stemma.native.library import forget_kernels, load_kernels, report_kernels
+from stemma.native.library import drop_kernels, load_kernels, report_kernels
 
 PORTABLE = level_named("portable")
 
@@ -34,9 +34,9 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     """An empty cache folder, and no library remembered from before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "PREBUILT", tmp_path / "prebuilt")
-    forget_kernels()
+    drop_kernels()
     yield tmp_path / "stemma"
-    forget_kernels()
+    drop_kernels()
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def _plan_table(plan: PoolPlan, old_fraction: float) -> Table:
     table.add_row("links of each device", f"{plan.num_links:,} of at most {MAX_LINKS}")
     table.add_row("device memory they take", f"{format_size(plan.link_bytes)} a device")
     table.add_row(
-        "memory fraction", f"{old_fraction:g} - {plan.fraction_given_up:g} = {plan.memory_fraction:g}"
+        "memory fraction", f"{old_fraction:g} - {plan.fraction_for_links:g} = {plan.memory_fraction:g}"
     )
     table.add_row("which frees", f"{format_size(plan.freed_bytes)} a device")
     return table
@@ -145,5 +145,5 @@ def _tokens_table(tokens: PoolTokens, dram_bytes: int, ssd_bytes: int) -> Table:
     table.add_row("KV of a token", f"{tokens.bytes_per_token:,} bytes")
     table.add_row(f"DRAM of all nodes, {format_size(dram_bytes)}", f"{tokens.dram_tokens:,} tokens")
     table.add_row(f"SSD of all nodes, {format_size(ssd_bytes)}", f"{tokens.ssd_tokens:,} tokens")
-    table.add_row("context given up to links", f"{tokens.tokens_given_up:,} tokens")
+    table.add_row("context that links cost", f"{tokens.tokens_for_links:,} tokens")
     return table

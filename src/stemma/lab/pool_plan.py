@@ -33,9 +33,9 @@ class PoolPlan:
     fits_link_limit: bool
     link_bytes: int
     """Device memory for links, on each device."""
-    fraction_given_up: float
+    fraction_for_links: float
     memory_fraction: float
-    """The fraction to set: the old fraction minus `fraction_given_up`."""
+    """The fraction to set: the old fraction minus `fraction_for_links`."""
     freed_bytes: int
     """Device memory that the lower fraction frees, on each device."""
 
@@ -48,7 +48,7 @@ class PoolTokens:
     """Over all layers and all tensor-parallel ranks."""
     dram_tokens: int
     ssd_tokens: int
-    tokens_given_up: int
+    tokens_for_links: int
     """Context that each tensor-parallel group of devices loses to links."""
 
 
@@ -67,14 +67,14 @@ def plan_pool(
     num_links = num_devices - 1
     link_bytes = num_links * LINK_BYTES
     num_steps = MAX_STEPS if will_grow else min(math.ceil(link_bytes / STEP_BYTES), MAX_STEPS)
-    given_up = round(num_steps * FRACTION_STEP, 2)
+    for_links = round(num_steps * FRACTION_STEP, 2)
     return PoolPlan(
         num_devices=num_devices,
         num_links=num_links,
         fits_link_limit=num_devices <= MAX_LINKS,
         link_bytes=link_bytes,
-        fraction_given_up=given_up,
-        memory_fraction=round(memory_fraction - given_up, 4),
+        fraction_for_links=for_links,
+        memory_fraction=round(memory_fraction - for_links, 4),
         freed_bytes=num_steps * STEP_BYTES,
     )
 
@@ -87,5 +87,5 @@ def plan_tokens(
         bytes_per_token=bytes_per_token,
         dram_tokens=dram_bytes // bytes_per_token,
         ssd_tokens=ssd_bytes // bytes_per_token,
-        tokens_given_up=plan.freed_bytes * tp_size // bytes_per_token,
+        tokens_for_links=plan.freed_bytes * tp_size // bytes_per_token,
     )

@@ -76,7 +76,7 @@ class EarlyPacking:
         return packed if source == wanted else None
 
     def close(self) -> None:
-        """Let go of what nobody took."""
+        """Drop what nobody took."""
         self._is_over.set()
         self.wait()
         self._found = None
@@ -159,5 +159,5 @@ def pack_early(path: Path, isa: str, supervisor: Supervisor) -> EarlyPacking:
 
 
 def take_early() -> EarlyPacking | None:
-    """Return what `pack_early` began, and forget it; None: nothing."""
+    """Return what `pack_early` began, once; None: nothing."""
     return _begun.pop() if _begun else None

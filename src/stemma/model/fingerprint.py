@@ -100,7 +100,7 @@ def fingerprint_early(path: Path, after: Callable[[], None], supervisor: Supervi
 
 
 def take_fingerprint(path: Path) -> str | None:
-    """Return what `fingerprint_early` found, and forget it; None: nothing, or nothing of `path` as it is."""
+    """Return what `fingerprint_early` found, once; None: nothing, or nothing of `path` as it is."""
     return _begun.pop().take(path) if _begun else None
 
 

@@ -75,5 +75,5 @@ def prepare_memory(num_bytes: int, supervisor: Supervisor) -> EarlyMemory:
 
 
 def take_prepared() -> EarlyMemory | None:
-    """Return what `prepare_memory` began, and forget it; None: nothing."""
+    """Return what `prepare_memory` began, once; None: nothing."""
     return _prepared.pop() if _prepared else None

@@ -159,8 +159,8 @@ def _int8_products(kernels: Kernels) -> str:
     return "VNNI" if vnni else "16-bit multiply-add (no VNNI)"
 
 
-def forget_kernels() -> None:
-    """Have the next `load_kernels` look for libraries anew; those loaded stay usable."""
+def drop_kernels() -> None:
+    """Drop what is known of libraries: the next `load_kernels` looks anew. Loaded kernels stay usable."""
     _load_level.cache_clear()
     _log_once.cache_clear()
 

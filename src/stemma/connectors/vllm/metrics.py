@@ -29,7 +29,7 @@ class StemmaStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, float]
 
     def reset(self) -> None:
-        """Forget them."""
+        """Begin the next interval, with no counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:

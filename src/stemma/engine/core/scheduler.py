@@ -417,7 +417,7 @@ class Scheduler:
     def _leave_queue(self, sequence: SequenceState) -> None:
         if self._returned.pop(sequence.age, None) is None:
             del self._waiting[sequence.age]
-        _abandon_prefetch(sequence)
+        _drop_prefetch(sequence)
 
     def _run(self, sequence: SequenceState) -> None:
         sequence.status = Status.RUNNING
@@ -468,7 +468,7 @@ class Scheduler:
         return False
 
 
-def _abandon_prefetch(sequence: SequenceState) -> None:
+def _drop_prefetch(sequence: SequenceState) -> None:
     if sequence.prefetch is not None:
         sequence.prefetch.stop()
         sequence.prefetch = None

@@ -327,13 +327,13 @@ class PrefixCache:
         duplicates = canonical != own
         if duplicates.any():
             self._allocator.acquire(canonical[duplicates])
-            given_up = own[duplicates]
+            freed = own[duplicates]
             if self._fences:
-                self._fences[-1].duplicates.append(given_up)
+                self._fences[-1].duplicates.append(freed)
             else:
-                self._allocator.free(given_up)
+                self._allocator.free(freed)
             own[:] = canonical
-            self._num_deduplicated += len(given_up)
+            self._num_deduplicated += len(freed)
         self._cached.index.pin(canonical)
         lease.num_committed = num_full
         self._tails.pop(lease, None)
@@ -489,8 +489,8 @@ class PrefixCache:
         expected = present.astype(np.int32)
         for block_ids in [ids for fence in self._fences for ids in fence.duplicates]:
             expected[block_ids] += 1
-        given_up = [lease for fence in self._fences for lease in fence.leases]
-        for lease in [*self._leases, *self._draining, *given_up]:
+        fenced = [lease for fence in self._fences for lease in fence.leases]
+        for lease in [*self._leases, *self._draining, *fenced]:
             expected[lease.block_table] += 1
             if not present[lease.block_table[: lease.num_committed]].all():
                 raise IntegrityError("a lease counts a block as committed that is not in the index")

@@ -182,7 +182,7 @@ class HazardPolicy(StampedPolicy):
             if now == self._now:
                 self._run_stamp = self._live[self._held] >> _ID_BITS
                 return self._held
-            self._release()
+            self._enqueue_held()
         self._advance(now)
         live = self._live
         if not live:
@@ -228,10 +228,10 @@ class HazardPolicy(StampedPolicy):
         has the same value, or less if shallow blocks cost less, so it is the next victim.
         """
         if self._held >= 0:
-            self._release()
+            self._enqueue_held()
         self._held = block_id
 
-    def _release(self) -> None:
+    def _enqueue_held(self) -> None:
         """Put the held candidate in its queue like any other."""
         block_id, self._held = self._held, -1
         self._enqueue(self._live[block_id], self._records.queues.item(self._record_of.item(block_id)))
