@@ -250,7 +250,7 @@ def test_each_lie_is_named(told: str, files: dict[str, Parts], tmp_path: Path) -
 def test_arrays_have_a_limit_together(
     files: dict[str, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "_MAX_ELEMENTS", 600)
+    monkeypatch.setattr(header, "MAX_ELEMENTS", 600)
     refused = check(tmp_path / "model.gguf", join(files["llama"]))
     assert all("elements of arrays, more than 600" in str(error) for error in refused)
     assert len(refused) == 3
@@ -259,7 +259,7 @@ def test_arrays_have_a_limit_together(
 def test_metadata_have_a_limit(
     files: dict[str, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "_MAX_METADATA_BYTES", 1000)
+    monkeypatch.setattr(header, "MAX_METADATA_BYTES", 1000)
     refused = check(tmp_path / "model.gguf", join(files["llama"]))
     assert all("metadata take more than 1000 bytes" in str(error) for error in refused)
     assert len(refused) == 3

@@ -31,12 +31,12 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_FIELDS = 1 << 16
 _MAX_TENSORS = 1 << 20
 _MAX_DIMENSIONS = 4
-_MAX_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 22
 """Elements of all arrays: the largest vocabularies have a quarter of a million tokens, twice the merges."""
 _MAX_NAME_BYTES = 1 << 16
 _MAX_TENSOR_NAME_BYTES = 256
 """Four times what ggml allows."""
-_MAX_METADATA_BYTES = 1 << 28
+MAX_METADATA_BYTES = 1 << 28
 """Ten times the metadata of the largest vocabularies. Python's objects take several times as much."""
 _MAX_SHOWN = 60
 
@@ -154,8 +154,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
             metadata[key] = _value(cursor, cursor.number("I"))
         except (ValueError, struct.error) as error:
             raise ValueError(f"{shown(key)}: {error}") from error
-        if cursor.position > _MAX_METADATA_BYTES:
-            raise ValueError(f"its metadata take more than {_MAX_METADATA_BYTES} bytes")
+        if cursor.position > MAX_METADATA_BYTES:
+            raise ValueError(f"its metadata take more than {MAX_METADATA_BYTES} bytes")
     entries = {}
     for name, *entry in _entries(cursor, num_tensors):
         if name in entries:
@@ -234,9 +234,9 @@ def _value(cursor: _Cursor, kind: int) -> Any:
         return cursor.text(limit=1 << 24)
     if kind != _ARRAY:
         raise ValueError(f"metadata of type {kind} are unknown")
-    element, count = cursor.number("I"), _checked("elements of an array", cursor.number("Q"), _MAX_ELEMENTS)
+    element, count = cursor.number("I"), _checked("elements of an array", cursor.number("Q"), MAX_ELEMENTS)
     cursor.num_elements += count
-    _checked("elements of arrays", cursor.num_elements, _MAX_ELEMENTS)
+    _checked("elements of arrays", cursor.num_elements, MAX_ELEMENTS)
     if element in _FORMATS:
         return list(cursor.numbers(_FORMATS[element], count))
     if element != _STRING:
