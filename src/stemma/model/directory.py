@@ -25,6 +25,10 @@ GGUF_SUFFIX = ".gguf"
 FileStates: TypeAlias = dict[Path, tuple[int, ...]]
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+_MAX_SHOWN = 200
+_MAX_TENSOR_NAME_CHARS = 1000
+_MAX_NAME_CHARS = 255
+"""Of a file, on most systems."""
 _BITS = {"BOOL": 8, "BF16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
 
 
@@ -95,9 +99,10 @@ def weight_files(path: Path) -> list[Path]:
         return [path / single]
     if has_file(path, index):
         weight_map = read_json(path / index).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        listed = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not listed or not all(map(_is_file_name, listed)):
             raise ModelError(f"{path / index} has no usable weight_map; download it again")
+        names = set(listed)
         lacking = sorted(name for name in names if not has_file(path, name))
         if lacking:
             raise ModelError(
@@ -113,6 +118,10 @@ def weight_files(path: Path) -> list[Path]:
     if found := sorted(path.glob("*.gguf")):
         raise ModelError(f"{path} has weights as GGUF only; give one of these files, e.g. {found[0]}")
     raise ModelError(f"{path} has no {SINGLE} and no {INDEX}: can't load weights; is the download complete?")
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and len(name) <= _MAX_NAME_CHARS
 
 
 def checkpoint_states(path: Path) -> FileStates:
@@ -204,10 +213,14 @@ def read_safetensors_header(file: Path, max_bytes: int = _MAX_HEADER_BYTES) -> l
             if name != "__metadata__"
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{file} has a malformed header: {error}; download it again") from error
+        raise ModelError(
+            f"{file} has a malformed header: {str(error)[:_MAX_SHOWN]}; download it again"
+        ) from error
 
 
 def _stored_tensor(file: Path, name: str, entry: Any, origin: int, file_bytes: int) -> StoredTensor:
+    if len(name) > _MAX_TENSOR_NAME_CHARS:
+        raise ValueError(f"a tensor's name has {len(name)} characters")
     shape = tuple(int(size) for size in entry["shape"])
     start, stop = (int(offset) for offset in entry["data_offsets"])
     dtype = str(entry["dtype"])

@@ -11,6 +11,7 @@ from stemma.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+_MAX_SHOWN = 100
 _SAMPLING_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda value: value >= 0.0, ">= 0"),
     "top_k": (lambda value: value >= -1 and value == int(value), "a whole number >= -1"),
@@ -34,7 +35,10 @@ def default_sampling(generation: dict[str, Any]) -> dict[str, float | int]:
             defaults[name] = int(value) if name == "top_k" else value
         else:
             logger.warning(
-                "generation_config.json: %s is %r, must be %s; the field is ignored", name, value, expected
+                "generation_config.json: %s is %s, must be %s; the field is ignored",
+                name,
+                repr(value)[:_MAX_SHOWN],
+                expected,
             )
     return defaults
 
@@ -54,6 +58,7 @@ def eos_token_ids(generation: dict[str, Any], config: Any, vocab_size: int) -> t
     listed = ids if isinstance(ids, list | tuple) else [ids]
     for token_id in listed:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise ModelError(f"{source}: eos_token_id {ids!r} is no token id and no list of them; correct it")
+            shown = repr(ids)[:_MAX_SHOWN]
+            raise ModelError(f"{source}: eos_token_id {shown} is no token id and no list of them; correct it")
     # Some checkpoints name ids beyond their vocabulary; those are never drawn.
     return tuple(token_id for token_id in listed if token_id < vocab_size)

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
-from stemma.errors import InvalidRequest
+from stemma.errors import InvalidRequest, ModelError
 from stemma.model.directory import is_gguf
 from stemma.model.foreign import foreign_code
 from stemma.model.llama_config import read_llama_config
@@ -25,6 +25,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """transformers' own tag, which plain Jinja doesn't know."""
 _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
+_ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
 _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
 """What of transformers' own class lies between `encode` and the library tokenizers."""
 
@@ -83,8 +84,7 @@ class Tokenizer:
     """A thin wrapper over the Hugging Face tokenizer of a checkpoint. Thread-safe to read."""
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
-        advice = "; take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
-        with foreign_code(f"no usable tokenizer in {path}", advice):
+        with foreign_code(f"no usable tokenizer in {path}", f"; {_ADVICE}"):
             self._hf: Any = (
                 _gguf_tokenizer(path)
                 if is_gguf(path)
@@ -114,7 +114,8 @@ class Tokenizer:
     def special_token_ids(self) -> frozenset[int]:
         """Ids that `decode` leaves out with `skip_special_tokens`."""
         added = self._hf.added_tokens_decoder.items()
-        return frozenset(self._hf.all_special_ids) | {int(i) for i, token in added if token.special}
+        named = {i for i in self._hf.all_special_ids if i is not None}  # of a text that is no token: None
+        return frozenset(named | {int(i) for i, token in added if token.special})
 
     @cached_property
     def token_bytes(self) -> TokenBytes | None:
@@ -177,11 +178,16 @@ class Tokenizer:
         return frozenset(find_undeclared_variables(parsed) - own - _TEMPLATE_GLOBALS)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenArray:
-        """Return the ids of `text`, int32."""
+        """Return the ids of `text`, int32; raise ModelError if the tokenizer has ids that don't fit."""
         if self._fast is not None:
-            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return as_tokens(found.ids)
-        return as_tokens(self._hf.encode(text, add_special_tokens=add_special_tokens))
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            found = encoding.ids
+        else:
+            found = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return as_tokens(found)
+        except OverflowError as error:
+            raise ModelError(f"the tokenizer has ids of more than 31 bits; {_ADVICE}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD."""
