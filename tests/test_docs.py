@@ -1,0 +1,92 @@
+"""README and docs name every setting, and no flag, file or section that doesn't exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from stemma.cli import COMMANDS, load_command
+from stemma.config.loading import setting_fields
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
+
+
+def page_params(pages: list[Path] = PAGES) -> list[object]:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+def test_every_setting_is_named() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    missing = [
+        name
+        for name in setting_fields()
+        if not re.search(rf"--(no-)?{name.replace('_', '-')}\b|\b{name}\b", text)
+    ]
+    assert missing == []
+
+
+def flags_by_command() -> dict[str, set[str]]:
+    """Return the flags of ``serve``, ``cache export`` and all others."""
+    found: dict[str, set[str]] = {}
+
+    def visit(name: str, command: click.Command) -> None:
+        found[name] = {"--help", *(flag for one in command.params for flag in one.opts + one.secondary_opts)}
+        for sub, inner in getattr(command, "commands", {}).items():
+            visit(f"{name} {sub}", inner)
+
+    for name in COMMANDS:
+        visit(name, load_command(name))
+    return found
+
+
+def uses(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the first two words after each ``stemma``, and the flags up to the end of the command."""
+    joined = text.replace("\\\n", " ")
+    for match in re.finditer(r"\bstemma ([a-z]+)( [a-z]+)?([^`\n|)]*)", joined):
+        yield [match[1], (match[2] or "").strip()], FLAG.findall(match[3])
+
+
+def test_commands_have_the_flags_that_they_are_shown_with() -> None:
+    known = flags_by_command()
+    wrong = []
+    for page in PAGES:
+        for (command, sub), flags in uses(page.read_text()):
+            of_command = known.get(f"{command} {sub}", known.get(command))
+            if of_command is not None:
+                wrong += [(page.name, command, sub, flag) for flag in flags if flag not in of_command]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's sections, as in links to them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", page_params())
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", page_params())
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|benchmarks|examples|docs)/[\w./-]+)`", page.read_text())
+    assert [one for one in named if not (ROOT / one).exists()] == []
