@@ -291,3 +291,20 @@ async def test_bad_searches_are_refused(engine):
         await anext(engine.generate(request()))
     with pytest.raises(InvalidRequest, match="empty"):
         await run(engine, request(tokens=np.empty(0, np.int32)))
+
+
+def test_beams_go_on_in_their_blocks(ending):
+    """One child takes what its parent held, so of a round's beams only further children copy."""
+    llm = LLM(ending, **SETTINGS)
+    cache = llm.engine.cache
+    llm.beam_search(PROMPTS[1], 1, 12, ignore_eos=True)
+    # The first round goes on from the cached prompt, the others from where the round before ended.
+    assert cache.stats().num_copied_heads == 1
+    llm.engine.use_idle_time()
+    assert cache.num_available == cache.num_blocks
+    num_copied = cache.stats().num_copied_heads
+    llm.beam_search(PROMPTS[2], 4, 12, ignore_eos=True)
+    assert cache.stats().num_copied_heads - num_copied <= 4 + 10 * 3
+    llm.engine.use_idle_time()
+    assert cache.num_available == cache.num_blocks
+    llm.engine.check()

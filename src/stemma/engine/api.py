@@ -36,7 +36,8 @@ class GenerationRequest:
     """Adapter to answer with; `namespace.adapter` becomes its key. None: the base model."""
     is_continuation: bool = False
     """Continues a request that was admitted and counted: a full queue or a drain doesn't refuse it, and its
-    prompt is not counted again."""
+    prompt is not counted again. Others are likely to continue it in turn: its blocks wait for them until the
+    next step."""
 
     def __post_init__(self) -> None:
         key = "" if self.adapter is None else self.adapter.key

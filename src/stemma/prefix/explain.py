@@ -152,10 +152,7 @@ def explain_miss(facts: MissFacts, now: float) -> Miss:
     """Return why token `num_cached_tokens` of the prompt had to be computed."""
     at, total = facts.num_cached_tokens, facts.num_prompt_tokens
     if at >= total - 1:
-        return Miss(
-            MissReason.LAST_TOKEN,
-            "Everything reusable was reused; only the last prompt token was computed.",
-        )
+        return LAST_TOKEN_MISS
     if facts.num_tokens_without_room:
         return Miss(
             MissReason.NO_ROOM,
@@ -186,6 +183,9 @@ def explain_miss(facts: MissFacts, now: float) -> Miss:
 
 
 DISABLED_MISS = Miss(MissReason.DISABLED, "The prefix cache is disabled.")
+LAST_TOKEN_MISS = Miss(
+    MissReason.LAST_TOKEN, "Everything reusable was reused; only the last prompt token was computed."
+)
 RECOMPUTED_MISS = Miss(
     MissReason.RECOMPUTED, "Log-probabilities of the prompt were asked for: each token was computed."
 )

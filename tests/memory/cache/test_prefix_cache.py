@@ -472,3 +472,138 @@ def test_blocks_are_touched_in_the_order_of_their_first_use(monkeypatch):
     run(cache, tokens(range(100, 110)))
     assert not cache.touch_ahead(100)
     assert touched == [0, 1, 4, 5, 6, 7]
+
+
+def _rested(cache, num_tokens):
+    """A request of `num_tokens` tokens, all computed, that rests."""
+    lease = cache.reserve(NS, tokens(range(num_tokens)))
+    compute_all(cache, lease)
+    blocks = lease.block_table.tolist()
+    cache.rest(lease, num_tokens)
+    return blocks
+
+
+def test_the_first_to_go_on_takes_the_blocks_and_others_copy_the_last(kind):
+    cache = make_cache(8, 4, kind)
+    blocks = _rested(cache, 6)
+    first, second, third = (cache.reserve(NS, tokens(range(6), last)) for last in (70, 80, 90))
+    assert first.block_table[:2].tolist() == blocks
+    assert {one.block_table[0] for one in (second, third)} == {blocks[0]}
+    assert len({one.block_table[1] for one in (first, second, third)}) == 3
+    assert cache.stats().num_copied_heads == 2
+    for one in (first, second, third):
+        assert one.num_cached_tokens == 6
+        assert one.miss.reason is MissReason.LAST_TOKEN
+        compute_all(cache, one)
+        cache.buffer.verify(one, 7)
+    cache.end_rests()
+    cache.check()
+    # The first goes on too, and somebody else goes on from where it came from.
+    cache.rest(first, 7)
+    fourth = cache.reserve(NS, tokens(range(6), 70, 71))
+    assert fourth.block_table[:2].tolist() == blocks
+    for one, length in ((second, 7), (third, 7), (fourth, 7)):
+        cache.free(one, length)
+    cache.end_rests()
+    cache.check()
+    for last in (70, 80, 90):
+        assert cache.match(NS, tokens(range(6), last, 0)) == 7
+
+
+def test_one_may_go_on_from_before_the_first_who_did(kind):
+    cache = make_cache(8, 4, kind)
+    blocks = _rested(cache, 6)
+    first = cache.reserve(NS, tokens(range(6), 70))
+    compute_all(cache, first)
+    cache.rest(first, 7)
+    second = cache.reserve(NS, tokens(range(6), 70, 71))
+    third = cache.reserve(NS, tokens(range(6), 80))
+    assert second.block_table[:2].tolist() == blocks
+    cache.buffer.verify(second, 7)
+    cache.buffer.verify(third, 6)
+    cache.check()
+
+
+def test_what_rests_is_cached_once_nobody_has_gone_on(kind):
+    cache = make_cache(8, 4, kind)
+    _rested(cache, 6)
+    assert cache.reserve(Namespace(salt="other"), tokens(range(6), 70)).num_cached_tokens == 0
+    assert cache.match(NS, tokens(range(9))) == 4
+    cache.end_rests()
+    assert cache.match(NS, tokens(range(9))) == 6
+    assert cache.num_available == 6
+    cache.check()
+
+
+def test_what_rests_gives_way_to_others(kind):
+    cache = make_cache(4, 4, kind)
+    _rested(cache, 6)
+    lease = cache.reserve(NS, tokens(range(100, 116)), 0)
+    assert lease.num_blocks == 4
+    cache.check()
+    cache.free(lease, 0)
+    _rested(cache, 6)
+    running = cache.reserve(NS, tokens(range(50, 54)), 0)
+    assert cache.extend(running, 16)
+    cache.check()
+
+
+def test_nothing_rests_while_a_step_is_under_way():
+    cache = make_cache(8, 4)
+    cache.open_fence()
+    blocks = _rested(cache, 6)
+    lease = cache.reserve(NS, tokens(range(6), 70))
+    assert lease.block_table[1] != blocks[1]
+    cache.close_fence()
+    cache.check()
+
+
+def test_a_flush_drops_what_rests(kind):
+    cache = make_cache(8, 4, kind)
+    _rested(cache, 6)
+    assert cache.flush() == 2
+    assert cache.stats().num_free_blocks == 8
+
+
+def test_who_goes_on_from_a_cached_tail_holds_it(kind):
+    cache = make_cache(8, 4, kind)
+    lease = cache.reserve(NS, tokens(range(6)))
+    compute_all(cache, lease)
+    cache.commit(lease, 6, tail=True)
+    cache.rest(lease, 6)
+    heir = cache.reserve(NS, tokens(range(6), 70))
+    assert cache.num_available == 6
+    cache.free(heir, 6)
+    assert cache.num_available == 8
+    cache.check()
+
+
+def test_where_the_first_has_ended_others_find_what_is_cached(kind):
+    cache = make_cache(8, 4, kind)
+    _rested(cache, 6)
+    first = cache.reserve(NS, tokens(range(6), 70))
+    compute_all(cache, first)
+    cache.free(first, 7)
+    second = cache.reserve(NS, tokens(range(6), 80))
+    assert second.num_cached_tokens == 6
+    cache.buffer.verify(second, 6)
+    cache.free(second, 6)
+    cache.check()
+
+
+def test_what_is_to_be_computed_again_doesnt_go_on(kind):
+    cache = make_cache(8, 4, kind)
+    _rested(cache, 6)
+    lease = cache.reserve(NS, tokens(range(6), 70), max_cached=3)
+    assert lease.num_cached_tokens == 3
+    cache.check()
+
+
+def test_a_twin_shares_blocks_that_nobody_has_committed_yet(kind):
+    cache = make_cache(8, 4, kind)
+    lease = cache.reserve(NS, tokens(range(6)))
+    cache.buffer.compute(lease, 0, 6)
+    twin = cache.fork(lease, 6)
+    cache.buffer.verify(twin, 6)
+    assert (lease.num_committed, twin.num_committed) == (1, 1)
+    cache.check()

@@ -43,6 +43,8 @@ class CacheMachine(RuleBasedStateMachine):
         key_space = KeySpace("model", "layout", self.block_size)
         self.cache = PrefixCache(self.buffer, self.make_index(key_space), key_space, clock=self.clock)
         self.alive: list[_Running] = []
+        self.rested: list[tuple[Namespace, np.ndarray]] = []
+        """Where requests ended that others may continue: namespace and computed tokens."""
         self.flights: list[list[tuple[_Running, int, np.ndarray, np.ndarray]]] = []
         """Steps under way: whose token they compute, its position, and the blocks with what lies in them."""
 
@@ -61,7 +63,8 @@ class CacheMachine(RuleBasedStateMachine):
         lease = self.cache.reserve(namespace, tokens, num_new)
         if lease is None:
             return None
-        assert lease.num_cached_tokens <= matched
+        if not self.rested:
+            assert lease.num_cached_tokens <= matched
         assert lease.capacity_tokens >= len(tokens) + num_new
         one = _Running(lease)
         self.alive.append(one)
@@ -109,6 +112,26 @@ class CacheMachine(RuleBasedStateMachine):
         if one in self.alive:
             self.alive.remove(one)
             self.cache.free(one.lease, one.num_computed)
+
+    @rule(one=consumes(running))
+    def rest(self, one):
+        if one in self.alive:
+            self.alive.remove(one)
+            self.rested.append((one.lease.namespace, one.lease.tokens[: one.num_computed].copy()))
+            self.cache.rest(one.lease, one.num_computed)
+
+    @rule(target=running, choice=st.integers(0, 7), token=st.integers(0, 2), num_new=st.integers(0, 4))
+    def go_on(self, choice, token, num_new):
+        """Continue one of the last to rest, perhaps not the first to do so, perhaps long after."""
+        if not self.rested:
+            return None
+        namespace, tokens = self.rested[-1 - choice % len(self.rested)]
+        return self.reserve([*tokens.tolist(), token], namespace, num_new)
+
+    @rule()
+    def end_rests(self):
+        """Nothing rests any more, and nothing is lost: what was computed can be found."""
+        self.cache.end_rests()
 
     @rule()
     def launch(self):
@@ -164,6 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.land()
         for one in self.alive:
             self.cache.free(one.lease, one.num_computed)
+        self.cache.end_rests()
         self.cache.flush()
         self.cache.check()
         assert self.cache.stats().num_free_blocks == self.num_blocks

@@ -156,8 +156,9 @@ class Engine:
     def use_idle_time(self) -> bool:
         """Do a few milliseconds of what would hold up a later step; return whether there was any.
 
-        The blocks that come into use next get their memory.
+        The blocks that come into use next get their memory; blocks that wait to be continued wait no longer.
         """
+        self.cache.end_rests()
         return self.cache.touch_ahead(_TOUCHED_AHEAD_BYTES // self.runner.kv.layout.block_bytes)
 
     def _step_in_turn(self) -> list[SequenceNews]:

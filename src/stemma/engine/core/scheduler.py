@@ -248,6 +248,7 @@ class Scheduler:
             if sequence.status is Status.WAITING:
                 self._prefetch(sequence)
         self._arrived.clear()
+        self._cache.end_rests()
         return group_by_adapter(plan)
 
     def wait_for_load(self, timeout_s: float) -> None:
@@ -345,7 +346,10 @@ class Scheduler:
     def _free(self, sequence: SequenceState, status: Status) -> None:
         assert sequence.lease is not None
         num_complete = max(sequence.num_computed, sequence.lease.num_cached_tokens)
-        self._cache.free(sequence.lease, num_complete)
+        if status is Status.FINISHED and sequence.state.request.is_continuation:
+            self._cache.rest(sequence.lease, num_complete)
+        else:
+            self._cache.free(sequence.lease, num_complete)
         sequence.stop(status)
 
     def _admit(self, plan: list[Scheduled], budget: int) -> None:
@@ -399,7 +403,8 @@ class Scheduler:
                 continue
             self._run(sequence)
             budget -= self._add_chunk(plan, sequence, budget)
-            prefilling.append(sequence)
+            if sequence.num_missing >= self._cache.block_size:  # else nobody waits for it: the rest is cached
+                prefilling.append(sequence)
 
     def _waits_for_nothing(self, plan: Sequence[Scheduled]) -> bool:
         """Return whether no block will become free by itself: what isn't available is pinned for good."""

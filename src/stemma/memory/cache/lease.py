@@ -174,6 +174,14 @@ class Lease:
         self._blocks[self.num_blocks : total] = block_ids
         self.num_blocks = total
 
+    def take_blocks(self, other: Lease) -> None:
+        """Take over the blocks of `other`, which has none then; the tokens with KV there begin this one's."""
+        self._blocks, self._keys = other._blocks, other._keys
+        self.num_blocks, self.num_committed = other.num_blocks, other.num_committed
+        self.num_keys = other.num_committed
+        other._blocks, other._keys = other._blocks[:0], other._keys[:0]
+        other.num_blocks = other.num_committed = other.num_keys = 0
+
     def adopt_keys(self, keys: npt.NDArray[np.uint8]) -> None:
         """Use these keys, [n, 32], of the leading blocks instead of hashing them again."""
         self._reserve_keys(len(keys))

@@ -6,6 +6,7 @@ one on each of its blocks, each lease one on every block of its table. A block i
 
 This file manages leases. `cached_blocks.py` decides what enters and leaves the index, `prompt_loads.py` what
 a prompt gets from the tiers below the device, and `tiers_below.py` is what an operator asks of these.
+`rests.py` knows which leases others may go on from.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,12 +27,20 @@ from stemma.memory.cache.cached_blocks import CachedBlocks
 from stemma.memory.cache.elsewhere import Elsewhere, OtherModels
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prompt_loads import PromptLoads
+from stemma.memory.cache.rests import Rests
 from stemma.memory.cache.tiers_below import TiersBelow
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers
-from stemma.prefix.explain import DISABLED_MISS, RECOMPUTED_MISS, Miss, MissReason, load_failed
+from stemma.prefix.explain import (
+    DISABLED_MISS,
+    LAST_TOKEN_MISS,
+    RECOMPUTED_MISS,
+    Miss,
+    MissReason,
+    load_failed,
+)
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import DEFAULT_PRIORITY, BlockIds, RetentionRange, Tier, TokenArray
@@ -120,6 +130,7 @@ class PrefixCache:
         self._tails: dict[Lease, int] = {}
         """Partial blocks that a lease has committed and still writes: evicting one frees no memory yet."""
         self._draining: list[Lease] = []
+        self._rests = Rests()
         self._fences: deque[_Fence] = deque()
         self._num_deduplicated = 0
         self._num_copied_heads = 0
@@ -187,8 +198,15 @@ class PrefixCache:
         those of the rest.
         """
         self._free_loaded()
+        make = partial(
+            Lease, namespace, self.key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention
+        )
+        if self._rests and max_cached is None:
+            lease = self._go_on(namespace, tokens, num_new, make)
+            if lease is not None:
+                return lease
         found = self._match(namespace, tokens if max_cached is None else tokens[: max_cached + 1])
-        lease = Lease(namespace, self.key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention)
+        lease = make()
         num_full = found.num_full_blocks(self.block_size)
         shared = found.block_ids[:num_full]
         self._share(lease, shared)
@@ -202,6 +220,68 @@ class PrefixCache:
             return None
         if max_cached is not None and self._cached is not None:
             lease.miss = RECOMPUTED_MISS
+        self._leases.add(lease)
+        return lease
+
+    def _go_on(
+        self, namespace: Namespace, tokens: TokenArray, num_new: int, make: Callable[[], Lease]
+    ) -> Lease | None:
+        """Lease `tokens` from where a request rests that had all of them but the last; None: there is none.
+
+        The first to go on takes its blocks; others share the full ones and copy the rest, as `fork` does.
+        Nothing is looked up, and the eviction policy isn't told: for it, all of these are one request.
+        """
+        known = tokens[:-1]
+        rest = self._rests.find(namespace, known)
+        if rest is None:
+            return None
+        num_blocks = -(-(len(tokens) + num_new) // self.block_size)
+        if rest.is_taken:
+            lease = self._twin(rest.lease, len(known), num_blocks, make)
+        else:
+            lease = self._heir(rest.lease, num_blocks, make)
+        if lease is not None:
+            lease.cached_by_tier = {Tier.DEVICE: len(known)}
+            lease.miss = LAST_TOKEN_MISS
+        return lease
+
+    def _heir(self, source: Lease, num_blocks: int, make: Callable[[], Lease]) -> Lease | None:
+        """Return a lease with the blocks of `source`, which has none then, and fresh ones; None: no room."""
+        fresh = _NO_BLOCKS
+        if num_blocks > source.num_blocks:
+            allocated = self._allocate_now(num_blocks - source.num_blocks)
+            if allocated is None:
+                return None
+            fresh = allocated
+        lease = make()
+        lease.take_blocks(source)
+        lease.append_blocks(fresh)
+        self._leases.remove(source)
+        self._leases.add(lease)
+        if source in self._tails:
+            self._tails[lease] = self._tails.pop(source)
+        self._rests.hand_over(source, lease)
+        return lease
+
+    def _twin(
+        self, source: Lease, num_computed: int, num_blocks: int, make: Callable[[], Lease]
+    ) -> Lease | None:
+        """Return a lease that shares the full blocks of `source` and has a copy of the rest of `num_computed`
+        tokens; None if there is no room."""
+        self.commit(source, num_computed)
+        num_full, num_tail = divmod(num_computed, self.block_size)
+        fresh = self._allocate_now(num_blocks - num_full)
+        if fresh is None:
+            return None
+        lease = make()
+        self._share(lease, source.block_table[:num_full])
+        lease.append_blocks(fresh)
+        if num_tail:
+            try:
+                self._copy_head(int(source.block_table[num_full]), int(fresh[0]), num_tail)
+            except BaseException:
+                self._free(lease)
+                raise
         self._leases.add(lease)
         return lease
 
@@ -347,13 +427,8 @@ class PrefixCache:
 
         None if no block is free for the copy and the next token.
         """
-        self.commit(lease, num_computed)
-        size = self.block_size
-        num_full, num_tail = divmod(num_computed, size)
-        fresh = self._allocate(-(-(lease.num_tokens + 1) // size) - num_full)
-        if fresh is None:
-            return None
-        twin = Lease(
+        make = partial(
+            Lease,
             lease.namespace,
             self.key_space,
             lease.tokens,
@@ -361,17 +436,15 @@ class PrefixCache:
             ttl_s=lease.ttl_s,
             retention=lease.retention,
         )
-        self._share(twin, lease.block_table[:num_full])
-        twin.append_blocks(fresh)
-        if num_tail:
-            try:
-                self._copy_head(int(lease.block_table[num_full]), int(fresh[0]), num_tail)
-            except BaseException:
-                self._free(twin)
-                raise
+        num_blocks = -(-(lease.num_tokens + 1) // self.block_size)
+        twin = self._twin(lease, num_computed, num_blocks, make)
+        if twin is None and self._rests:
+            self.end_rests()
+            twin = self._twin(lease, num_computed, num_blocks, make)
+        if twin is None:
+            return None
         twin.cached_by_tier = dict(lease.cached_by_tier)
         twin.miss = lease.miss
-        self._leases.add(twin)
         return twin
 
     def free(self, lease: Lease, num_computed: int) -> None:
@@ -381,6 +454,7 @@ class PrefixCache:
         """
         self._leases.remove(lease)
         self._held.discard(lease)
+        self._rests.drop(lease)
         if lease.pending is not None:
             if not lease.pending.num_loaded.cancel() and not lease.pending.num_loaded.done():
                 # A load still writes into these blocks: keep them until it has ended.
@@ -396,6 +470,23 @@ class PrefixCache:
                 self._fences[-1].leases.append(lease)
             else:
                 self._free(lease)
+
+    def rest(self, lease: Lease, num_computed: int) -> None:
+        """As `free`, but until `end_rests` the blocks wait for requests that go on with one token more.
+
+        Those are spared a lookup and an entry in the index; blocks that are needed elsewhere don't wait.
+        """
+        if self._cached is None or self._fences or lease.pending is not None or not num_computed:
+            self.free(lease, num_computed)
+        else:
+            self._rests.add(lease, num_computed)
+
+    def end_rests(self) -> None:
+        """Free what rests and nobody has gone on from."""
+        while self._rests:
+            rest = self._rests.pop()
+            if not rest.is_taken:
+                self.free(rest.lease, len(rest.tokens))
 
     @property
     def has_fence(self) -> bool:
@@ -440,6 +531,7 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
+        self.end_rests()
         self._free_loaded()
         return self._cached.flush() if self._cached is not None else 0
 
@@ -516,6 +608,14 @@ class PrefixCache:
             lease.num_committed = len(block_ids)
 
     def _allocate(self, num_blocks: int) -> BlockIds | None:
+        """Return fresh blocks, evicting as many as needed, those that rest too; None if that isn't enough."""
+        fresh = self._allocate_now(num_blocks)
+        if fresh is None and self._rests:
+            self.end_rests()
+            fresh = self._allocate_now(num_blocks)
+        return fresh
+
+    def _allocate_now(self, num_blocks: int) -> BlockIds | None:
         """Return fresh blocks, evicting as many as needed; None if that isn't enough."""
         if num_blocks > self.num_available:
             return None
@@ -578,3 +678,7 @@ class PrefixCache:
         for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
             self._draining.remove(lease)
             self._free(lease)
+
+
+def _equal(one: TokenArray, other: TokenArray) -> bool:
+    return len(one) == len(other) and bool((one == other).all())
