@@ -56,7 +56,9 @@ static inline int lines_at_once(int rows, int lines) {
 static inline int rows_apart(int rows) { return NATIVE == 8 && rows > GROUP && rows % GROUP <= 2 ? rows % GROUP : 0; }
 
 // While several passes go over a chunk of weights, the next chunk is asked for into L2. Into L1 it would wait for the
-// few buffers of L1's misses and drive out the chunk at hand. A single pass leaves asking to the processor.
+// few buffers of L1's misses and drive out the chunk at hand. A single pass asks for what it reads itself a little later:
+// beside several rows the processor looks less far ahead than fast memory wants.
+constexpr int SINGLE_AHEAD = 2048;                // bytes
 constexpr int SOME_ROWS = NATIVE == 16 ? 12 : 0;  // up to here two passes, which want the next chunk sooner
 constexpr int SOME_STEPS = 32, MANY_STEPS = 64;   // of a chunk: 8 and 16 kB
 constexpr int BLOCK_ROWS = STEMMA_AMX ? 256 : 64;  // rows whose sums for one strip are kept at a time
@@ -122,6 +124,8 @@ static void dot_group(int rows, const char* w, const char* x, int64_t x_stride, 
 template <class K, int J>
 static void dot_pass(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
                      Ahead ahead, int asks) {
+    if constexpr (J == LINES)
+        if (asks == LINES) return dot_group<K, J, LINES>(rows, w, x, x_stride, steps, acc, first, ahead);
     if constexpr (J >= 2)
         if (asks == 2) return dot_group<K, J, 2>(rows, w, x, x_stride, steps, acc, first, ahead);
     if (asks == 1) return dot_group<K, J, 1>(rows, w, x, x_stride, steps, acc, first, ahead);
@@ -146,11 +150,11 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
     for (int64_t done = 0; done < steps; done += chunk) {
         int64_t now = std::min(chunk, steps - done);
         const char* here = w + done * STEP_BYTES;
-        Ahead ahead{here + now * STEP_BYTES, shift};
+        Ahead ahead{here + (passes == 1 ? SINGLE_AHEAD : now * STEP_BYTES), shift};
         int pass = 0;
         auto run_group = [&](int begin, int end, int width) {
             for (int line = 0; line < lines; line += width, pass++) {
-                int asks = passes == 1 ? 0 : lines_to_ask(lines, pass, passes);
+                int asks = passes == 1 ? (width == LINES ? LINES : 0) : lines_to_ask(lines, pass, passes);
                 const char* inputs = x + begin * x_stride + K::BYTES * done;
                 float* out = acc + begin * STRIP + 16 * line;
                 auto run = dot_pass<K, 1>;
