@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import aclosing
 from itertools import chain, pairwise
 from queue import SimpleQueue
 
@@ -146,6 +147,54 @@ async def test_joined_steps_give_the_same_tokens_first_and_last_at_once(checkpoi
             assert whole[0][-1].finish_reason is FinishReason.LENGTH
         assert mine[-1].finished
         assert mine[-1].num_generated_tokens == plain[-1].num_generated_tokens
+
+
+async def test_held_tokens_of_a_request_are_counted_until_it_is_cut_off(checkpoint, monkeypatch):
+    """The ninth step hangs, so those before it stay held."""
+    go_on, hangs = threading.Event(), threading.Event()
+    num_steps = 0
+    forward = CausalLM.forward
+
+    def hanging(self, batch, kv):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 9:
+            batch.on_launch()
+            hangs.set()
+            assert go_on.wait(60)
+        return forward(self, batch, kv)
+
+    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, speculation="off")
+    engine = AsyncEngine(
+        lambda supervisor: build_engine(settings, None, supervisor), max_waiting=9, stream_interval_s=600.0
+    )
+    told = 0
+
+    async def read() -> None:
+        nonlocal told
+        async with aclosing(engine.generate(request("a", prompt(1, 20), greedy(40)))) as stream:
+            async for output in stream:
+                told = output.num_generated_tokens
+
+    try:
+        await collect(engine, request("w", prompt(2, 20)))  # the output thread is there
+        monkeypatch.setattr(CausalLM, "forward", hanging)
+        reading = asyncio.create_task(read())
+        assert await asyncio.to_thread(hangs.wait, 60)
+        deadline = time.monotonic() + 60
+        while told + engine.num_held_tokens("a") != 8:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert engine.num_held_tokens("a") >= 6
+        assert engine.num_held_tokens("b") == 0
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        go_on.set()
+        await engine.stats()  # behind the abort
+        assert engine.num_held_tokens("a") == 0
+    finally:
+        go_on.set()
+        engine.close()
 
 
 @pytest.mark.parametrize(("num_spare", "interval_s"), [(0, 0.05), (-1, 0.05), (1, 0.0)])

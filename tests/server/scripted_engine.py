@@ -75,6 +75,8 @@ class ScriptedEngine:
     closed: bool = False
     paused: bool = False
     cut_off: bool = False
+    held: dict[str, int] = field(default_factory=dict)
+    """Tokens by request that no output tells yet, as `AsyncEngine` holds them."""
 
     def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
         """The token ids that sequence `index` will get."""
@@ -91,6 +93,9 @@ class ScriptedEngine:
             if earlier.namespace == request.namespace:
                 best = max(best, _shared(earlier.prompt_token_ids, request.prompt_token_ids))
         return min(best, len(request.prompt_token_ids) - 1)
+
+    def num_held_tokens(self, request_id: str) -> int:
+        return self.held.get(request_id, 0)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         if self.script.draining:

@@ -177,6 +177,10 @@ class AsyncEngine:
         """End a request with finish reason ABORT; unknown ids are ignored."""
         self._commands.put(lambda: self._abort(request_id))
 
+    def num_held_tokens(self, request_id: str) -> int:
+        """Return how many computed tokens of a request are held, to be told with those of further steps."""
+        return self._news.num_held(request_id)
+
     async def stats(self) -> EngineStats:
         """Return a consistent snapshot, taken between two steps."""
         return await self._call(self._engine.stats)

@@ -52,6 +52,9 @@ class EngineClient(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request with finish reason ABORT; unknown ids are ignored."""
 
+    def num_held_tokens(self, request_id: str) -> int:
+        """Return how many computed tokens of a request are held, to be told with those of further steps."""
+
     async def stats(self) -> EngineStats:
         """Return a consistent snapshot, taken between two steps."""
 

@@ -72,7 +72,7 @@ class ServerContext:
         self.divergences = DivergenceWindow()
         self.divergences_lock = asyncio.Lock()
         """Held while a report on them is made."""
-        self.ledger = UsageLedger.of(settings.server.ledger, engine.model_name, metrics)
+        self.ledger = UsageLedger.of(settings.server.ledger, engine, metrics)
         self.bundle_key = read_secret(settings.server.bundle_key_file)
         self._renderer: TemplateProcess | None = None
         if settings.server.trust_request_chat_template:

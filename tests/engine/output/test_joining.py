@@ -10,6 +10,7 @@ from tests.engine.harness import greedy, prompt
 
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits, RequestState, SequenceNews, SequenceState
+from stemma.engine.output import joining
 from stemma.engine.output.joining import NewsQueue
 from stemma.engine.sampling.sampler import SamplingState
 from stemma.errors import GenerationFailed
@@ -128,6 +129,39 @@ def test_a_first_and_a_last_token_leave_at_once_and_only_they(steps):
     assert [token for one in deliveries for name, ids in one if name == "a" for token in ids] == [
         *range(2, 8)
     ]
+
+
+def test_what_left_and_what_is_held_is_what_had_left_without_an_interval(monkeypatch):
+    """So a request that is cut off is charged the same; held tokens leave once."""
+    left: list[list[str]] = []
+
+    class NotingQueue(SimpleQueue):
+        def __init__(self):
+            left.append([])
+            self.names = left[-1]
+
+        def put(self, item):
+            self.names.extend(one.state.request.request_id for one in item or ())
+            super().put(item)
+
+    monkeypatch.setattr(joining, "SimpleQueue", NotingQueue)
+    apart, together = Steps(interval_s=0.0), Steps(interval_s=0.035)
+    num_held = 0
+    for number in range(60):
+        for steps in (apart, together):
+            if number in (0, 3, 20):
+                steps.start(f"r{number}")
+            steps.step_s = 0.03 if number % 11 == 10 else 0.004
+            steps.step(is_decode=number % 17 != 16, ends="r3" if number == 40 else "")
+            steps.queue.begin_step(True)
+        if number == 1:
+            together.delivered()  # the reader is there
+        for name in ("r0", "r3", "r20"):
+            had_left, has_left = (names.count(name) for names in left)
+            assert has_left + together.queue.num_held(name) == had_left
+            num_held += together.queue.num_held(name)
+    assert num_held > 50
+    assert together.queue.num_held("nobody") == 0
 
 
 def test_an_error_leaves_at_once_and_the_tokens_before_it_leave_before_it(steps):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ import pytest
 from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
+from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.insight.ledger import sqlite_url, usage
 from stemma.server.app import create_app
+from stemma.server.generation import run_one
+from stemma.server.operator.usage_ledger import UsageLedger
 from stemma.server.tenants.keyfile import add_key
-from stemma.types import Tier
+from stemma.types import Tier, as_tokens
 
 CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 3}
 COMPLETION = {"model": "scripted", "prompt": "a b c", "max_tokens": 3}
@@ -78,6 +84,12 @@ def make(engine: ScriptedEngine, keys: Keys) -> Make:
         return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     return make_client
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    with closing(sqlite3.connect(file)) as database:
+        database.row_factory = sqlite3.Row
+        return [dict(row) for row in database.execute("select * from usage")]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -263,6 +275,51 @@ async def test_requests_that_end_badly_are_recorded_and_refused_ones_are_not(
         await asyncio.sleep(0.02)
     [row] = rows
     assert (row.num_requests, row.output_tokens) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_finished", "recorded"),
+    [
+        ("aborted", False, ("aborted", 7)),
+        ("error", False, ("error", 7)),
+        ("refused", False, ("aborted", 7)),  # it took too long, or the server went down
+        ("error", True, ("error", 3)),
+    ],
+)
+def test_a_row_counts_tokens_that_were_held_when_a_request_was_cut_off(
+    engine: ScriptedEngine, tmp_path: Path, outcome: str, is_finished: bool, recorded: tuple[str, int]
+) -> None:
+    file = tmp_path / "usage.db"
+    ledger = UsageLedger(str(file), engine)
+    engine.held = {"a": 4, "b": 100}
+    asked = GenerationRequest("a", as_tokens([1, 2]), SamplingParams())
+    entry = ledger.entry(asked, "tgi")
+    entry.ended(outcome)  # nothing was computed: no row
+    entry.seen(RequestOutput("a", (), CacheReport(2), is_finished, 3))
+    entry.ended(outcome)
+    entry.ended(outcome)
+    ledger.close()
+    [row] = read_rows(file)
+    assert (row["outcome"], row["output_tokens"]) == recorded
+
+
+async def test_a_stream_that_the_client_leaves_is_recorded_with_what_was_held(
+    make: Make, keys: Keys, engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "usage.db"
+    settings = Settings(
+        engine=EngineSettings(model=ModelSettings(path=Path("scripted"))),
+        server=ServerSettings.model_validate({"ledger": str(file)}),
+    )
+    context = create_app(engine, settings).state.context
+    asked = GenerationRequest("a", as_tokens([1, 2]), SamplingParams(max_tokens=9))
+    stream = run_one(context, asked, "tgi")
+    _, output = await anext(stream)
+    engine.held = {"a": 4}
+    await stream.aclose()
+    context.ledger.close()
+    [row] = read_rows(file)
+    assert (row["outcome"], row["output_tokens"]) == ("aborted", output.num_generated_tokens + 4)
 
 
 @pytest.mark.parametrize(

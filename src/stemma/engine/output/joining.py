@@ -88,6 +88,11 @@ class NewsQueue:
         if news:
             self._ready.put(news)
 
+    def num_held(self, request_id: str) -> int:
+        """Return how many tokens of a request are held. Any thread."""
+        with self._lock:
+            return sum(len(one.token_ids) for one in self._held if one.state.request.request_id == request_id)
+
     def close(self) -> None:
         """Tell the reader that no more will come. Any thread."""
         self._ready.put(None)

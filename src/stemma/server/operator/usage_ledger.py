@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stemma.engine.api import GenerationRequest, RequestOutput
+from stemma.engine.client import EngineClient
 from stemma.insight.usage_record import UsageRecord
 from stemma.server.operator.metrics import ServerMetrics
 
@@ -29,15 +30,18 @@ logger = logging.getLogger(__name__)
 COMMIT_TIMEOUT_S = 5.0
 NO_TENANT = "(none)"
 """Who asked, where there are no tenants; no tenant can have this name."""
-_RECORDED = ("aborted", "error")
+_RECORDED = {"aborted": "aborted", "error": "error", "refused": "aborted"}
+"""Outcomes of requests that computed something, and what the ledger calls them: one that was refused after
+its first output took too long, or the server went down.
+"""
 
 
 class UsageLedger(Collector):
     """The ledger of one server, or none. For one event loop."""
 
-    def __init__(self, given: str | None, model: str) -> None:
+    def __init__(self, given: str | None, engine: EngineClient) -> None:
         """Open the database that a setting names. Raises ConfigError or StorageError."""
-        self._model = model
+        self._engine = engine
         self._failure: str | None = None
         self.num_late = 0
         self._ledger: Ledger | None = None
@@ -47,9 +51,9 @@ class UsageLedger(Collector):
             self._ledger = Ledger(ledger_url(given), self)
 
     @classmethod
-    def of(cls, given: str | None, model: str, metrics: ServerMetrics) -> UsageLedger:
+    def of(cls, given: str | None, engine: EngineClient, metrics: ServerMetrics) -> UsageLedger:
         """Return the ledger that a setting names, shown by `metrics`. Raises ConfigError or StorageError."""
-        ledger = cls(given, model)
+        ledger = cls(given, engine)
         metrics.register(ledger)
         return ledger
 
@@ -85,18 +89,23 @@ class UsageLedger(Collector):
             logger.error("not in the usage ledger, which refused it: %r", record)
 
     def row(self, request: GenerationRequest, api: str, outcome: str, output: RequestOutput) -> UsageRecord:
-        """Return the row of a request whose last output is `output`."""
+        """Return the row of a request whose last output is `output`.
+
+        If it was cut off there, tokens that the engine holds were computed for it as well. No output will
+        tell them, so nothing is counted twice.
+        """
         cache = output.cache
+        num_held = 0 if output.finished else self._engine.num_held_tokens(request.request_id)
         return UsageRecord(
             request_id=request.request_id,
             finished_at=time.time(),
             tenant=request.namespace.owner or NO_TENANT,
-            model=self._model if request.adapter is None else request.adapter.name,
+            model=self._engine.model_name if request.adapter is None else request.adapter.name,
             api=api,
             outcome=outcome,
             hit_tokens=dict(cache.cached_by_tier),
             miss_tokens=cache.num_prompt_tokens - cache.num_cached_tokens,
-            output_tokens=output.num_generated_tokens,
+            output_tokens=output.num_generated_tokens + num_held,
         )
 
     def collect(self) -> Iterable[Metric]:
@@ -143,4 +152,4 @@ class LedgerEntry:
         """Record how it ended, if it did any work and isn't recorded yet; waits for nothing."""
         if self._last is not None and not self._is_recorded and outcome in _RECORDED:
             self._is_recorded = True
-            self._ledger.put(self._ledger.row(self._request, self._api, outcome, self._last))
+            self._ledger.put(self._ledger.row(self._request, self._api, _RECORDED[outcome], self._last))
