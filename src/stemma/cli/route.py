@@ -40,7 +40,9 @@ def command(
     max_connections: Annotated[int, typer.Option(min=1, help="Open connections.")] = 1024,
     admin_key: Annotated[
         str | None,
-        typer.Option(envvar="STEMMA_ADMIN_KEY", help="Shows servers and counters on /health to who has it."),
+        typer.Option(
+            envvar="STEMMA_ADMIN_KEY", help="Shows servers and counters on /health to whoever has it."
+        ),
     ] = None,
     admin_key_file: Annotated[Path | None, typer.Option(help="File that holds it instead.")] = None,
 ) -> None:

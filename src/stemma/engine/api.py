@@ -27,7 +27,7 @@ class GenerationRequest:
     priority: int = DEFAULT_PRIORITY
     """Retention hint of the blocks it commits, 0..100."""
     ttl_s: float | None = None
-    """Retention hint: after so many seconds without use its blocks are evicted first."""
+    """Retention hint: after this many seconds without use its blocks are evicted first."""
     retention: tuple[RetentionRange, ...] = ()
     """Hints of the prompt's leading tokens; `priority` and `ttl_s` are those of the rest."""
     beam: BeamParams | None = None

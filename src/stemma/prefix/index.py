@@ -124,7 +124,7 @@ class PrefixIndex(ABC):
 
     @abstractmethod
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Let owners (`Namespace.owner`) hold so many blocks each; who is not named, any number.
+        """Set how many blocks each owner (`Namespace.owner`) may hold; others hold any number.
 
         `evict` takes the blocks of owners that hold more first. This call evicts nothing. O(blocks).
         """
@@ -132,7 +132,7 @@ class PrefixIndex(ABC):
     @property
     @abstractmethod
     def num_over_quota(self) -> int:
-        """Blocks that can be evicted now and whose owners hold too many; `evict` of so many drops those."""
+        """Blocks that can be evicted now and whose owners hold too many; evicting this number drops those."""
 
     @abstractmethod
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:

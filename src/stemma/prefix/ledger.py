@@ -222,7 +222,7 @@ class LedgerIndex(PrefixIndex):
         return self._policy.base if isinstance(self._policy, QuotaPolicy) else self._policy
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Let owners hold so many blocks each; who is not named, any number. Evicts nothing. O(blocks)."""
+        """Set how many blocks each owner may hold; others hold any number. Evicts nothing. O(blocks)."""
         self._quotas = dict(quotas)
         base = self._base_policy()
         if not quotas:

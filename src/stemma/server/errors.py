@@ -185,7 +185,7 @@ class AnthropicRoute(APIRoute):
 
 
 class AdminRoute(APIRoute):
-    """A route for who administers the server (`access.py`)."""
+    """A route for whoever administers the server (`access.py`)."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler, guarded."""

@@ -57,7 +57,7 @@ class WorkloadOptions:
 
 
 class TextMaker:
-    """Makes random text of about so many tokens; exact up to the tokenizer's merges if there is one."""
+    """Makes random text of about a number of tokens; exact up to the tokenizer's merges if there is one."""
 
     def __init__(self, rng: random.Random, count_tokens: Callable[[str], int] | None = None) -> None:
         self._rng = rng

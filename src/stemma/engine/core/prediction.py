@@ -57,7 +57,7 @@ class PredictingRunner(Runner):
         sequence.hidden = self._decoder.hidden[row].clone()
 
     def predict(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
-        """Guess so many tokens to follow each sequence, of which all but the last token are computed.
+        """Guess this number of tokens after each sequence, of which all but the last token are computed.
 
         Most tokens first. The lease of a sequence for which n are wanted has room for n - 1 tokens more.
         """

@@ -25,7 +25,7 @@ MIN_PROMPT_TOKENS = 128
 FIRST_STEP_TOKENS = 512
 """Until a step has been measured."""
 WHOLE_TOKENS = 256
-"""Steps of more tokens take the nearest multiple: kernels read weights once for so many rows (products.h)."""
+"""Steps of more tokens take the nearest multiple: kernels read weights once for these rows (products.h)."""
 
 
 class Seats:

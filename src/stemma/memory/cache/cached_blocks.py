@@ -142,7 +142,7 @@ class CachedBlocks:
         return len(evicted)
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Let owners hold so many blocks each, and evict what they hold beyond that."""
+        """Set how many blocks each owner may hold, and evict what they hold beyond that."""
         self.index.set_quotas(quotas)
         self.keep_quotas()
 

@@ -193,7 +193,7 @@ class PrefixCache:
         Full blocks that match are shared; a block that matches in part is copied (copy-on-write), so reuse
         is by the token. `lease.num_cached_tokens` tokens need no computing. If lower tiers hold more,
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
-        is no room now. `max_cached`: take at most so many tokens, and from the device alone, because the rest
+        is no room now. `max_cached`: take no more tokens than that, from the device alone, because the rest
         is to be computed whatever is cached. `retention`: hints of leading tokens; `priority` and `ttl_s` are
         those of the rest.
         """
@@ -521,7 +521,7 @@ class PrefixCache:
             self._lower.watch(sink)
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Let the blocks of each owner (`Namespace.owner`) take so many on the device; others any number.
+        """Set how many device blocks each owner (`Namespace.owner`) may hold; others hold any number.
 
         Whoever holds more loses own blocks at once, leaves first and the least recently used of them first,
         except those that requests hold; these go when the requests end.

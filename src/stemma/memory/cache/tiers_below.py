@@ -34,7 +34,7 @@ class TiersBelow:
         return {store.tier: store.exists_many(keys) for store in self.stores if store.is_local}
 
     def newest(self, max_blocks: int) -> dict[Tier, list[HeldBlock]]:
-        """Return, per tier of this machine, the blocks that entered last, at most so many of each."""
+        """Return, per tier of this machine, the `max_blocks` blocks that entered last."""
         return {store.tier: store.newest(max_blocks) for store in self.stores if store.is_local}
 
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
@@ -51,7 +51,7 @@ class TiersBelow:
         return self._lower is not None and self._lower.read(key, into)
 
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
-        """Let the blocks of each owner (`Namespace.owner`) take so many in each tier. O(blocks)."""
+        """Set how many blocks each owner (`Namespace.owner`) may hold in each tier. O(blocks)."""
         if self._lower is not None:
             self._lower.set_quotas(
                 {tier: {owner_tag(name): n for name, n in owned.items()} for tier, owned in quotas.items()}

@@ -211,7 +211,7 @@ class BlockStore(ABC):
         """Free memory, files and connections; a second call does nothing."""
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Let owners (`owner_tag`) hold so many blocks each; who is not named, any number.
+        """Set how many blocks each owner (`owner_tag`) may hold; others hold any number.
 
         Who holds more loses own blocks, leaves first and the least recently used of them first, now and at
         every put. May be slow: O(blocks).
@@ -225,7 +225,7 @@ class BlockStore(ABC):
     # Only a store of this process alone (`is_local`) can do these; a shared one ignores them.
 
     def newest(self, max_blocks: int) -> list[HeldBlock]:
-        """Return the blocks that entered last, at most so many, newest first; a shared store lists none."""
+        """Return the `max_blocks` blocks that entered last, newest first; a shared store lists none."""
         return []
 
     @property

@@ -258,7 +258,7 @@ class TierIndex:
         self._freed.append(slot)
 
     def set_quotas(self, quotas: Mapping[str, int], oldest_first: Sequence[int]) -> None:
-        """Let owners hold so many blocks each; who is not named, any number. Evicts nothing. O(blocks).
+        """Set how many blocks each owner may hold; others hold any number. Evicts nothing. O(blocks).
 
         `oldest_first`: the live slots in order of their last use.
         """

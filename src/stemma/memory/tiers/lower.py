@@ -56,7 +56,7 @@ class LowerTiers(Protocol):
         """Blocks leave the device index."""
 
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
-        """Let owners hold so many blocks in each tier."""
+        """Set how many blocks each owner may hold in each tier."""
 
     def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
         """Return, per tier, which keys it holds."""

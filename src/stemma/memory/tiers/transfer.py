@@ -390,7 +390,7 @@ class TierTransfer:
     # -- for the operator -------------------------------------------------------------------------------
 
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
-        """Let owners (`owner_tag`) hold so many blocks in each tier, also in a pool attached later.
+        """Set how many blocks each owner (`owner_tag`) may hold in each tier, also in a pool attached later.
 
         O(blocks), so not for the step loop.
         """

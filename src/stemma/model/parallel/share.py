@@ -128,7 +128,7 @@ def num_experts_of(config: Any) -> int:
 
 
 def check_share(architecture: str, config: Any, share: Share) -> None:
-    """Raise UnsupportedModel or ConfigError unless the model can be cut for so many ranks."""
+    """Raise UnsupportedModel or ConfigError unless the model can be cut for this number of ranks."""
     if architecture not in SERVED:
         raise UnsupportedModel(
             f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "

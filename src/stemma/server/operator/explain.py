@@ -1,7 +1,7 @@
 """Explanations: what a request got from the cache, where it parts from what is cached, and why.
 
 A server keeps a note of its last requests: counts, the reason and a few dozen token ids around the place
-where the prompt parts. Text is decoded only for who asks, off the event loop and off the step loop.
+where the prompt parts. Text is decoded only when somebody asks, off the event loop and off the step loop.
 
 How the cached sequence goes on may be another client's text. It comes from the request's own namespace,
 never from another. In an answer it is quoted only to a tenant (API key), who has namespaces of its own;

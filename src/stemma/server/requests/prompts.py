@@ -22,7 +22,7 @@ Tokens = TypeVar("Tokens", TokenArray, list[int])
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a request wants its prompt cut: to so many tokens, on one side."""
+    """How a request wants its prompt cut: the number of tokens to keep, and on which side."""
 
     num_tokens: int
     keep_first: bool

@@ -166,11 +166,11 @@ class OpenAIRequest(RequestModel):
     add_special_tokens: bool | None = None
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
     truncate_prompt_tokens: PositiveCount | None = None
-    """Keep only so many tokens of a prompt."""
+    """Number of a prompt's tokens that are kept."""
     truncation_side: Literal["left", "right"] | None = None
     """Where `truncate_prompt_tokens` cuts; None: on the left, so that the last tokens stay."""
     prompt_logprobs: NumLogprobs | None = None
-    """Report how likely each token of the prompt was, and so many of the likeliest in its place."""
+    """Report how likely each token of the prompt was, and this number of the likeliest in its place."""
     return_token_ids: bool | None = None
     """Report the ids of prompt and answers beside their text."""
     cache_salt: Salt | None = None
@@ -182,7 +182,7 @@ class OpenAIRequest(RequestModel):
     cache_retention: Annotated[list[KeptTokens], Field(fail_fast=True, max_length=MAX_KEPT)] | None = None
     """Retention hints of leading tokens, ascending; the two above are those of the rest."""
     best_of: Choices | None = None
-    """Generate so many and return the `n` with the highest mean log-probability; or the beam width."""
+    """Number of answers generated: the `n` with the highest mean log-probability return; or beams."""
     use_beam_search: bool = False
     """Search for the `n` likeliest answers; fields that shape sampling are ignored."""
     length_penalty: LengthPenalty = 1.0

@@ -60,14 +60,14 @@ class TGIParameters(RequestModel):
     adapter_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./-]{1,256}$")] | None = None
     max_new_tokens: PositiveCount = 20
     best_of: Choices | None = None
-    """Generate so many and return the one with the highest mean log-probability."""
+    """Number of answers generated; returned is the one with the highest mean log-probability."""
     grammar: dict[str, Any] | None = None
     """What the answer must look like: ``{"type": "json", "value": schema}`` or ``"regex"``."""
     details: bool = False
     decoder_input_details: bool = False
     return_full_text: bool = False
     truncate: PositiveCount | None = None
-    """Keep only the last so many prompt tokens."""
+    """Number of the last prompt tokens that are kept."""
 
 
 class TGIRequest(RequestModel):
@@ -108,7 +108,7 @@ class VLLMGenerateRequest(RequestModel):
     max_tokens: PositiveCount | None = None
     min_tokens: Count = 0
     truncate_prompt_tokens: PositiveCount | None = None
-    """Keep only the last so many tokens of the prompt."""
+    """Number of the last prompt tokens that are kept."""
     n: Choices = 1
     best_of: Choices | None = None
     use_beam_search: bool = False

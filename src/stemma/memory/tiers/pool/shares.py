@@ -28,7 +28,7 @@ class OwnerShares:
         self._by_owner: dict[str, TierIndex] = {}
 
     def set_quotas(self, quotas: Mapping[str, int]) -> list[BlockKey]:
-        """Let owners (`owner_tag`) have so many blocks; return those to remove, leaves first."""
+        """Set how many blocks each owner (`owner_tag`) may hold; return those to remove, leaves first."""
         removed: list[BlockKey] = []
         with self._lock:
             before, self._by_owner = self._by_owner, {}
