@@ -59,14 +59,18 @@ class StepBuffers:
         self.slots = HostArray(max_batch_tokens, torch.int64, device)
         self.logits_rows = HostArray(max_batch_tokens, torch.int64, device)
         self._tables = HostArray(0, torch.int32, device)
+        self._shaped = self._tables.head(0).view(0, 0), self._tables.array.reshape(0, 0)
+        """The tables asked for last."""
 
     def block_tables(self, num_seqs: int, max_blocks: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """Return a table [num_seqs, max_blocks] as torch and as numpy see it, contiguous, of any content."""
-        num = num_seqs * max_blocks
-        if num > len(self._tables.array):
-            self._tables = HostArray(2 * num, torch.int32, self._device)
         shape = (num_seqs, max_blocks)
-        return self._tables.head(num).view(shape), self._tables.array[:num].reshape(shape)
+        if self._shaped[1].shape != shape:
+            num = num_seqs * max_blocks
+            if num > len(self._tables.array):
+                self._tables = HostArray(2 * num, torch.int32, self._device)
+            self._shaped = self._tables.head(num).view(shape), self._tables.array[:num].reshape(shape)
+        return self._shaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,5 +212,6 @@ class Runner:
             assert lease is not None
             used = min(lease.num_blocks, max_blocks)
             tables[i, :used] = lease.block_table[:used]
-            tables[i, used:] = 0
+            if used < max_blocks:
+                tables[i, used:] = 0
         return result

@@ -39,7 +39,16 @@ class DecoderStep:
         self._layers = (LayerWeights * len(layers))(*(layer.weights() for layer in layers))
         self._final_norm = final_norm
         self._head = head
-        self._eps = eps
+        self._args = StepArgs(
+            layers=ctypes.addressof(self._layers),
+            num_layers=len(layers),
+            final_norm=final_norm.data_ptr(),
+            head=head.strips,
+            hidden_dim=head.in_features,
+            is_bf16=final_norm.dtype == torch.bfloat16,
+            eps=eps,
+        )
+        """What no step changes is set once."""
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def forward(
@@ -59,27 +68,17 @@ class DecoderStep:
         behind the final norm.
         """
         logits = torch.empty(len(batch.logits_rows), self._head.out_features, dtype=torch.float32)
-        adapters = describe_rows(batch.adapters)
-        args = StepArgs(
-            layers=ctypes.addressof(self._layers),
-            num_layers=len(self._layers),
-            threads=torch.get_num_threads(),
-            final_norm=self._final_norm.data_ptr(),
-            head=self._head.strips,
-            rows=hidden.shape[0],
-            num_logits=logits.shape[0],
-            logits_rows=batch.logits_rows.data_ptr(),
-            hidden_dim=hidden.shape[1],
-            hidden=hidden.data_ptr(),
-            logits=logits.data_ptr(),
-            states=None if states is None else states.data_ptr(),
-            layer_bytes=kv.data.stride(1) * kv.data.element_size(),
-            attend=attend,
-            adapters=ctypes.addressof(adapters),
-            num_adapters=len(adapters),
-            is_bf16=hidden.dtype == torch.bfloat16,
-            eps=self._eps,
-        )
+        args = self._args
+        args.threads = torch.get_num_threads()
+        args.rows, args.num_logits = hidden.shape[0], logits.shape[0]
+        args.logits_rows = batch.logits_rows.data_ptr()
+        args.hidden, args.logits = hidden.data_ptr(), logits.data_ptr()
+        args.states = None if states is None else states.data_ptr()
+        args.layer_bytes = kv.data.stride(1) * kv.data.element_size()
+        args.attend = attend
+        adapters = describe_rows(batch.adapters) if batch.adapters else None
+        args.adapters = None if adapters is None else ctypes.addressof(adapters)
+        args.num_adapters = len(batch.adapters)
         if isinstance(heads, RotateArgs):
             args.rotate = heads
         else:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from stemma.memory.device.kv import DeviceKV
@@ -196,4 +195,4 @@ def _join_ends(hf_model: Any, packing: Packing) -> tuple[EmbeddingFunction, Pack
     packed = packing.head(head, embedding if is_tied else None)
     if is_tied:
         return packed.take_rows, packed
-    return partial(F.embedding, weight=plain_weight(embedding).clone()), packed
+    return partial(torch.index_select, plain_weight(embedding).clone(), 0), packed
