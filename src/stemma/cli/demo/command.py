@@ -41,7 +41,8 @@ def command() -> None:
             server.stop()
     seconds = time.perf_counter() - started
     console.print(
-        f"\nDone in {seconds:.0f} s. Next: [bold]stemma chat demo[/] or [bold]stemma serve MODEL[/]."
+        f"\nDone in {seconds:.0f} s. Next: [bold]stemma chat demo --temperature 0.2[/] or "
+        "[bold]stemma serve MODEL[/]."
     )
 
 
