@@ -65,12 +65,12 @@ class RankGroup:
         if device_type == "cuda":
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
-            options._timeout = self._timeout
+            options._timeout = self._timeout  # noqa: SLF001 - torch has no public name
             return nccl(store, rank, size, options)
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = self._timeout
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options = gloo._Options()  # noqa: SLF001 - as above
+        options._timeout = self._timeout  # noqa: SLF001
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
         return gloo(store, rank, size, options)
 
     def end_loading(self) -> None:

@@ -7,6 +7,7 @@ counts and reasons, never text.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +20,7 @@ from stemma.server.transport.planes import Plane, plane_of
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
 
 _MAX_PATH_CHARS = 200
 _NS = 1_000_000_000
@@ -93,6 +95,25 @@ class Tracing:
         span = self._tracer.start_span(name, inside, attributes=attributes, start_time=_ns(start))
         span.end(_ns(max(start, end)))
 
+    def start_http_span(self, path: str, headers: dict[str, str]) -> Span:
+        """Begin the span of a POST; `headers` may name its parent."""
+        return self._tracer.start_span(
+            f"POST {path}",
+            self._propagator.extract(headers),
+            kind=self._trace.SpanKind.SERVER,
+            attributes={"http.request.method": "POST", "url.path": path},
+        )
+
+    def note_status(self, span: Span, status: int) -> None:
+        """Note the status of the answer that a span is of."""
+        span.set_attribute("http.response.status_code", status)
+        if status >= _HTTP_ERROR:
+            span.set_status(self._trace.StatusCode.ERROR)
+
+    def within(self, span: Span) -> AbstractContextManager[Span]:
+        """Make a span the current one of the code inside; it ends with it."""
+        return self._trace.use_span(span, end_on_exit=True)
+
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
@@ -114,21 +135,14 @@ class TracingMiddleware:
         tracing = self._tracing
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         path = scope["path"][:_MAX_PATH_CHARS]
-        span = tracing._tracer.start_span(
-            f"POST {path}",
-            tracing._propagator.extract(headers),
-            kind=tracing._trace.SpanKind.SERVER,
-            attributes={"http.request.method": "POST", "url.path": path},
-        )
+        span = tracing.start_http_span(path, headers)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                span.set_attribute("http.response.status_code", message["status"])
-                if message["status"] >= _HTTP_ERROR:
-                    span.set_status(tracing._trace.StatusCode.ERROR)
+                tracing.note_status(span, message["status"])
             await send(message)
 
-        with tracing._trace.use_span(span, end_on_exit=True):
+        with tracing.within(span):
             await self._app(scope, receive, noted)
 
 

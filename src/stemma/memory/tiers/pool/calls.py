@@ -31,6 +31,17 @@ class Call(Generic[T]):
         self.error: BaseException | None = None
         """What the backend raised, whatever it was."""
 
+    def run(self, function: Callable[..., T], *arguments: Any) -> None:
+        """Make the call, unless it was dropped."""
+        if not self._begin():
+            return
+        try:
+            self.value = function(*arguments)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the call gets it
+            self.error = error
+        finally:
+            self._end()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait up to `timeout_s` (None: without limit); return whether the call has ended."""
         return self._over.wait(timeout_s)
@@ -78,19 +89,8 @@ class Calls:
     def start(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
         """Queue ``function(*arguments)``. Raises StorageError after `close`."""
         call: Call[T] = Call()
-
-        def run() -> None:
-            if not call._begin():
-                return
-            try:
-                call.value = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the call gets it
-                call.error = error
-            finally:
-                call._end()
-
         try:
-            self._threads.apply_async(run)
+            self._threads.apply_async(call.run, (function, *arguments))
         except ValueError as error:  # closed by another thread, just now
             raise StorageError("the pool is closed") from error
         return call
