@@ -76,6 +76,9 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     with ExitStack() as stack:
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
             _begin_loading(settings, stack)
+            from stemma.model.model_list import import_models
+
+            import_models()
             from stemma.engine.async_engine import AsyncEngine
             from stemma.server.access import Access, is_loopback
             from stemma.server.transport.planes import listen, listen_planes
