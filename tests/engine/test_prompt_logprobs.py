@@ -107,7 +107,7 @@ def test_the_prompt_alone(llm):
 
 
 def test_too_many_values_are_refused(llm, monkeypatch):
-    monkeypatch.setattr("stemma.engine.core.engine.MAX_REPORTED_VALUES", 300)
+    monkeypatch.setattr("stemma.engine.core.validation.MAX_REPORTED_VALUES", 300)
     with pytest.raises(InvalidRequest, match="prompt tokens are more than 300"):
         llm.generate(PROMPT, ASKED)
 
