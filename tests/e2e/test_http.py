@@ -299,7 +299,11 @@ async def test_a_client_that_leaves_frees_its_blocks(
     while (stats := served.stats())["num_running"] or stats["num_waiting"]:
         assert time.monotonic() < deadline
     assert stats["num_generated_tokens"] - before < 150 * 2 * num_prompts
-    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == stats["num_blocks"]
+    # Blocks of a round of beams wait for the next one until the loop is idle.
+    while stats["num_free_blocks"] + stats["num_cached_blocks"] != stats["num_blocks"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+        stats = served.stats()
 
 
 async def test_a_storm_of_clients_that_come_and_go_leaves_nothing_behind(served: Served) -> None:

@@ -678,7 +678,3 @@ class PrefixCache:
         for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
             self._draining.remove(lease)
             self._free(lease)
-
-
-def _equal(one: TokenArray, other: TokenArray) -> bool:
-    return len(one) == len(other) and bool((one == other).all())
