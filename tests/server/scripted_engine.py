@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -112,7 +112,8 @@ class ScriptedEngine:
         self.requests.append(request)
         self.active.add(request.request_id)
         try:
-            async for output in joined(self._outputs(request, report), self.script.joined):
+            outputs = self._outputs(request, report)
+            async for output in joined(outputs, self.script.joined, request.shows_steps):
                 yield output
         finally:
             self.active.discard(request.request_id)
@@ -209,19 +210,37 @@ class ScriptedEngine:
         self.closed = True
 
 
-async def joined(outputs: AsyncIterator[RequestOutput], size: int) -> AsyncIterator[RequestOutput]:
+async def joined(
+    outputs: AsyncIterator[RequestOutput], size: int, shows_steps: bool
+) -> AsyncIterator[RequestOutput]:
     """Yield the outputs, several as one, as an engine does that holds tokens for a moment."""
     held: list[RequestOutput] = []
     is_first = True
     async for output in outputs:
         if output.error and held:
-            yield replace(held[-1], deltas=tuple(delta for one in held for delta in one.deltas))
+            yield replace(held[-1], deltas=_deltas(held, shows_steps))
             held.clear()
         held.append(output)
         if is_first or output.finished or output.error or len(held) == size:
-            yield replace(output, deltas=tuple(delta for one in held for delta in one.deltas))
+            yield replace(output, deltas=_deltas(held, shows_steps))
             held.clear()
         is_first = False
+
+
+def _deltas(outputs: Sequence[RequestOutput], shows_steps: bool) -> tuple[SequenceDelta, ...]:
+    deltas = [delta for output in outputs for delta in output.deltas]
+    if shows_steps:
+        return tuple(deltas)
+    found: dict[int, SequenceDelta] = {}
+    for new in deltas:
+        old = found.get(new.index, SequenceDelta(new.index, (), ""))
+        found[new.index] = replace(
+            new,
+            token_ids=old.token_ids + new.token_ids,
+            text=old.text + new.text,
+            logprobs=None if new.logprobs is None else (old.logprobs or ()) + new.logprobs,
+        )
+    return tuple(found.values())
 
 
 def scripted_scores(request: GenerationRequest) -> PromptLogprobs | None:

@@ -38,6 +38,8 @@ class GenerationRequest:
     """Continues a request that was admitted and counted: a full queue or a drain doesn't refuse it, and its
     prompt is not counted again. Others are likely to continue it in turn: its blocks wait for them until the
     next step."""
+    shows_steps: bool = False
+    """Where several steps are delivered together, its outputs have a delta for each."""
 
     def __post_init__(self) -> None:
         key = "" if self.adapter is None else self.adapter.key
@@ -101,28 +103,13 @@ class SequenceDelta:
     """The stop string or stop token id that ended it; None for EOS."""
 
 
-def _join(parts: list[SequenceDelta]) -> SequenceDelta:
-    last = parts[-1]
-    logprobs = None
-    if any(part.logprobs is not None for part in parts):
-        logprobs = tuple(one for part in parts for one in part.logprobs or ())
-    return SequenceDelta(
-        last.index,
-        tuple(token_id for part in parts for token_id in part.token_ids),
-        "".join([part.text for part in parts]),
-        logprobs,
-        last.finish_reason,
-        last.stop_reason,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One message of the engine about a request. `finished` is True on the last one."""
 
     request_id: str
     deltas: tuple[SequenceDelta, ...]
-    """In order; of one sequence there are several where several steps are delivered together."""
+    """One for each sequence that has news; one for each step of it if the request `shows_steps`."""
     cache: CacheReport
     """Known from the first output on."""
     finished: bool
@@ -140,15 +127,6 @@ class RequestOutput:
     """Of `error`."""
     prompt_logprobs: PromptLogprobs | None = None
     """On every output of a request that wants them, unless it failed early."""
-
-    def joined_deltas(self) -> tuple[SequenceDelta, ...]:
-        """Return one delta for each sequence that has any, as if one step had done it all."""
-        if len(self.deltas) == 1:
-            return self.deltas
-        by_index: dict[int, list[SequenceDelta]] = {}
-        for delta in self.deltas:
-            by_index.setdefault(delta.index, []).append(delta)
-        return tuple(parts[0] if len(parts) == 1 else _join(parts) for parts in by_index.values())
 
     def raise_error(self) -> None:
         """Raise `error`, if it is set."""

@@ -56,8 +56,8 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 _REST_S = 0.05
 """Without work for so long, the step thread does what later steps need: a client may be about to go on."""
-_JOINING_INTERVAL_S = 0.05
-"""20 deliveries a second at least: faster than anybody reads, and steps of 25 ms or less are joined."""
+_JOINING_INTERVAL_S = 1 / 15
+"""15 deliveries a second at least: faster than anybody reads, and steps of 33 ms or less are joined."""
 GRAMMAR_TIMEOUT_S = 10.0
 """Time limit of compiling a grammar."""
 

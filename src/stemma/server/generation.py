@@ -157,12 +157,28 @@ async def _run_several(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _run_as_asked(
+    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """`run_all` for whoever asks. Every API passes here, so none can forget tenants or published prefixes."""
+    if context.access.keys is not None or is_asked(request):
+        return _run_as_tenant(context, request, requests, api)
+    return run_all(context, _located(context, requests), api)
+
+
+def _located(context: ServerContext, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    return [
+        replace(one, namespace=context.published.located(one.namespace, one.prompt_token_ids))
+        for one in requests
+    ]
+
+
 async def _run_as_tenant(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`run_all` in the namespace of the tenant who asks, and within the tenant's limits.
+    """`run_all` in the namespace of the tenant who asks, within the tenant's limits, and explained if asked.
 
-    Every API passes here, so none can forget either. Raises RateLimited before the first output.
+    Raises RateLimited before the first output.
     """
     keys, tenant = context.access.keys, tenant_of(request)
     num_generated: dict[int, int] = {}
@@ -181,10 +197,7 @@ async def _run_as_tenant(
             replace(one, namespace=tenant_namespace(keys.secret, tenant.name, one.namespace))
             for one in requests
         ]
-    requests = [
-        replace(one, namespace=context.published.located(one.namespace, one.prompt_token_ids))
-        for one in requests
-    ]
+    requests = _located(context, requests)
     try:
         async with aclosing(run_all(context, requests, api)) as stream:
             async for index, output in stream:
@@ -249,7 +262,7 @@ async def start(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> OutputStream:
     """Run `requests` and return once the first output is there; raise if the client leaves before that."""
-    stream = _run_as_tenant(context, request, requests, api)
+    stream = _run_as_asked(context, request, requests, api)
 
     async def first() -> tuple[int, RequestOutput]:
         async for item in stream:
@@ -263,7 +276,7 @@ async def run_to_end(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> list[Collected]:
     """Run `requests` and return everything at once; abort them if the client leaves."""
-    work = _collect(_run_as_tenant(context, request, requests, api), len(requests))
+    work = _collect(_run_as_asked(context, request, requests, api), len(requests))
     return await unless_disconnected(request, work)
 
 

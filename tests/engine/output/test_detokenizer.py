@@ -46,6 +46,20 @@ def test_any_tokens_of_a_byte_level_vocabulary(
 
 
 @settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.integers(0, 329), max_size=60), cut=st.integers(0, 60), skip=st.booleans())
+def test_several_tokens_at_once_have_the_text_of_one_by_one(
+    bytes_tokenizer: Tokenizer, tokens: list[int], cut: int, skip: bool
+) -> None:
+    makers = (make_detokenizer, WindowDetokenizer)
+    for one, other in (
+        (make(bytes_tokenizer, skip_special_tokens=skip) for _ in range(2)) for make in makers
+    ):
+        for part in (tokens[:cut], tokens[cut:]):
+            assert one.extend(part) == "".join([other.append(token) for token in part])
+        assert one.flush() == other.flush()
+
+
+@settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.sampled_from([*range(160, 256), 5, 40]), max_size=80))
 def test_long_runs_of_invalid_bytes(bytes_tokenizer: Tokenizer, tokens: list[int]) -> None:
     for by_window in (False, True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.engine.harness import greedy, prompt
 
@@ -50,3 +52,29 @@ def test_one_output_a_request_and_step(processor):
     assert processor.process(done[:1])[0][0].finished is False
     assert processor.process(done[1:])[0][0].finished is True
     assert processor.num_open == 0
+
+
+@pytest.mark.parametrize("stop", [(), ("XX",)])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_steps_that_are_delivered_together_are_one_delta(tokenizer, stop, is_over):
+    tokens = [(5,), (6, 7), (8,)]
+    end = FinishReason.LENGTH if is_over else None
+
+    def news(request):
+        reasons = (None, None, end)
+        return [
+            SequenceNews(request, 0, ids, (None,) * len(ids), finish_reason=reason)
+            for ids, reason in zip(tokens, reasons, strict=True)
+        ]
+
+    (joined,), _ = OutputProcessor(tokenizer).process(news(state(stop=stop)))
+    shown = state(stop=stop)
+    shown.request = replace(shown.request, shows_steps=True)
+    (apart,), _ = OutputProcessor(tokenizer).process(news(shown))
+
+    assert [delta.token_ids for delta in apart.deltas] == tokens
+    assert [delta.token_ids for delta in joined.deltas] == [(5, 6, 7, 8)]
+    assert joined.deltas[0].text == "".join(delta.text for delta in apart.deltas)
+    assert joined.deltas[0].finish_reason == apart.deltas[-1].finish_reason == end
+    assert joined.num_generated_tokens == apart.num_generated_tokens == 4
+    assert joined.finished == apart.finished == is_over

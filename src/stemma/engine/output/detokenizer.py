@@ -11,7 +11,7 @@ decode of at most `_MAX_WINDOW` tokens.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from stemma.model.tokenizer import Tokenizer
@@ -36,6 +36,9 @@ class Detokenizer(Protocol):
 
     def append(self, token_id: int) -> str:
         """Take one more token and return the text that it completes, often one word, sometimes nothing."""
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """Take several tokens: the texts of `append`, joined."""
 
     def flush(self) -> str:
         """Return what is still held back: bytes that no later token will complete."""
@@ -64,6 +67,11 @@ class ByteDetokenizer:
     def append(self, token_id: int) -> str:
         """See `Detokenizer`."""
         return "" if token_id in self._hidden else self._utf8.decode(self._token_bytes[token_id])
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """See `Detokenizer`."""
+        known, hidden = self._token_bytes, self._hidden
+        return self._utf8.decode(b"".join([known[one] for one in token_ids if one not in hidden]))
 
     def flush(self) -> str:
         """See `Detokenizer`."""
@@ -101,6 +109,10 @@ class WindowDetokenizer:
         if len(self._window) >= _LONG_WINDOW:
             self._cut()
         return delta
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """See `Detokenizer`."""
+        return "".join([self.append(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
         """See `Detokenizer`."""

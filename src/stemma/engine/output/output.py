@@ -7,7 +7,7 @@ The step loop ends sequences by their tokens; only stop strings are found here, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput, SequenceDelta
@@ -80,21 +80,23 @@ class OutputProcessor:
         answers = self._answers.setdefault(request_id, _Answers())
         deltas: list[SequenceDelta] = []
         error: StemmaError | None = None
-        for item in items:
-            if item.index in answers.finished:
+        for part in _parts(items, state.request.shows_steps):
+            index, last = part[0].index, part[-1]
+            if index in answers.finished:
                 continue
-            if item.draft is not None:
-                source, count = item.draft
-                known = answers.drafts.get(source, DraftCount())
-                answers.drafts[source] = known.plus(count.num_proposed, count.num_accepted)
-            delta = self._delta(answers, item)
+            for item in part:
+                if item.draft is not None:
+                    source, count = item.draft
+                    known = answers.drafts.get(source, DraftCount())
+                    answers.drafts[source] = known.plus(count.num_proposed, count.num_accepted)
+            delta = self._delta(answers, part)
             deltas.append(delta)
-            error = error or item.error
+            error = error or last.error
             if delta.finish_reason is not None:
-                answers.finished.add(item.index)
-                del answers.checkers[item.index]
-                if item.finish_reason is None:
-                    stopped.append(Stopped(request_id, item.index))
+                answers.finished.add(index)
+                del answers.checkers[index]
+                if last.finish_reason is None:
+                    stopped.append(Stopped(request_id, index))
         if not deltas:
             return None
         is_finished = len(answers.finished) == state.request.params.n
@@ -135,34 +137,51 @@ class OutputProcessor:
             error=f"{type(error).__name__}: {error}",
         )
 
-    def _delta(self, answers: _Answers, item: SequenceNews) -> SequenceDelta:
-        checker = answers.checkers.get(item.index)
+    def _delta(self, answers: _Answers, part: Sequence[SequenceNews]) -> SequenceDelta:
+        """Return what a client sees of `part`: news of one sequence in order; the last may end it."""
+        first, last = part[0], part[-1]
+        params = first.state.request.params
+        checker = answers.checkers.get(first.index)
         if checker is None:
-            checker = answers.checkers[item.index] = self._checker(item.state)
-        text, num_taken = "", 0
+            checker = answers.checkers[first.index] = self._checker(first.state)
+        token_ids = first.token_ids
+        if len(part) > 1:
+            token_ids = tuple(one for item in part for one in item.token_ids)
+        text, num_taken = "", len(token_ids)
         finish_reason, stop_reason = None, None
-        for token_id in item.token_ids:
-            progress = checker.append(token_id)
-            text += progress.text
-            num_taken += 1
-            finish_reason, stop_reason = progress.finish_reason, progress.stop_reason
-            if finish_reason is not None:
-                break
-        if finish_reason is None and item.finish_reason is not None:
-            finish_reason = item.finish_reason
+        if last.finish_reason is None and not params.stop:
+            text = checker.extend(token_ids)
+        else:
+            for number, token_id in enumerate(token_ids, 1):
+                progress = checker.append(token_id)
+                text += progress.text
+                finish_reason, stop_reason = progress.finish_reason, progress.stop_reason
+                if finish_reason is not None:
+                    num_taken = number
+                    break
+        if finish_reason is None and last.finish_reason is not None:
+            finish_reason = last.finish_reason
             text += checker.flush()
         answers.num_tokens += num_taken
-        wants_logprobs = item.state.request.params.logprobs is not None
-        return SequenceDelta(
-            index=item.index,
-            token_ids=item.token_ids[:num_taken],
-            text=text,
-            logprobs=tuple(p for p in item.logprobs[:num_taken] if p is not None) if wants_logprobs else None,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-        )
+        logprobs = None
+        if params.logprobs is not None:
+            known = [one for item in part for one in item.logprobs]
+            logprobs = tuple(one for one in known[:num_taken] if one is not None)
+        return SequenceDelta(first.index, token_ids[:num_taken], text, logprobs, finish_reason, stop_reason)
 
     def _checker(self, state: RequestState) -> StopChecker:
         params = state.request.params
         detokenizer = make_detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
         return StopChecker(params, detokenizer, state.ending)
+
+
+def _parts(items: Sequence[SequenceNews], shows_steps: bool) -> Iterable[Sequence[SequenceNews]]:
+    """Return the news that become one delta each: all of a sequence, or with `shows_steps` each by itself."""
+    if len(items) == 1:
+        return (items,)
+    if shows_steps:
+        return [[item] for item in items]
+    by_index: dict[int, list[SequenceNews]] = {}
+    for item in items:
+        by_index.setdefault(item.index, []).append(item)
+    return by_index.values()

@@ -6,6 +6,7 @@ is held back until it is decided.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stemma.engine.output.detokenizer import Detokenizer
@@ -56,6 +57,11 @@ class StopChecker:
         if self._ending.finish_reason(token_id, self._num_tokens) is not None:
             return Progress(text + self.flush(), FinishReason.LENGTH)
         return Progress(text)
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that don't end the sequence, where there are no stop strings."""
+        self._num_tokens += len(token_ids)
+        return self._detokenizer.extend(token_ids)
 
     def flush(self) -> str:
         """Return the text held back so far, for a sequence that is ended from outside."""

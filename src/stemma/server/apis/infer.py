@@ -94,6 +94,7 @@ def one_sequence(
         tokens,
         tgi_sampling(context, parameters),
         adapter=chosen_adapter(context, None, parameters.adapter_id),
+        shows_steps=True,
     )
 
 

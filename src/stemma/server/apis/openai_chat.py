@@ -140,7 +140,7 @@ async def _events(
     try:
         async for index, output in outputs:
             meter.seen(index, output)
-            for delta in output.joined_deltas():
+            for delta in output.deltas:
                 chunks += streams[delta.index].events(delta)
             if chunks:
                 yield b"".join(chunks)

@@ -207,7 +207,7 @@ class _Reply:
                     for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):
                         logprobs[choice["index"]] = writer
                         chunks.append(event({**self.head, "choices": [choice], **tail}))
-                for delta in output.joined_deltas():
+                for delta in output.deltas:
                     if has_text_alone and delta.finish_reason is None:
                         if delta.text:
                             index = prompt_index * self.n + delta.index

@@ -78,7 +78,7 @@ async def _prepare(
     params = widen_to_best_of(context, params, body.parameters.best_of, stream=stream)
     cut = last_tokens(body.parameters.truncate)
     tokens = await text_prompt(context, text, param="inputs", cut=cut, salt="")
-    return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter), text
+    return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter, shows_steps=True), text
 
 
 def _join_parts(parts: list[dict[str, Any]]) -> str:

@@ -50,7 +50,7 @@ async def _pieces(outputs: OutputStream) -> AsyncGenerator[bytes, None]:
     """Yield ``{"text": [new text]}`` and a NUL for each output."""
     try:
         async for _, output in outputs:
-            texts = [delta.text for delta in output.joined_deltas() if delta.text]
+            texts = [delta.text for delta in output.deltas if delta.text]
             if texts:
                 yield orjson.dumps({"text": texts}) + _END
     except StemmaError as error:

@@ -135,7 +135,7 @@ class _Reply:
         try:
             async for _, output in outputs:
                 num_generated, told = output.num_generated_tokens, []
-                for delta in output.joined_deltas():
+                for delta in output.deltas:
                     told += blocks.feed(parser.feed(delta.text))
                     if delta.finish_reason is not None:
                         end = _End(delta.finish_reason, delta.stop_reason)

@@ -187,7 +187,7 @@ class _Reply:
         """Note an output; return what to tell of it."""
         progress.meter.seen(0, output)
         told: list[StreamEvent] = []
-        for delta in output.joined_deltas():
+        for delta in output.deltas:
             progress.token_ids.extend(delta.token_ids)
             told += progress.items.feed(progress.parser.feed(delta.text))
             if delta.finish_reason is not None:
