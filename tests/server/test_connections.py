@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from stemma.server.transport.connections import ACCEPT_BURST, MAX_HEADER_BYTES, connection_limit
+from stemma.server.transport.planes import listen
 
 ROOT = Path(__file__).parents[2]
 FAST = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "keep_alive_s": 1.0}
@@ -239,3 +240,11 @@ def test_a_template_that_hangs_does_not_hold_the_drain(tokenizer_path: Path, tmp
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=20).status_code == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0
+
+
+def test_small_writes_wait_for_no_acknowledgement() -> None:
+    """Else an answer's second write comes 40 ms late: its head and its body are two."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
