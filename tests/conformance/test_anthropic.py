@@ -68,6 +68,7 @@ def test_a_tool_and_its_result(client: Anthropic) -> None:
     done = client.messages.create(
         model="tiny",
         max_tokens=8,
+        extra_body={"temperature": 0},
         tools=[TOOL],
         tool_choice={"type": "none"},
         messages=[

@@ -94,6 +94,7 @@ def test_a_response_with_a_call_and_its_result(client: OpenAI) -> None:
         tools=[TOOL],
         tool_choice="none",
         max_output_tokens=12,
+        temperature=0,
     )
     assert second.status == "incomplete"
     assert second.usage is not None
