@@ -98,6 +98,9 @@ def main(
     asked = only.split(",") if only else [p.name for p in PROBES if p.num_tokens <= servers.MAX_MODEL_LEN]
     chosen = [probe for probe in PROBES if probe.name in asked]
     length = max([servers.MAX_MODEL_LEN, *(probe.num_tokens for probe in chosen)])
+    if rounds > 1 and (openvino or llama_cpp):
+        # Rounds differ in the cache's salt, which these servers don't know: a second would find the prompts.
+        raise typer.BadParameter("one round with OpenVINO or llama.cpp", param_hint="--rounds")
     flags = tuple(stemma_flags.split())
     configured = [servers.stemma(path, threads, flags, max_model_len=length)]
     if vllm is not None:

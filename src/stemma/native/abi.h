@@ -1,5 +1,5 @@
 // What the argument structures look like in memory, as text: Python's mirrors of them are held against it when
-// the library is loaded (library.py). One line a structure: its name, its size, then `field:offset` of each.
+// the library is loaded (structures.py). One line a structure: its name, its size, then `field:offset` of each.
 #pragma once
 
 #include <cstddef>
