@@ -76,7 +76,7 @@ class ScriptedEngine:
     paused: bool = False
     cut_off: bool = False
     held: dict[str, int] = field(default_factory=dict)
-    """Tokens by request that no output tells yet, as `AsyncEngine` holds them."""
+    """Tokens by request that no output tells yet, as `AsyncEngine` holds them; under "" of all others."""
 
     def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
         """The token ids that sequence `index` will get."""
@@ -95,7 +95,7 @@ class ScriptedEngine:
         return min(best, len(request.prompt_token_ids) - 1)
 
     def num_held_tokens(self, request_id: str) -> int:
-        return self.held.get(request_id, 0)
+        return self.held.get(request_id, self.held.get("", 0))
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         if self.script.draining:

@@ -200,15 +200,19 @@ async def _run_as_tenant(
     requests = _located(context, requests)
     try:
         async with aclosing(run_all(context, requests, api)) as stream:
-            async for index, output in stream:
-                num_generated[index] = output.num_generated_tokens
-                if wants_why:
-                    if index not in why:
-                        mine = requests[index]
-                        first = await explained(context, mine, output, quotes_cached=tenant is not None)
-                        why[index] = first.cache
-                    output = replace(output, cache=why[index])
-                yield index, output
+            try:
+                async for index, output in stream:
+                    num_generated[index] = output.num_generated_tokens
+                    if wants_why:
+                        if index not in why:
+                            mine = requests[index]
+                            first = await explained(context, mine, output, quotes_cached=tenant is not None)
+                            why[index] = first.cache
+                        output = replace(output, cache=why[index])
+                    yield index, output
+            finally:  # before those that are cut off are aborted
+                for index in num_generated:
+                    num_generated[index] += context.engine.num_held_tokens(requests[index].request_id)
     finally:
         if tenant is not None:
             context.rates.ended(tenant, sum(num_generated.values()), len(requests))

@@ -173,6 +173,19 @@ async def test_tokens_a_minute_count_prompts_and_answers(make: Make, keys: Keys)
     assert int(refused.headers["retry-after"]) in range(20, 31)  # 1 of 20 left, 10 needed: 27 s
 
 
+async def test_tokens_a_minute_count_what_was_held_when_a_request_was_cut_off(
+    make: Make, keys: Keys, engine: ScriptedEngine
+) -> None:
+    keys.limit(tokens_per_minute=20)
+    client, headers = make(), bearer(keys.bob)
+    engine.script.fail_after = 1
+    engine.held = {"": 9}
+    body = {**COMPLETION, "prompt": [1] * 5, "max_tokens": 9}
+    assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 500
+    body["prompt"] = [1] * 6  # 5 and 1 and 9 of 20 are used
+    assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 429
+
+
 class QuotaRecorder:
     """Stands for the engine's `CacheControl`."""
 
