@@ -428,3 +428,17 @@ async def test_an_idle_engine_touches_the_blocks_that_come_next_and_answers_at_o
         await engine.check()
     finally:
         engine.close()
+
+
+async def test_blocks_that_rest_are_free_although_somebody_asks_for_counts_all_the_time(checkpoint):
+    settings = engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16, speculation="off")
+    engine = AsyncEngine(lambda supervisor: build_engine(settings, None, supervisor), max_waiting=9)
+    try:
+        beam = GenerationRequest("a", prompt(1, 40), greedy(1), is_continuation=True)
+        async for _ in engine.generate(beam):
+            pass
+        deadline = time.monotonic() + 30
+        while (stats := await engine.stats()).num_free_blocks + stats.num_cached_blocks != stats.num_blocks:
+            assert time.monotonic() < deadline
+    finally:
+        engine.close()

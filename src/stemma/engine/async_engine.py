@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -332,19 +333,21 @@ class AsyncEngine:
 
     def _work_off_commands(self) -> bool:
         """Run what the event loop asked for; wait for it if there is nothing else to do."""
-        wait_s: float | None = _REST_S
+        rested_at: float | None = time.monotonic() + _REST_S  # None: nothing is left to do in idle time
         while True:
             is_idle = self._is_paused or not self._engine.has_work
             if is_idle:
                 self._news.pass_on()
+            wait_s = None if rested_at is None else max(0.0, rested_at - time.monotonic())
             try:
                 command = self._commands.get(block=is_idle, timeout=wait_s)
             except Empty:
                 if not is_idle:
                     return True
-                wait_s = 0.0 if self._engine.use_idle_time() else None
+                rested_at = time.monotonic() if self._engine.use_idle_time() else None
                 continue
-            wait_s = _REST_S
+            if rested_at is None:  # else it stays: whoever asks for counts all the time mustn't put it off
+                rested_at = time.monotonic() + _REST_S
             self._news.pass_on()
             if command is None:
                 for request_id in self._subscriptions.copy():
