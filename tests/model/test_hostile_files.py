@@ -104,6 +104,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), "../a", "no usable weight_map"),
         ("generation_config.json", ("eos_token_id",), "x" * 10_000, "eos_token_id 'xxx"),
         ("tokenizer.json", ("model", "vocab", "t"), 2**31, "ids of more than 31 bits"),
+        ("tokenizer.json", ("model", "continuing_subword_prefix"), "ü" * 3, "no usable tokenizer"),  # panics
         ("model-1.safetensors", ("lm_head.weight", "dtype"), "x" * 10_000, "unknown dtype xxx"),
         ("model-1.safetensors", ("lm_head.weight", "shape"), [2**40, 2**40], "contradicts its shape"),
         ("model-1.safetensors", ("x" * 2000,), {}, "name has 2000 characters"),
@@ -126,6 +127,27 @@ def test_a_special_token_that_is_no_token(checkpoint: Path, tmp_path: Path) -> N
     true, join = read(copy / "tokenizer_config.json")
     (copy / "tokenizer_config.json").write_bytes(join(true | {"eos_token": ""}))
     assert all(type(token_id) is int for token_id in Tokenizer(copy).special_token_ids)
+
+
+TEMPLATE = [b"{{ messages[0]['content'] }}", b"{% for m in messages %}", b"{% endfor %}", b"{{ 1 / 0 }}"]
+TEMPLATE += [b"{% if ", b"{{ x.__class__.__mro__ }}", b"{% include 'a' %}", b"\0", b"{#", b"\xff"]
+TEMPLATE += [b"(" * 2000, b"{{ [" * 200, b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+TEMPLATE += [b"{% generation %}", b"{{ raise_exception('" + b"x" * 100_000 + b"') }}", b"x" * 100_000]
+"""Parts of a template; loops in loops and huge numbers are left to the server's deadline."""
+
+
+def test_a_template_file_that_lies_is_refused_or_harmless(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.sampled_from(TEMPLATE), max_size=4).map(b"".join))
+    def run(template: bytes) -> None:
+        (copy / "chat_template.jinja").write_bytes(template)
+        for error in refusals(copy, ("tokenizer",)):
+            assert names_what(error, copy, "chat_template.jinja"), error
+
+    run()
 
 
 def read(file: Path) -> tuple[Any, Callable[[Any], bytes]]:

@@ -171,27 +171,29 @@ class Tokenizer:
             return frozenset()
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         try:
-            parsed = environment.parse(_GENERATION_TAG.sub("", template))
-        except TemplateError:
+            found = find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
+        except (TemplateError, RecursionError):  # a template may nest without end
             return frozenset()
         own = set(inspect.signature(self._hf.apply_chat_template).parameters) | set(environment.globals)
-        return frozenset(find_undeclared_variables(parsed) - own - _TEMPLATE_GLOBALS)
+        return frozenset(found - own - _TEMPLATE_GLOBALS)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenArray:
-        """Return the ids of `text`, int32; raise ModelError if the tokenizer has ids that don't fit."""
-        if self._fast is not None:
-            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            found = encoding.ids
-        else:
-            found = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        """Return the ids of `text`, int32; raise ModelError if the tokenizer fails or its ids don't fit."""
+        with foreign_code("the tokenizer can't encode this text", f"; {_ADVICE}"):
+            if self._fast is not None:
+                (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                found = encoding.ids
+            else:
+                found = self._hf.encode(text, add_special_tokens=add_special_tokens)
         try:
             return as_tokens(found)
         except OverflowError as error:
             raise ModelError(f"the tokenizer has ids of more than 31 bits; {_ADVICE}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD; raise ModelError if it fails."""
+        with foreign_code("the tokenizer can't decode these ids", f"; {_ADVICE}"):
+            text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def apply_chat_template(

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from stemma.errors import InvalidRequest
+from stemma.errors import InvalidRequest, ModelError
+from stemma.model.foreign import foreign_code
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
@@ -311,13 +312,14 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
 
             try:
-                tokenizer = from_tokenizer(
-                    self._hf_tokenizer, n_vocab=self._room.vocab_size, eos_token=self._eos_token_ids or None
-                )
-            except (ValueError, RuntimeError) as error:
-                raise InvalidRequest(
-                    f"this model's tokenizer can't be used for structured output: {error}", param=param
-                ) from error
+                with foreign_code("this model's tokenizer can't be used for structured output"):
+                    tokenizer = from_tokenizer(
+                        self._hf_tokenizer,
+                        n_vocab=self._room.vocab_size,
+                        eos_token=self._eos_token_ids or None,
+                    )
+            except ModelError as error:
+                raise InvalidRequest(str(error), param=param) from error
             self._cutter = Cutter(tokenizer)
         return self._cutter
 
