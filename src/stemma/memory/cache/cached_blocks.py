@@ -1,7 +1,7 @@
 """Device blocks that are cached: what enters the prefix index, is used there, and leaves it.
 
 The index, a record of each of its blocks, the index's own references in the allocator, and the lower tiers'
-knowledge of all this change together, and only here. Pins belong to leases, which `PrefixCache` keeps.
+knowledge of all this change together, and only here. Pins belong to leases: `leased_blocks.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from stemma.errors import IntegrityError
 from stemma.memory.cache.block_records import BlockRecords
+from stemma.memory.cache.elsewhere import Elsewhere
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
@@ -47,12 +48,16 @@ class CachedBlocks:
         index: PrefixIndex,
         allocator: BlockAllocator,
         lower: LowerTiers | None,
+        elsewhere: Elsewhere,
         *,
         policy_name: str,
         block_costs: npt.NDArray[np.float32] | None,
         clock: Callable[[], float],
     ) -> None:
-        """`lower` is told what enters, is used and is evicted. For the others see `PrefixCache`."""
+        """`lower` is told what enters, is used and is evicted, `elsewhere` for whom something enters.
+
+        For the others see `PrefixCache`.
+        """
         self.index = index
         """Use it only for what doesn't change its set of blocks: matches, pins, walks."""
         self.version = 0
@@ -63,6 +68,7 @@ class CachedBlocks:
         self._block_size = index.block_size
         self._allocator = allocator
         self._lower = lower
+        self._elsewhere = elsewhere
         self._block_costs = block_costs
         self._clock = clock
         self._records = BlockRecords(allocator.num_blocks, index.block_size, policy_name)
@@ -103,6 +109,7 @@ class CachedBlocks:
         self._allocator.free(inserted.dropped)
         added = self._record(lease, inserted.canonical, num_full, tail_key, num_tail)
         self.version += 1
+        self._elsewhere.note(lease.namespace)
         return Entered(inserted.canonical[lease.num_committed : num_full], added)
 
     def copy_down(self, block_ids: list[int]) -> None:

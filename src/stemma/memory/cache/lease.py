@@ -68,7 +68,7 @@ class TokenBuffer:
 
 
 class Lease:
-    """Tokens of a sequence and the blocks that hold their KV. Only `PrefixCache` changes the blocks.
+    """Tokens of a sequence and the blocks that hold their KV. Only `PrefixCache` and its parts change these.
 
     Ownership of the block table, as half-open intervals of its indices::
 

@@ -4,28 +4,27 @@ It joins the prefix index (which tokens are computed), the block allocator (who 
 device buffer (where the bytes are) and, where there are any, the tiers below. References: the index holds
 one on each of its blocks, each lease one on every block of its table. A block is free when nobody holds it.
 
-This file manages leases. `cached_blocks.py` decides what enters and leaves the index, `prompt_loads.py` what
-a prompt gets from the tiers below the device, and `tiers_below.py` is what an operator asks of these.
-`rests.py` knows which leases others may go on from.
+This file decides what a request gets. `leased_blocks.py` knows which blocks the leases hold, and frees them;
+`cached_blocks.py` what enters and leaves the index; `prompt_loads.py` what a prompt gets from the tiers below
+the device, and `tiers_below.py` is what an operator asks of these. `rests.py` lets requests go on from leases
+of others.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from stemma.errors import IntegrityError
 from stemma.memory.cache.cached_blocks import CachedBlocks
 from stemma.memory.cache.elsewhere import Elsewhere, OtherModels
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.leased_blocks import BlockBuffer, LeasedBlocks
 from stemma.memory.cache.prompt_loads import PromptLoads
 from stemma.memory.cache.rests import Rests
 from stemma.memory.cache.tiers_below import TiersBelow
@@ -35,7 +34,6 @@ from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.explain import (
     DISABLED_MISS,
-    LAST_TOKEN_MISS,
     RECOMPUTED_MISS,
     Miss,
     MissReason,
@@ -47,18 +45,6 @@ from stemma.types import DEFAULT_PRIORITY, BlockIds, RetentionRange, Tier, Token
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
-
-
-class BlockBuffer(Protocol):
-    """The part of the device buffer (`memory/device/kv.py`) that the façade needs."""
-
-    num_blocks: int
-
-    def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
-        """Copy the KV of the first `num_tokens` tokens of a block, in all layers."""
-
-    def touch(self, block_id: int) -> None:
-        """Have memory given to a block that was never used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +63,6 @@ class CacheStats:
     """How often the eviction policy raised and LRU took over: 0, or 1."""
     num_regretted_blocks: int = 0
     """Evicted blocks that came back within a minute."""
-
-
-@dataclass(slots=True)
-class _Fence:
-    """A step under way, and what was freed since it was launched: the step may still use these blocks."""
-
-    leases: list[Lease] = field(default_factory=list)
-    duplicates: list[BlockIds] = field(default_factory=list)
 
 
 class PrefixCache:
@@ -118,22 +96,22 @@ class PrefixCache:
         """The tiers below the device, for the operator and for any thread."""
         self._loads = None if lower is None else PromptLoads(lower, key_space, takes_tails=takes_tails)
         self._allocator = BlockAllocator(buffer.num_blocks)
+        self._elsewhere = Elsewhere(self.block_size, other_models)
         self._cached = None
         if index is not None:
             self._cached = CachedBlocks(
-                index, self._allocator, lower, policy_name=policy_name, block_costs=block_costs, clock=clock
+                index,
+                self._allocator,
+                lower,
+                self._elsewhere,
+                policy_name=policy_name,
+                block_costs=block_costs,
+                clock=clock,
             )
-        self._elsewhere = Elsewhere(self.block_size, other_models)
-        self._leases: set[Lease] = set()
+        self._leased = LeasedBlocks(self.block_size, buffer, self._allocator, self._cached)
+        self._rests = Rests(self._leased)
         self._held: set[Lease] = set()
-        """Those of `hold`."""
-        self._tails: dict[Lease, int] = {}
-        """Partial blocks that a lease has committed and still writes: evicting one frees no memory yet."""
-        self._draining: list[Lease] = []
-        self._rests = Rests()
-        self._fences: deque[_Fence] = deque()
-        self._num_deduplicated = 0
-        self._num_copied_heads = 0
+        """The leases of `hold`."""
         self._num_touched = 0
         """Leading blocks that were used or touched, as far as `touch_ahead` looked."""
 
@@ -155,10 +133,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Number of blocks that are free or evictable. O(leases whose partial tail is cached)."""
-        if self._cached is None:
-            return self._allocator.num_free
-        num_in_use = sum(map(self._cached.has, self._tails.values()))
-        return self._allocator.num_free + self._cached.index.num_evictable - num_in_use
+        return self._leased.num_available
 
     def max_tokens(self, namespace: Namespace, tokens: TokenArray) -> int:
         """Return the maximum length of a sequence that begins with `tokens`, given what `hold` keeps.
@@ -197,92 +172,29 @@ class PrefixCache:
         is to be computed whatever is cached. `retention`: hints of leading tokens; `priority` and `ttl_s` are
         those of the rest.
         """
-        self._free_loaded()
+        self._leased.free_loaded()
         make = partial(
             Lease, namespace, self.key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention
         )
         if self._rests and max_cached is None:
-            lease = self._go_on(namespace, tokens, num_new, make)
+            lease = self._rests.go_on(namespace, tokens, num_new, make)
             if lease is not None:
                 return lease
         found = self._match(namespace, tokens if max_cached is None else tokens[: max_cached + 1])
         lease = make()
         num_full = found.num_full_blocks(self.block_size)
-        shared = found.block_ids[:num_full]
-        self._share(lease, shared)
+        self._leased.share(lease, found.block_ids[:num_full])
         try:
             is_reserved = self._fill(lease, found, num_new, loads=self._loads if max_cached is None else None)
         except BaseException:
-            self._free(lease)
+            self._leased.free_blocks(lease)
             raise
         if not is_reserved:
-            self._free(lease)
+            self._leased.free_blocks(lease)
             return None
         if max_cached is not None and self._cached is not None:
             lease.miss = RECOMPUTED_MISS
-        self._leases.add(lease)
-        return lease
-
-    def _go_on(
-        self, namespace: Namespace, tokens: TokenArray, num_new: int, make: Callable[[], Lease]
-    ) -> Lease | None:
-        """Lease `tokens` from where a request rests that had all of them but the last; None: there is none.
-
-        The first to go on takes its blocks; others share the full ones and copy the rest, as `fork` does.
-        Nothing is looked up, and the eviction policy isn't told: for it, all of these are one request.
-        """
-        known = tokens[:-1]
-        rest = self._rests.find(namespace, known)
-        if rest is None:
-            return None
-        num_blocks = -(-(len(tokens) + num_new) // self.block_size)
-        if rest.is_taken:
-            lease = self._twin(rest.lease, len(known), num_blocks, make)
-        else:
-            lease = self._heir(rest.lease, num_blocks, make)
-        if lease is not None:
-            lease.cached_by_tier = {Tier.DEVICE: len(known)}
-            lease.miss = LAST_TOKEN_MISS
-        return lease
-
-    def _heir(self, source: Lease, num_blocks: int, make: Callable[[], Lease]) -> Lease | None:
-        """Return a lease with the blocks of `source`, which has none then, and fresh ones; None: no room."""
-        fresh = _NO_BLOCKS
-        if num_blocks > source.num_blocks:
-            allocated = self._allocate_now(num_blocks - source.num_blocks)
-            if allocated is None:
-                return None
-            fresh = allocated
-        lease = make()
-        lease.take_blocks(source)
-        lease.append_blocks(fresh)
-        self._leases.remove(source)
-        self._leases.add(lease)
-        if source in self._tails:
-            self._tails[lease] = self._tails.pop(source)
-        self._rests.hand_over(source, lease)
-        return lease
-
-    def _twin(
-        self, source: Lease, num_computed: int, num_blocks: int, make: Callable[[], Lease]
-    ) -> Lease | None:
-        """Return a lease that shares the full blocks of `source` and has a copy of the rest of `num_computed`
-        tokens; None if there is no room."""
-        self.commit(source, num_computed)
-        num_full, num_tail = divmod(num_computed, self.block_size)
-        fresh = self._allocate_now(num_blocks - num_full)
-        if fresh is None:
-            return None
-        lease = make()
-        self._share(lease, source.block_table[:num_full])
-        lease.append_blocks(fresh)
-        if num_tail:
-            try:
-                self._copy_head(int(source.block_table[num_full]), int(fresh[0]), num_tail)
-            except BaseException:
-                self._free(lease)
-                raise
-        self._leases.add(lease)
+        self._leased.add(lease)
         return lease
 
     def _fill(self, lease: Lease, found: Match, num_new: int, *, loads: PromptLoads | None) -> bool:
@@ -321,8 +233,8 @@ class PrefixCache:
         num_full = found.num_full_blocks(self.block_size)
         held = tokens[: num_full * self.block_size]
         lease = Lease(namespace, self.key_space, held)
-        self._share(lease, found.block_ids[:num_full])
-        self._leases.add(lease)
+        self._leased.share(lease, found.block_ids[:num_full])
+        self._leased.add(lease)
         self._held.add(lease)
         return lease
 
@@ -381,13 +293,12 @@ class PrefixCache:
 
     def loads(self) -> list[Future[int]]:
         """Return the loads that still write into blocks, of waiting leases and of freed ones."""
-        pending = [lease.pending for lease in (*self._leases, *self._draining)]
-        return [one.num_loaded for one in pending if one is not None and not one.num_loaded.done()]
+        return self._leased.loads()
 
     @property
     def has_loads_of_freed(self) -> bool:
         """Whether blocks of freed leases are still written into."""
-        return bool(self._draining)
+        return self._leased.has_loads_of_freed
 
     def commit(self, lease: Lease, num_computed: int, *, tail: bool = False) -> None:
         """Enter blocks whose KV is complete into the index; O(1) until another block is full.
@@ -396,31 +307,8 @@ class PrefixCache:
         block, the lease switches to it and its own is freed. With `tail`, the partial last block enters
         too; the lease may go on writing after those tokens.
         """
-        num_full = num_computed // self.block_size
-        num_tail = num_computed % self.block_size if tail else 0
-        if self._cached is None or not (num_full > lease.num_committed or num_tail):
-            return
-        entered = self._cached.enter(lease, num_full, num_tail)
-        self._elsewhere.note(lease.namespace)
-        canonical = entered.canonical
-        own = lease.block_table[lease.num_committed : num_full]
-        duplicates = canonical != own
-        if duplicates.any():
-            self._allocator.acquire(canonical[duplicates])
-            freed = own[duplicates]
-            if self._fences:
-                self._fences[-1].duplicates.append(freed)
-            else:
-                self._allocator.free(freed)
-            own[:] = canonical
-            self._num_deduplicated += len(freed)
-        self._cached.index.pin(canonical)
-        lease.num_committed = num_full
-        self._tails.pop(lease, None)
-        if num_tail and self._cached.has(int(lease.block_table[num_full])):
-            self._tails[lease] = int(lease.block_table[num_full])
-        self._cached.copy_down(entered.added)
-        self._cached.keep_quotas()
+        if self._cached is not None and (tail or num_computed // self.block_size > lease.num_committed):
+            self._leased.commit(lease, num_computed, tail=tail)
 
     def fork(self, lease: Lease, num_computed: int) -> Lease | None:
         """Return a second lease on the same tokens: full blocks shared, the partial one copied.
@@ -437,10 +325,10 @@ class PrefixCache:
             retention=lease.retention,
         )
         num_blocks = -(-(lease.num_tokens + 1) // self.block_size)
-        twin = self._twin(lease, num_computed, num_blocks, make)
+        twin = self._leased.twin(lease, num_computed, num_blocks, make)
         if twin is None and self._rests:
             self.end_rests()
-            twin = self._twin(lease, num_computed, num_blocks, make)
+            twin = self._leased.twin(lease, num_computed, num_blocks, make)
         if twin is None:
             return None
         twin.cached_by_tier = dict(lease.cached_by_tier)
@@ -452,31 +340,16 @@ class PrefixCache:
 
         The blocks are freed even if the commit raises.
         """
-        self._leases.remove(lease)
         self._held.discard(lease)
         self._rests.drop(lease)
-        if lease.pending is not None:
-            if not lease.pending.num_loaded.cancel() and not lease.pending.num_loaded.done():
-                # A load still writes into these blocks: keep them until it has ended.
-                self._draining.append(lease)
-                return
-            lease.pending = None
-            self._free(lease)
-            return
-        try:
-            self.commit(lease, num_computed, tail=True)
-        finally:
-            if self._fences:
-                self._fences[-1].leases.append(lease)
-            else:
-                self._free(lease)
+        self._leased.free(lease, num_computed)
 
     def rest(self, lease: Lease, num_computed: int) -> None:
         """As `free`, but until `end_rests` the blocks wait for requests that go on with one token more.
 
         Those are spared a lookup and an entry in the index; blocks that are needed elsewhere don't wait.
         """
-        if self._cached is None or self._fences or lease.pending is not None or not num_computed:
+        if self._cached is None or self._leased.has_fence or lease.pending is not None or not num_computed:
             self.free(lease, num_computed)
         else:
             self._rests.add(lease, num_computed)
@@ -491,22 +364,18 @@ class PrefixCache:
     @property
     def has_fence(self) -> bool:
         """Whether a step is under way, see `open_fence`."""
-        return bool(self._fences)
+        return self._leased.has_fence
 
     def open_fence(self) -> None:
         """Call when a step is launched: blocks that leases free from now on are kept until `close_fence`.
 
         Until then the step may still read and write them, and other work may run at the same time.
         """
-        self._fences.append(_Fence())
+        self._leased.open_fence()
 
     def close_fence(self) -> None:
         """Call when the oldest step under way has ended."""
-        fence = self._fences.popleft()
-        for lease in fence.leases:
-            self._free(lease)
-        for block_ids in fence.duplicates:
-            self._allocator.free(block_ids)
+        self._leased.close_fence()
 
     def close(self) -> None:
         """Close the lower tiers, once their queued writes are done. The cache isn't used afterwards."""
@@ -532,7 +401,7 @@ class PrefixCache:
     def flush(self) -> int:
         """Drop every block that no lease holds; return how many."""
         self.end_rests()
-        self._free_loaded()
+        self._leased.free_loaded()
         return self._cached.flush() if self._cached is not None else 0
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
@@ -562,8 +431,8 @@ class PrefixCache:
             num_cached_blocks=self._cached.index.num_blocks if self._cached else 0,
             num_evictable_blocks=self._cached.index.num_evictable if self._cached else 0,
             num_evicted_blocks=self._cached.num_evicted if self._cached else 0,
-            num_deduplicated_blocks=self._num_deduplicated,
-            num_copied_heads=self._num_copied_heads,
+            num_deduplicated_blocks=self._leased.num_deduplicated,
+            num_copied_heads=self._leased.num_copied_heads,
             num_ghosts=self._cached.num_ghosts if self._cached else 0,
             num_policy_failures=self._cached.index.num_policy_failures if self._cached else 0,
             num_regretted_blocks=self._cached.num_regretted if self._cached else 0,
@@ -573,57 +442,20 @@ class PrefixCache:
         """Verify that index, records, leases and allocator agree, and check the tiers below (slow)."""
         if self._lower is not None:
             self._lower.check()
-        self._allocator.check()
-        present = np.zeros(self.num_blocks, dtype=np.bool_)
-        if self._cached is not None:
-            self._cached.check()
-            present = self._cached.present()
-        expected = present.astype(np.int32)
-        for block_ids in [ids for fence in self._fences for ids in fence.duplicates]:
-            expected[block_ids] += 1
-        fenced = [lease for fence in self._fences for lease in fence.leases]
-        for lease in [*self._leases, *self._draining, *fenced]:
-            expected[lease.block_table] += 1
-            if not present[lease.block_table[: lease.num_committed]].all():
-                raise IntegrityError("a lease counts a block as committed that is not in the index")
-        if not np.array_equal(expected, self._allocator.counts()):
-            wrong = np.flatnonzero(expected != self._allocator.counts()).tolist()
-            raise IntegrityError(f"reference counts of blocks {wrong} don't match their holders")
-        num_single = int(np.count_nonzero(present & (expected == 1)))
-        if self.num_available > self._allocator.num_free + num_single:
-            raise IntegrityError("more blocks count as available than eviction can free")
+        self._leased.check()
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         if self._cached is None or len(tokens) < 2:
             return _NO_MATCH
         return self._cached.index.match(namespace, tokens[:-1])
 
-    def _share(self, lease: Lease, block_ids: BlockIds) -> None:
-        """Share these full blocks as the start of an empty lease; with reuse on, the index holds them."""
-        self._allocator.acquire(block_ids)
-        lease.append_blocks(block_ids)
-        if self._cached is not None and len(block_ids):
-            self._cached.index.pin(block_ids)
-            lease.adopt_keys(self._cached.keys(block_ids))
-            lease.num_committed = len(block_ids)
-
     def _allocate(self, num_blocks: int) -> BlockIds | None:
         """Return fresh blocks, evicting as many as needed, those that rest too; None if that isn't enough."""
-        fresh = self._allocate_now(num_blocks)
+        fresh = self._leased.allocate(num_blocks)
         if fresh is None and self._rests:
             self.end_rests()
-            fresh = self._allocate_now(num_blocks)
+            fresh = self._leased.allocate(num_blocks)
         return fresh
-
-    def _allocate_now(self, num_blocks: int) -> BlockIds | None:
-        """Return fresh blocks, evicting as many as needed; None if that isn't enough."""
-        if num_blocks > self.num_available:
-            return None
-        while (num_missing := num_blocks - self._allocator.num_free) > 0:
-            # Evicted blocks that a lease still holds free no memory yet, so one round may not be enough.
-            if self._cached is None or not self._cached.evict(num_missing):
-                return None
-        return self._allocator.allocate(num_blocks)
 
     def _allocate_with_head(self, num_blocks: int, found: Match, num_head: int) -> BlockIds | None:
         """Allocate, and copy the matched head of the last matched block into the first fresh one."""
@@ -635,7 +467,7 @@ class PrefixCache:
         try:
             fresh = self._allocate(num_blocks)
             if fresh is not None:
-                self._copy_head(int(source[0]), int(fresh[0]), num_head)
+                self._leased.copy_head(int(source[0]), int(fresh[0]), num_head)
                 if self._cached is not None:
                     self._cached.use_head(int(source[0]))
         except BaseException:
@@ -645,10 +477,6 @@ class PrefixCache:
         finally:
             self._allocator.free(source)
         return fresh
-
-    def _copy_head(self, source: int, target: int, num_tokens: int) -> None:
-        self.buffer.copy_block_head(source, target, num_tokens)
-        self._num_copied_heads += 1
 
     def _explain(self, lease: Lease, found: Match, num_lost: int) -> Miss:
         """Return why a lease has no more cached tokens than `found`; `num_lost` of these found no room."""
@@ -662,19 +490,3 @@ class PrefixCache:
         if left is not None:
             return replace(left, parting=miss.parting)
         return self._elsewhere.explain(self._cached.index, lease, found, miss)
-
-    def _free(self, lease: Lease) -> None:
-        """Unpin and free the blocks of a lease that is no longer registered."""
-        if self._cached is not None:
-            self._cached.index.unpin(lease.block_table[: lease.num_committed])
-        self._allocator.free(lease.block_table)
-        self._tails.pop(lease, None)
-        lease.num_blocks = lease.num_committed = 0
-        if self._cached is not None:
-            self._cached.keep_quotas()
-
-    def _free_loaded(self) -> None:
-        """Free the blocks of freed leases whose load has ended."""
-        for lease in [one for one in self._draining if one.pending and one.pending.num_loaded.done()]:
-            self._draining.remove(lease)
-            self._free(lease)

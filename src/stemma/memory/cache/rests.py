@@ -6,11 +6,14 @@ scheduled they stay with their leases, and whoever goes on is handed them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.leased_blocks import LeasedBlocks
+from stemma.prefix.explain import LAST_TOKEN_MISS
 from stemma.prefix.keys import Namespace
-from stemma.types import TokenArray
+from stemma.types import Tier, TokenArray
 
 
 @dataclass(slots=True)
@@ -27,9 +30,10 @@ class Rest:
 
 
 class Rests:
-    """All of them; `PrefixCache` keeps the leases."""
+    """All of them; `leased` keeps the leases. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, leased: LeasedBlocks) -> None:
+        self._leased = leased
         self._rests: list[Rest] = []
 
     def __len__(self) -> int:
@@ -39,18 +43,30 @@ class Rests:
         """Let the leading `num_computed` tokens of a lease, which have KV, wait for those who go on."""
         self._rests.append(Rest(lease, lease.namespace, lease.tokens[:num_computed]))
 
-    def find(self, namespace: Namespace, tokens: TokenArray) -> Rest | None:
-        """Return one with exactly these tokens."""
-        for rest in self._rests:
-            if rest.namespace == namespace and _equal(rest.tokens, tokens):
-                return rest
-        return None
+    def go_on(
+        self, namespace: Namespace, tokens: TokenArray, num_new: int, make: Callable[[], Lease]
+    ) -> Lease | None:
+        """Lease `tokens` from where a request rests that had all of them but the last; None: there is none.
 
-    def hand_over(self, source: Lease, lease: Lease) -> None:
-        """Note that `lease` has the blocks of `source` now."""
-        for rest in self._rests:
-            if rest.lease is source:
-                rest.lease, rest.is_taken = lease, True
+        The first to go on takes its blocks; others share the full ones and copy the rest, as a fork does.
+        Nothing is looked up, and the eviction policy isn't told: for it, all of these are one request.
+        """
+        known = tokens[:-1]
+        rest = self._find(namespace, known)
+        if rest is None:
+            return None
+        num_blocks = -(-(len(tokens) + num_new) // self._leased.block_size)
+        if rest.is_taken:
+            lease = self._leased.twin(rest.lease, len(known), num_blocks, make)
+        else:
+            source = rest.lease
+            lease = self._leased.heir(source, num_blocks, make)
+            if lease is not None:
+                self._hand_over(source, lease)
+        if lease is not None:
+            lease.cached_by_tier = {Tier.DEVICE: len(known)}
+            lease.miss = LAST_TOKEN_MISS
+        return lease
 
     def drop(self, lease: Lease) -> None:
         """Let nobody go on from a lease that is freed."""
@@ -59,6 +75,19 @@ class Rests:
     def pop(self) -> Rest:
         """Take one out."""
         return self._rests.pop()
+
+    def _find(self, namespace: Namespace, tokens: TokenArray) -> Rest | None:
+        """Return one with exactly these tokens."""
+        for rest in self._rests:
+            if rest.namespace == namespace and _equal(rest.tokens, tokens):
+                return rest
+        return None
+
+    def _hand_over(self, source: Lease, lease: Lease) -> None:
+        """Note that `lease` has the blocks of `source` now."""
+        for rest in self._rests:
+            if rest.lease is source:
+                rest.lease, rest.is_taken = lease, True
 
 
 def _equal(one: TokenArray, other: TokenArray) -> bool:
