@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from stemma.cli.serve import READY
+from stemma.cli.ready_line import READY
 from stemma.cli.server_process import ServerProcess
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams

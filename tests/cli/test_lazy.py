@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import stemma.cli
 from stemma.cli import COMMANDS, load_command, make_app
-from stemma.cli.serve import READY
+from stemma.cli.ready_line import READY
 from stemma.native.library import load_kernels
 from tests import checkpoints
 

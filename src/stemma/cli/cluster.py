@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from stemma.cli.serve import READY
+from stemma.cli.ready_line import ready_line
 from stemma.config.cluster import ClusterFile, Replicas, read_cluster_file
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
@@ -67,7 +67,7 @@ def serve_replicas(read: Callable[[], ClusterFile]) -> None:
         server = cluster.settings.server
         is_ours = cluster.replicas is not None and cluster.replicas.ray.address is None
         hint = "Ctrl-C stops, SIGHUP replaces the replicas" if is_ours else "runs on in Ray"
-        console.print(f"[bold green]{READY}[/] http://{server.host}:{server.port}  [dim]({hint})[/]")
+        console.print(ready_line(f"http://{server.host}:{server.port}", hint))
         while is_ours and signals.wait() == signal.SIGHUP:
             try:
                 application.deploy(application.check_cluster(read()))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from stemma.cli.ready_line import ready_line
+
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
@@ -75,7 +77,6 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
     """Serve a proxy's application on the address that the settings name, until a signal."""
     import uvicorn
 
-    from stemma.cli.serve import READY
     from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
     from stemma.server.transport.planes import listen, url_of
 
@@ -93,7 +94,7 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
         )
         proxy = uvicorn.Server(config)
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"[bold green]{READY}[/] {url_of(listener)}  [dim](Ctrl-C stops)[/]")
+        console.print(ready_line(url_of(listener), "Ctrl-C stops"))
         proxy.run(sockets=[listener])
 
 

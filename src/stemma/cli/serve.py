@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from stemma.cli.options import with_settings_flags
+from stemma.cli.ready_line import ready_line
 from stemma.config.loading import load_settings
 from stemma.config.settings import EngineSettings, Settings
 from stemma.config.sizes import format_size
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 Report: TypeAlias = Callable[[str, float], None]
 """Takes the stage of loading and the share of it that is done."""
-READY = "Ready:"
-"""Starts the line that carries the URL; `server_process.py` waits for it."""
 
 
 @with_settings_flags
@@ -102,7 +101,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
                 console.print("[yellow]Others can reach this address; --api-key asks them for a key.[/]")
             for port in listeners.ports[1:]:
                 console.print(f"{' and '.join(sorted(port.planes))}: {port.url}")
-            console.print(f"[bold green]{READY}[/] {url}  [dim](Ctrl-C drains and stops)[/]")
+            console.print(ready_line(url, "Ctrl-C drains and stops"))
 
         raise typer.Exit(serve(engine, settings, listeners, on_ready))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from stemma.cli.serve import READY
+from stemma.cli.ready_line import READY
 from stemma.errors import StemmaError
 
 _STOP_TIMEOUT_S = 45.0
