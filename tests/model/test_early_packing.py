@@ -47,9 +47,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     check = loading.check_weights
 
-    def seen(model: Any, progress: Any) -> None:
+    def seen(model: Any, path: Path, progress: Any) -> None:
         found.append(model)
-        check(model, progress)
+        check(model, path, progress)
 
     monkeypatch.setattr(loading, "check_weights", seen)
     return found

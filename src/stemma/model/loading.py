@@ -1,9 +1,9 @@
 """From a checkpoint to a `CausalLM`, or to one clear error.
 
 What can't be served correctly is refused here, not found by a wrong answer later. The checks: the directory
-(directory.py); architecture and weights (pretrained.py); a probe of two tokens, which shows whether every
-layer goes through our attention and keeps no state other than its KV; and a self-check (selfcheck.py), which
-compares the logits over paged KV with the model's own.
+(directory.py); architecture and weights (pretrained.py), all finite (weight_check.py); a probe of two tokens,
+which shows whether every layer goes through our attention and keeps no state other than its KV; and a
+self-check (selfcheck.py), which compares the logits over paged KV with the model's own.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from stemma.model.selfcheck import (
     FirstLayers,
     Reference,
     check_served,
-    check_weights,
     needs_check,
     take_reference,
 )
+from stemma.model.weight_check import check_weights
 from stemma.native.levels import NUMERIC_VERSION
 from stemma.native.library import Kernels, load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart, trim_heap
@@ -193,7 +193,7 @@ def _make_servable(
         return dropping_pages
 
     if not is_packed:
-        check_weights(hf_model, reporting("checking weights"))
+        check_weights(hf_model, settings.path, reporting("checking weights"))
     report("probing", 0.0)
     reference: Reference | None = None
     # On CUDA the steps may be recorded with all layers.

@@ -4,13 +4,13 @@ A class doesn't show whether an architecture counts positions itself, looks ahea
 passed to us, or has its own forward that our fast path would skip. So transformers runs the unchanged model
 on a few tokens; once the model is ready to serve, the same tokens run over paged KV in two chunks, and the
 logits are compared. Architectures on `TESTED` are compared with transformers by our tests and skip this. For
-all architectures, weights and logits must be finite. Of a large model only the first layers run, enough to
-have each kind: the check reads weights three times, and an 8B model has 16 GB of them.
+all architectures, logits must be finite. Of a large model only the first layers run, enough to have each
+kind: the check reads weights three times, and an 8B model has 16 GB of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from stemma.model.attention import SUPPORTED
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
 from stemma.model.foreign import foreign_code
-from stemma.model.quantization.attach import is_spare
 
 TESTED = frozenset(
     {
@@ -45,7 +44,6 @@ _BLOCK_SIZE = 8
 _CHUNKS = (7, 6)
 """The second begins inside a block and ends in another."""
 _NUM_TOKENS = sum(_CHUNKS)
-_REPORT_BYTES = 1 << 28
 LARGE_BYTES = 2 << 30
 """Weights of all layers together above which only some layers are checked."""
 _LIMITS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
@@ -135,29 +133,6 @@ def _kind(config: Any, number: int, layer: nn.Module) -> tuple[object, ...]:
     classes = tuple(type(module).__name__ for module in layer.modules())
     shapes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
     return (None if types is None else types[number], classes, shapes)
-
-
-def check_weights(hf_model: nn.Module, progress: Callable[[float], None]) -> None:
-    """Raise ModelError naming the first weight with NaN or infinite values."""
-    parameters = list(hf_model.named_parameters())
-    unreported_bytes = 0
-    for number, (name, parameter) in enumerate(parameters):
-        if is_spare(parameter):
-            continue  # what it stands for is checked as it is read
-        unreported_bytes += parameter.nbytes
-        if unreported_bytes > _REPORT_BYTES:
-            progress(number / len(parameters))
-            unreported_bytes = 0
-        # A sum reads at memory speed (torch's isfinite: a fortieth of that), and NaN and infinity show in it.
-        # So may an overflow, which the slow check then rules out.
-        if parameter.is_floating_point() and not torch.isfinite(parameter.sum()):
-            bad = int((~torch.isfinite(parameter)).sum())
-            if bad:
-                raise ModelError(
-                    f"weight {name} has {bad} values that are NaN or infinite; the checkpoint is broken, "
-                    "download or convert it again"
-                )
-    progress(1.0)
 
 
 @torch.inference_mode()

@@ -40,7 +40,8 @@ def static_activations(tensors: CheckpointTensors, scale: str, zero_point: str |
     if zero_point is not None and zero_point in tensors:
         values.append(tensors.read(zero_point).float().reshape(-1))
     if any(value.numel() != 1 or not bool(torch.isfinite(value).all()) for value in values):
-        raise ModelError(f"{tensors.path}: {scale} and its zero point must be one finite number each")
+        file = tensors.stored[scale].file
+        raise ModelError(f"{file}: {scale} and its zero point must be one finite number each")
     zero = round(float(values[1])) if len(values) == 2 else 0
     return Activations(ActivationScheme.STATIC_TENSOR, float(values[0]), zero)
 
@@ -73,8 +74,19 @@ class CheckpointTensors:
         return tensor
 
     def read_floats(self, name: str) -> torch.Tensor:
-        """Return a tensor of floats as float32."""
-        return self.read(name, _FLOATS).float()
+        """Return a tensor of floats as float32; raise ModelError if one is NaN or infinite."""
+        values = self.read(name, _FLOATS).float()
+        self.check_finite(name, values)
+        return values
+
+    def check_finite(self, name: str, values: torch.Tensor) -> None:
+        """Raise ModelError, naming the file, if a number of the tensor `name` is NaN or infinite."""
+        # A sum reads at memory speed; the slow look is for sums that overflow.
+        if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
+            raise ModelError(
+                f"{self.stored[name].file}: {name} has values that are NaN or infinite; download or convert "
+                "the file again"
+            )
 
     def read_shape(self, name: str, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
         """Return a tensor of exactly this shape."""

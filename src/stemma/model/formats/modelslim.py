@@ -154,6 +154,7 @@ def _static_parts(tensors: CheckpointTensors, stem: str) -> tuple[torch.Tensor, 
     deq_scale = tensors.read_shape(f"{stem}.deq_scale", shape, (torch.float32, torch.int64, torch.uint64))
     if deq_scale.dtype != torch.float32:  # for float16 models the bits of a float32 lie in an int64
         deq_scale = deq_scale.to(torch.int64).to(torch.int32).view(torch.float32)
+    tensors.check_finite(f"{stem}.deq_scale", deq_scale)
     return codes, deq_scale
 
 

@@ -1,0 +1,72 @@
+"""Weights must be finite. If one isn't, the error names the file to download or convert again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stemma.errors import ModelError
+from stemma.model.directory import StoredTensor, is_gguf
+from stemma.model.formats.checkpoint import CheckpointTensors
+from stemma.model.quantization.attach import is_spare
+
+_REPORT_BYTES = 1 << 28
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"})
+_LAYER = re.compile(r"\.([0-9]+)\.")
+
+
+def check_weights(hf_model: nn.Module, path: Path, progress: Callable[[float], None]) -> None:
+    """Raise ModelError naming the first weight with NaN or infinite values, and where `path` holds it."""
+    parameters = list(hf_model.named_parameters())
+    unreported_bytes = 0
+    for number, (name, parameter) in enumerate(parameters):
+        if is_spare(parameter):
+            continue  # what it stands for is checked as it is read
+        unreported_bytes += parameter.nbytes
+        if unreported_bytes > _REPORT_BYTES:
+            progress(number / len(parameters))
+            unreported_bytes = 0
+        # A sum reads at memory speed (torch's isfinite: a fortieth of that), and NaN and infinity show in it.
+        # So may an overflow, which the slow check then rules out.
+        if parameter.is_floating_point() and not torch.isfinite(parameter.sum()):
+            bad = int((~torch.isfinite(parameter)).sum())
+            if bad:
+                what = f"weight {name} has {bad} values that are NaN or infinite"
+                raise ModelError(f"{what}; {_cause(path, name, parameter.dtype)}")
+    progress(1.0)
+
+
+def _cause(path: Path, name: str, dtype: torch.dtype) -> str:
+    """Return where the values of a weight come from, and what to do."""
+    if is_gguf(path):
+        return f"they come from {path}, download or convert it again"
+    stored = _find_broken(CheckpointTensors(path), name)
+    if stored is None:
+        named = str(dtype).removeprefix("torch.")
+        return f"in {path} they are finite, but too large for {named}; set another dtype"
+    alias = "" if stored.name == name else f" (there {stored.name})"
+    return f"they come from {stored.file}{alias}, download or convert it again"
+
+
+def _find_broken(tensors: CheckpointTensors, name: str) -> StoredTensor | None:
+    """Return a stored tensor that isn't finite and that the weight `name` is made of; None: there is none.
+
+    transformers renames some weights and joins others, and scales lie beside theirs. So what has the weight's
+    module in its name is looked at, and if nothing has, all tensors, beginning with those of its layer.
+    """
+    floats = [tensor for tensor in tensors.stored.values() if tensor.dtype in _FLOATS]
+    module = name.rpartition(".")[0] + "."
+    candidates = [tensor for tensor in floats if tensor.name.startswith(module)]
+    if not candidates:
+        layer = _LAYER.findall(name)[:1]
+        candidates = sorted(floats, key=lambda tensor: _LAYER.findall(tensor.name)[:1] != layer)
+    for tensor in candidates:
+        values = tensors.read(tensor.name)
+        values = values.float() if values.element_size() == 1 else values  # of FP8 torch knows too little
+        if not torch.isfinite(values).all():
+            return tensor
+    return None
