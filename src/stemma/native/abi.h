@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 
+#include "compressing.h"
 #include "decoder_step.h"
 #include "layers.h"
 
@@ -42,9 +43,10 @@ static std::string describe_structures() {
         F(format) END
     BEGIN(GateArgs) F(gate_up) F(output) F(rows) F(dim) F(is_bf16) F(threads) END
     BEGIN(Codes) F(bits) F(group) F(scale_bytes) F(has_offsets) F(activations) F(input_scale) F(input_zero) END
-    BEGIN(Strips) F(data) F(bias) F(n) F(k) F(codes) END
+    BEGIN(Strips) F(data) F(bias) F(n) F(k) F(codes) F(patches) END
     BEGIN(PackCodesArgs) F(codes) F(scales) F(offsets) F(rows) F(first) F(target) F(threads) END
     BEGIN(GatedWeights) F(gate) F(up) F(down) END
+    BEGIN(CompressArgs) F(plain) F(target) F(patches) F(counts) F(most_patches) F(threads) END
     BEGIN(PackArgs) F(weight) F(stride) F(rows) F(first) F(target) F(is_bf16) F(threads) END
     BEGIN(MultiplyArgs) F(weight) F(x) F(output) F(x_stride) F(output_stride) F(rows) F(is_bf16) F(threads) END
     BEGIN(MixtureArgs) F(experts) F(num_experts) F(top_k) F(x) F(ids) F(weights) F(output) F(added) F(room) F(rows)

@@ -139,10 +139,10 @@ static inline int lines_to_ask(int lines, int pass, int passes) {
 }
 
 // acc[rows][STRIP]: products of `rows` rows with `lines` (1 or 4) lines of a strip, from `w` on. The inputs of a group of
-// rows stay in L1 while its lines pass. acc holds nothing yet if `first`.
+// rows stay in L1 while its lines pass. acc holds nothing yet if `first`. `next`: what is read soon, if it isn't what follows.
 template <class K>
 static void dot_lines(const char* w, int lines, int64_t steps, const char* x, int64_t x_stride, int rows, float* acc,
-                      bool first) {
+                      bool first, const char* next = nullptr) {
     const int apart = rows_apart(rows), even = rows - apart, shift = lines == 4 ? 2 : 0;
     const int groups = (even + GROUP - 1) / GROUP, width = lines_at_once(even, lines);
     const int passes = groups * (lines / width) + (apart ? lines / lines_at_once(apart, lines) : 0);
@@ -150,7 +150,7 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
     for (int64_t done = 0; done < steps; done += chunk) {
         int64_t now = std::min(chunk, steps - done);
         const char* here = w + done * STEP_BYTES;
-        Ahead ahead{here + (passes == 1 ? SINGLE_AHEAD : now * STEP_BYTES), shift};
+        Ahead ahead{next ? next : here + (passes == 1 ? SINGLE_AHEAD : now * STEP_BYTES), shift};
         int pass = 0;
         auto run_group = [&](int begin, int end, int width) {
             for (int line = 0; line < lines; line += width, pass++) {

@@ -80,7 +80,12 @@ template <class T>
 static void take_rows(const Strips& weight, const int64_t* ids, int64_t count, T* out, int threads) {
     for_rows(count, count * weight.k, threads, [&](int64_t i) {
         T* row = out + i * weight.k;
-        weight.codes.bits ? take_dequantized_row(weight, ids[i], row) : take_row(weight, ids[i], row);
+        if (weight.patches)
+            take_compressed_row(weight, ids[i], (bf16*)row);
+        else if (weight.codes.bits)
+            take_dequantized_row(weight, ids[i], row);
+        else
+            take_row(weight, ids[i], row);
     });
 }
 
@@ -166,6 +171,14 @@ void stemma_pack_codes(const PackCodesArgs* args) {
     const PackCodesArgs& a = *args;
     int64_t first = a.first / STRIP, last = (a.first + a.rows + STRIP - 1) / STRIP;
     for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_codes(a, first + i); });
+}
+int32_t stemma_reads_compressed() { return STEMMA_COMPRESSED; }
+int64_t stemma_compressed_bytes(const Strips* weight) { return weight->count() * CompressedStrip::bytes(*weight); }
+void stemma_compress(const CompressArgs* args) {
+#if STEMMA_COMPRESSED
+    const CompressArgs& a = *args;
+    for_rows(a.plain.count(), a.plain.n * a.plain.k, a.threads, [&](int64_t i) { compress_strip(a, i); });
+#endif
 }
 // Whether products of bytes have an instruction here; `allowed` = 0 has the next ones done without it, for tests.
 int32_t stemma_byte_dots(int32_t allowed) {

@@ -55,6 +55,13 @@ class Kernels:
         self.decoder_step.restype = None
         self.pack = library.stemma_pack
         self.pack_codes = library.stemma_pack_codes
+        self.compress = library.stemma_compress
+        self.compressed_bytes = library.stemma_compressed_bytes
+        self.compressed_bytes.argtypes = [ctypes.c_void_p]
+        self.compressed_bytes.restype = ctypes.c_int64
+        self.reads_compressed = library.stemma_reads_compressed
+        self.reads_compressed.argtypes = []
+        self.reads_compressed.restype = ctypes.c_int32
         self._byte_dots = library.stemma_byte_dots
         self._byte_dots.argtypes = [ctypes.c_int32]
         self._byte_dots.restype = ctypes.c_int32
@@ -87,7 +94,7 @@ class Kernels:
         self.silu_and_multiply = library.stemma_silu_and_multiply
         for function in (
             *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
-            *(self.pack, self.pack_codes, self.multiply, self.mixture, self.merge_parts),
+            *(self.pack, self.pack_codes, self.compress, self.multiply, self.mixture, self.merge_parts),
         ):
             function.argtypes = [ctypes.c_void_p]
             function.restype = None

@@ -30,9 +30,10 @@ constexpr int64_t MIXTURE_ROWS = 1024;  // rows that go through the experts at a
 template <class T>
 static void gate_piece(const GatedWeights& w, int64_t piece, int parts, const Inputs& x, int64_t rows, T* out,
                        int64_t stride) {
-    alignas(64) float gates[BLOCK_ROWS * STRIP], ups[BLOCK_ROWS * STRIP];
-    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
-        int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
+    alignas(64) float gates[PASS_ROWS * STRIP], ups[PASS_ROWS * STRIP];
+    const int64_t most = std::min(rows_of_piece(w.gate), rows_of_piece(w.up));
+    for (int64_t first = 0; first < rows; first += most) {
+        int count = int(std::min(most, rows - first));
         Outputs o = dot_piece<T>(w.gate, piece, parts, x, first, count, gates);
         dot_piece<T>(w.up, piece, parts, x, first, count, ups);
         for (int r = 0; r < count; r++)

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "compressed.h"
 #include "dequantized_dots.h"
 #include "dots.h"
 #include "int8_products.h"
@@ -149,8 +150,32 @@ static void dot_dequantized(const Strips& w, const char* strip, int line, int li
     }
 }
 
-// Piece `piece` of strips * parts: sums of `rows` <= BLOCK_ROWS rows for its outputs into acc[rows][STRIP], bias
-// included. `first` is a multiple of BLOCK_ROWS.
+// Sums of `rows` <= PASS_ROWS rows for the whole of `lines` lines of a compressed strip.
+static void dot_compressed(const Strips& w, int64_t strip_index, int line, int lines, const Inputs& x, int rows,
+                           float* acc) {
+#if STEMMA_COMPRESSED
+    const CompressedStrip strip(w, strip_index);
+    const int64_t quads = strip.num_quads(w);
+    if (rows <= MOST_DIRECT_ROWS) return dot_quads_directly(strip, quads, line, lines, x.at, x.stride, rows, acc);
+    alignas(64) char chunk[BLOCK_STEPS * STEP_BYTES];
+    const int64_t most = (rows < BLOCK_ROWS ? MANY_STEPS : BLOCK_STEPS) / QUAD_STEPS;
+    PatchCursor patches(strip.patch, strip.end, line, lines);
+    for (int64_t begin = 0; begin < quads; begin += most) {
+        const int64_t end = std::min(begin + most, quads), steps = (end - begin) * QUAD_STEPS;
+        expand_quads(strip, line, lines, begin, end, patches, chunk);
+        const char *inputs = x.at + begin * QUAD_STEPS * PairDot::BYTES, *next = strip.quads + end * QUAD_BYTES;
+        for (int first = 0; first < rows; first += BLOCK_ROWS)
+            dot_lines<PairDot>(chunk, lines, steps, inputs + first * x.stride, x.stride,
+                               std::min(BLOCK_ROWS, rows - first), acc + first * STRIP, begin == 0, next);
+    }
+#endif
+}
+
+// How many rows go through a piece at a time: the more, the less often it is expanded.
+static inline int64_t rows_of_piece(const Strips& w) { return w.patches ? PASS_ROWS : BLOCK_ROWS; }
+
+// Piece `piece` of strips * parts: sums of `rows` <= rows_of_piece() rows for its outputs into acc[rows][STRIP], bias
+// included. `first` is a multiple of that.
 template <class T>
 static Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, int64_t first, int rows,
                          float* acc) {
@@ -159,6 +184,11 @@ static Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs
     const Inputs inputs{x.at + first * x.stride, x.stride};
     const int64_t begin = strip * STRIP + 16 * line;
     const int width = int(std::max<int64_t>(0, std::min<int64_t>(16 * lines, w.n - begin)));
+    if (w.patches) {
+        dot_compressed(w, strip, line, lines, inputs, rows, acc);
+        if (w.bias) add_bias((const T*)w.bias + begin, width, rows, acc);
+        return {begin, width};
+    }
     if (w.codes.bits == 0) {
         dot_plain<T>(w.strip<T>(strip) + 64 * line, lines, w.k, 0, w.k, inputs, rows, acc);
         if (w.bias) add_bias((const T*)w.bias + begin, width, rows, acc);
@@ -187,9 +217,10 @@ static inline void put(const float* acc, int width, Out* out) {
 template <class T, class Out>
 static void multiply_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, int64_t rows, Out* out,
                            int64_t stride) {
-    alignas(64) float acc[BLOCK_ROWS * STRIP];
-    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
-        int count = int(std::min<int64_t>(BLOCK_ROWS, rows - first));
+    alignas(64) float acc[PASS_ROWS * STRIP];
+    const int64_t most = rows_of_piece(w);
+    for (int64_t first = 0; first < rows; first += most) {
+        int count = int(std::min(most, rows - first));
         Outputs o = dot_piece<T>(w, piece, parts, x, first, count, acc);
         for (int r = 0; r < count; r++) put<T>(acc + r * STRIP, o.width, out + (first + r) * stride + o.begin);
     }

@@ -33,6 +33,7 @@ struct Strips {
     const void* bias;  // [n] of the weight's type, of floats if the weight is quantized; or null
     int64_t n, k;      // bf16: k is even
     Codes codes;
+    const void* patches;  // of a compressed weight (compressed.h); null: it isn't compressed
 
     int64_t count() const { return (n + STRIP - 1) / STRIP; }
     template <class T>

@@ -122,6 +122,7 @@ class Strips(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("data", "bias")),
         *((name, ctypes.c_int64) for name in ("n", "k")),
         ("codes", Codes),
+        ("patches", ctypes.c_void_p),
     )
 
 
@@ -150,6 +151,17 @@ class PackArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("stride", "rows", "first")),
         ("target", Strips),
         *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+    )
+
+
+class CompressArgs(ctypes.Structure):
+    """`CompressArgs` of compressing.h."""
+
+    _fields_ = (
+        *((name, Strips) for name in ("plain", "target")),
+        *((name, ctypes.c_void_p) for name in ("patches", "counts")),
+        ("most_patches", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
     )
 
 
@@ -284,7 +296,7 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
         mirror.__name__: mirror
         for mirror in (
             *(KVFormat, WriteArgs, AttendArgs, MergeArgs, NormArgs, RotateArgs, GateArgs),
-            *(Codes, PackCodesArgs, Strips, GatedWeights, PackArgs, MultiplyArgs),
+            *(Codes, PackCodesArgs, Strips, GatedWeights, PackArgs, CompressArgs, MultiplyArgs),
             *(MixtureArgs, LatentWeights, LatentArgs, Router, LayerWeights, StepArgs),
         )
     },

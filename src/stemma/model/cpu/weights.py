@@ -2,8 +2,9 @@
 
 Decode reads every weight once a token, so reading memory bounds its speed.
 Weights are packed at load, by all threads, into the strips that our products read at every instruction-set
-level (native/strips.h). The packed weight replaces the plain one: memory doesn't double. A row's result never
-depends on the rows beside it. Without kernels layers stay as they are.
+level (native/strips.h), and those of bfloat16 compressed where the level reads them so (compressed.py). The
+packed weight replaces the plain one: memory doesn't double. A row's result never depends on the rows
+beside it. Without kernels layers stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from stemma.model.cpu.codes import PackedCodes
-from stemma.model.cpu.weight_memory import weight_memory
+from stemma.model.cpu.compressed import CompressedWeight, can_compress, compress
+from stemma.model.cpu.weight_memory import scratch_memory, weight_memory
 from stemma.model.quantization.weights import QuantizedWeight
 from stemma.native.library import Kernels
 from stemma.native.structures import MultiplyArgs, PackArgs, Strips
@@ -53,11 +55,13 @@ class PackedProduct:
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
         num_threads: int | None = None,
+        *,
+        compressed: bool = True,
     ) -> None:
         """Pack `weights` below each other: [n_i, in_features] each, all plain or all quantized.
 
         `bias`: [sum of n_i]. Inputs and outputs are of `dtype`; default: that of the plain weights. Those
-        are packed by `num_threads`; default: torch's number.
+        are packed by `num_threads` (default: torch's number), and compressed where the kernels read them so.
         """
         self.out_features = sum(weight.shape[0] for weight in weights)
         self.in_features = weights[0].shape[1]
@@ -67,8 +71,10 @@ class PackedProduct:
         assert not (plain and quantized)
         self.dtype = plain[0].dtype if plain else dtype or torch.bfloat16
         self._is_bf16 = self.dtype == torch.bfloat16
+        self._compressed: CompressedWeight | None = None
         if plain:
-            self._pack_plain(plain, bias, num_threads or torch.get_num_threads())
+            self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
+            self._hold(plain, num_threads or torch.get_num_threads(), compressed)
         else:
             codes = PackedCodes(kernels, quantized, bias)
             self.strips, self.bias, self._room = codes.strips, codes.bias, codes.room
@@ -76,28 +82,42 @@ class PackedProduct:
     @property
     def num_bytes(self) -> int:
         """Memory of the packed weight."""
-        return self._room.nbytes
+        return self._room.nbytes if self._compressed is None else self._compressed.num_bytes
 
-    def _pack_plain(
-        self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, num_threads: int
-    ) -> None:
+    def _hold(self, weights: Sequence[torch.Tensor], num_threads: int, compressed: bool) -> None:
+        """Keep plain weights in the form that the kernels read."""
         assert all(can_pack(weight) for weight in weights)
-        kernels = self._kernels
-        self.bias = None if bias is None else bias.detach().to(self.dtype).contiguous()
-        self.strips = Strips(None, None, self.out_features, self.in_features)
-        self._room = weight_memory(kernels.packed_bytes(ctypes.addressof(self.strips), self._is_bf16))
-        self.strips.data = self._room.data_ptr()
-        self.strips.bias = None if self.bias is None else self.bias.data_ptr()
+        bias = None if self.bias is None else self.bias.data_ptr()
+        strips = Strips(None, bias, self.out_features, self.in_features)
+        num_bytes = self._kernels.packed_bytes(ctypes.addressof(strips), self._is_bf16)
+        if compressed and can_compress(self._kernels, strips, self.dtype):
+            room = scratch_memory(num_bytes)
+            room[-(num_bytes // -(-strips.n // 64)) :].zero_()  # outputs beyond the last
+            strips.data = room.data_ptr()
+            self._pack_all(weights, strips, num_threads)
+            self._compressed = compress(self._kernels, strips, num_threads)
+            if self._compressed is not None:
+                self.strips = self._compressed.strips
+                return
+            self._room = weight_memory(num_bytes).copy_(room)
+        else:
+            self._room = weight_memory(num_bytes)
+            strips.data = self._room.data_ptr()
+            self._pack_all(weights, strips, num_threads)
+        strips.data = self._room.data_ptr()
+        self.strips = strips
+
+    def _pack_all(self, weights: Sequence[torch.Tensor], strips: Strips, num_threads: int) -> None:
         first = 0
         for weight in weights:
-            self._pack(weight.detach(), first, num_threads)
+            self._pack(weight.detach(), strips, first, num_threads)
             first += weight.shape[0]
 
-    def _pack(self, weight: torch.Tensor, first: int, num_threads: int) -> None:
+    def _pack(self, weight: torch.Tensor, strips: Strips, first: int, num_threads: int) -> None:
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         where, stride, rows = weight.data_ptr(), weight.stride(0), weight.shape[0]
-        args = PackArgs(where, stride, rows, first, self.strips, self._is_bf16, num_threads)
+        args = PackArgs(where, stride, rows, first, strips, self._is_bf16, num_threads)
         self._kernels.pack(ctypes.addressof(args))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
