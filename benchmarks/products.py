@@ -3,9 +3,10 @@
 In one run, for every instruction-set level of the processor (or those named with `--isa`): what its
 instructions do on registers alone, how fast memory is read, and then, for 1 to 2,048 rows, our products over
 the layers of Qwen2.5-0.5B's shape (more weights than caches hold) beside oneDNN's. `limit` is the share of
-what the machine can do at most: the time that registers or memory take at least, whichever is longer, by the
-time measured. Each figure is the best of several rounds in which ours and oneDNN's take turns; threads as
-torch has them (`--threads`), weights in bfloat16 or, with `--dtype float32`, in float32.
+what the machine can do at most: the time that registers take at least, or memory for plain weights, whichever
+is longer, by the time measured. Where weights are compressed it may exceed 1 (`--plain`: they aren't). Each
+figure is the best of several rounds in which ours and oneDNN's take turns; threads as torch has them
+(`--threads`), weights in bfloat16 or, with `--dtype float32`, in float32.
 """
 
 from __future__ import annotations
@@ -84,8 +85,10 @@ def onednn_products(weights: list[torch.Tensor]) -> list[Callable[[torch.Tensor]
         return [lambda x, w=w: F.linear(x, w) for w in weights]  # type: ignore[misc]
 
 
-def measure(kernels: Kernels, limits: Limits, weights: list[torch.Tensor], rows: int) -> Result:
-    ours = [PackedProduct(kernels, [weight]) for weight in weights]
+def measure(
+    kernels: Kernels, limits: Limits, weights: list[torch.Tensor], rows: int, *, compressed: bool
+) -> Result:
+    ours = [PackedProduct(kernels, [weight], compressed=compressed) for weight in weights]
     theirs = onednn_products(weights)
     inputs = {k: torch.randn(rows, k).to(weights[0].dtype) for _, k in LAYERS}
     pairs = [
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--isa", action="append", help="a level; may be given several times; default: all")
     parser.add_argument("--rows", type=int, action="append", help="a number of rows; default: 1 to 2,048")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--plain", action="store_true", help="don't compress weights")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.threads:
@@ -141,7 +145,10 @@ def main() -> None:
             if kernels is None:
                 raise SystemExit(f"no native kernels for {name}: nothing to measure")
             limits = measure_limits(kernels, dtype == torch.bfloat16)
-            results = [measure(kernels, limits, weights, rows) for rows in options.rows or ROWS]
+            results = [
+                measure(kernels, limits, weights, rows, compressed=not options.plain)
+                for rows in options.rows or ROWS
+            ]
             show(limits, results)
             everything += [asdict(limits), *map(asdict, results)]
     if options.json:
