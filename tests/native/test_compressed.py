@@ -14,11 +14,11 @@ from stemma.model.cpu.weights import PackedProduct
 from stemma.native.library import Kernels, load_kernels
 from tests.native.isa import level_params
 
-LEVEL = "avx512_bf16"
+LEVELS = ("avx512", "avx512_bf16")
 ROWS = [*range(1, 18), 24, 33, 64, 65, 255, 300]
 
 
-@pytest.fixture(params=[p for p in level_params() if p.values == (LEVEL,)])
+@pytest.fixture(params=[p for p in level_params() if p.values[0] in LEVELS])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     loaded = load_kernels(request.param)
     assert loaded is not None
@@ -120,7 +120,7 @@ def test_any_mixture_of_exponents(data: st.DataObject) -> None:
     """Tables are made of samples, so some weights of many need patches, and every one is found."""
     kernels = load_kernels()
     if kernels is None or not kernels.reads_compressed():
-        pytest.skip(f"needs {LEVEL}")
+        pytest.skip(f"needs {LEVELS[0]}")
     n, k = data.draw(st.integers(64, 200), label="n"), 32 * data.draw(st.integers(1, 20), label="k / 32")
     smallest = data.draw(st.integers(-60, 0), label="smallest exponent")
     width = data.draw(st.integers(1, 24), label="exponents")

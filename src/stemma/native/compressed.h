@@ -27,7 +27,7 @@ struct Patch {      // a weight that its line's table can't tell
 };
 
 // Whether products at this level read compressed weights. Tiles multiply so fast that expanding may cost more than it gains.
-#define STEMMA_COMPRESSED (STEMMA_BF16_DOT && !STEMMA_AMX)
+#define STEMMA_COMPRESSED (STEMMA_AVX512 && !STEMMA_AMX)
 
 struct CompressedStrip {
     const char* tables;
@@ -70,9 +70,15 @@ static void take_compressed_row(const Strips& w, int64_t row, bf16* out) {
 }
 
 #if STEMMA_COMPRESSED
+#if STEMMA_BF16_DOT
+using CompressedDot = PairDot;
+#else
+using CompressedDot = WideDot;
+#endif
+
 // The four steps of a line of a quad.
 struct QuadLine {
-    __m512bh step[QUAD_STEPS];
+    __m512i step[QUAD_STEPS];
 
     QuadLine() = default;
     QuadLine(const char* at, __m512i table) {
@@ -81,10 +87,10 @@ struct QuadLine {
         const __m512i a = _mm512_loadu_si512(at + 64), b = _mm512_loadu_si512(at + 128);
         const __m512i upper_a = _mm512_shuffle_epi8(table, _mm512_and_si512(index, lower));
         const __m512i upper_b = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(index, 4), lower));
-        step[0] = (__m512bh)_mm512_unpacklo_epi8(a, upper_a);
-        step[1] = (__m512bh)_mm512_unpackhi_epi8(a, upper_a);
-        step[2] = (__m512bh)_mm512_unpacklo_epi8(b, upper_b);
-        step[3] = (__m512bh)_mm512_unpackhi_epi8(b, upper_b);
+        step[0] = _mm512_unpacklo_epi8(a, upper_a);
+        step[1] = _mm512_unpackhi_epi8(a, upper_a);
+        step[2] = _mm512_unpacklo_epi8(b, upper_b);
+        step[3] = _mm512_unpackhi_epi8(b, upper_b);
     }
 };
 static inline __m512i load_table(const char* at) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)at)); }
@@ -126,12 +132,18 @@ static inline __attribute__((always_inline)) void add_quad(v16f (&sum)[R][J], co
         for (int j = 0; j < TOGETHER; j++) lines[j] = line(begin + j);
 #pragma GCC unroll 4
         for (int s = 0; s < QUAD_STEPS; s++) {
-#pragma GCC unroll 12
-            for (int r = 0; r < R; r++) {
-                const __m512bh input = PairDot::input(x + r * x_stride + PairDot::BYTES * s, 0);
 #pragma GCC unroll 2
-                for (int j = 0; j < TOGETHER; j++)
-                    sum[r][begin + j] = PairDot::add(sum[r][begin + j], lines[j].step[s], input);
+            for (int part = 0; part < CompressedDot::PARTS; part++) {
+                CompressedDot::Line weights[TOGETHER];
+#pragma GCC unroll 2
+                for (int j = 0; j < TOGETHER; j++) weights[j] = CompressedDot::line(lines[j].step[s], part);
+#pragma GCC unroll 12
+                for (int r = 0; r < R; r++) {
+                    const auto input = CompressedDot::input(x + r * x_stride + CompressedDot::BYTES * s, part);
+#pragma GCC unroll 2
+                    for (int j = 0; j < TOGETHER; j++)
+                        sum[r][begin + j] = CompressedDot::add(sum[r][begin + j], weights[j], input);
+                }
             }
         }
     }
@@ -147,14 +159,14 @@ static inline void dot_quads(const char* tables, const char* w, int64_t begin, i
 #pragma GCC unroll 4
         for (int j = 0; j < J; j++) sum[r][j] = begin == 0 ? splat(0.0f) : load(acc + r * STRIP + 16 * j);
     }
-    w += begin * QUAD_BYTES, x += begin * QUAD_STEPS * PairDot::BYTES;
+    w += begin * QUAD_BYTES, x += begin * QUAD_STEPS * CompressedDot::BYTES;
     for (int64_t i = begin;;) {
         const int64_t stop = patches.next_quad(end);
         for (; i < stop; i++) {
 #pragma GCC unroll 12
             for (int a = 0; a < A; a++) __builtin_prefetch(ahead + 64 * a, 0, 3);
             add_quad(sum, x, x_stride, [&](int j) { return QuadLine(w + j * LINE_OF_QUAD, load_table(tables + j * TABLE_BYTES)); });
-            w += QUAD_BYTES, x += QUAD_STEPS * PairDot::BYTES, ahead += ahead_stride;
+            w += QUAD_BYTES, x += QUAD_STEPS * CompressedDot::BYTES, ahead += ahead_stride;
         }
         if (i == end) break;
         alignas(64) char steps[QUAD_STEPS][J][64];
@@ -162,16 +174,16 @@ static inline void dot_quads(const char* tables, const char* w, int64_t begin, i
         for (int j = 0; j < J; j++) {
             const QuadLine line(w + j * LINE_OF_QUAD, load_table(tables + j * TABLE_BYTES));
 #pragma GCC unroll 4
-            for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(steps[s][j], (__m512i)line.step[s]);
+            for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(steps[s][j], line.step[s]);
         }
         patches.apply(i, steps[0][0], 64 * J);
         add_quad(sum, x, x_stride, [&](int j) {
             QuadLine line;
 #pragma GCC unroll 4
-            for (int s = 0; s < QUAD_STEPS; s++) line.step[s] = PairDot::line(steps[s][j], 0);
+            for (int s = 0; s < QUAD_STEPS; s++) line.step[s] = _mm512_load_si512(steps[s][j]);
             return line;
         });
-        w += QUAD_BYTES, x += QUAD_STEPS * PairDot::BYTES, ahead += ahead_stride, i++;
+        w += QUAD_BYTES, x += QUAD_STEPS * CompressedDot::BYTES, ahead += ahead_stride, i++;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -197,25 +209,43 @@ static void dot_quads_of(int rows, const char* tables, const char* w, int64_t be
 constexpr int MOST_DIRECT_ROWS = 16;  // up to here weights are expanded in registers, for each group of rows
 constexpr int64_t QUADS_AHEAD = 6;    // that a single pass asks for
 
+// Patch quads [begin, end), laid out as plain steps in `steps`.
+static void patch_quads(int64_t begin, int64_t end, PatchCursor& patches, char* steps) {
+    for (int64_t quad = patches.next_quad(end); quad < end; quad = patches.next_quad(end))
+        patches.apply(quad, steps + (quad - begin) * QUAD_STEPS * STEP_BYTES, STEP_BYTES);
+}
+
 // Lay quads [begin, end) of `lines` lines out as plain steps in `out`, patched.
 static void expand_quads(const CompressedStrip& strip, int line, int lines, int64_t begin, int64_t end,
                          PatchCursor& patches, char* out) {
     __m512i table[LINES];
     for (int j = 0; j < lines; j++) table[j] = load_table(strip.tables + (line + j) * TABLE_BYTES);
     const char* w = strip.quads + begin * QUAD_BYTES + line * LINE_OF_QUAD;
-    int64_t patched = patches.next_quad(end);
-    for (int64_t i = begin; i < end; i++, w += QUAD_BYTES, out += QUAD_STEPS * STEP_BYTES) {
+    char* to = out;
+    for (int64_t i = begin; i < end; i++, w += QUAD_BYTES, to += QUAD_STEPS * STEP_BYTES) {
         for (int j = 0; j < lines; j++) {
             const QuadLine quad(w + j * LINE_OF_QUAD, table[j]);
 #pragma GCC unroll 4
-            for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(out + s * STEP_BYTES + 64 * j, (__m512i)quad.step[s]);
-        }
-        if (i == patched) {
-            patches.apply(i, out, STEP_BYTES);
-            patched = patches.next_quad(end);
+            for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(to + s * STEP_BYTES + 64 * j, quad.step[s]);
         }
     }
+    patch_quads(begin, end, patches, out);
 }
+
+// Expands a line of a quad beside each step of a pass: what follows is multiplied by the next passes.
+struct Expanding {
+    const char *tables, *quads;
+    int64_t num_lines;  // of quads, four each
+    char* out;
+
+    void operator()(int64_t i) const {
+        if (i >= num_lines) return;
+        const QuadLine line(quads + i * LINE_OF_QUAD, load_table(tables + i % LINES * TABLE_BYTES));
+        char* to = out + i / LINES * QUAD_STEPS * STEP_BYTES + i % LINES * 64;
+#pragma GCC unroll 4
+        for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(to + s * STEP_BYTES, line.step[s]);
+    }
+};
 
 // Sums of a few rows for the whole of `lines` (1 or 4) lines: groups of rows take two lines at a time, up to 4 rows all four,
 // so that each weight is expanded once for a group and sums fill the registers.

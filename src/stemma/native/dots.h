@@ -27,6 +27,12 @@ struct WideDot {  // bf16 weights, inputs widened to float before; first even in
     }
     static Input input(const char* p, int part) { return splat(((const float*)p)[part]); }
     static v16f add(v16f sum, Line w, Input x) { return fma(w, x, sum); }
+#if STEMMA_AVX512
+    static Line line(__m512i pairs, int part) {
+        const __m512i upper = _mm512_set1_epi32(0xFFFF0000);
+        return (Line)(part == 0 ? _mm512_slli_epi32(pairs, 16) : _mm512_and_si512(pairs, upper));
+    }
+#endif
 };
 #if STEMMA_BF16_DOT
 struct PairDot {  // bf16 weights and inputs
@@ -35,6 +41,7 @@ struct PairDot {  // bf16 weights and inputs
     using Input = __m512bh;
     static constexpr int BYTES = 4, PARTS = 1;
     static Line line(const char* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+    static Line line(__m512i pairs, int) { return (__m512bh)pairs; }
     static Input input(const char* p, int) {
         int32_t pair;
         std::memcpy(&pair, p, sizeof pair);
@@ -68,15 +75,25 @@ static inline int64_t steps_of_chunk(int rows) {
     return rows <= SOME_ROWS ? SOME_STEPS : rows < BLOCK_ROWS ? MANY_STEPS : BLOCK_STEPS;
 }
 
-struct Ahead {  // weights that are read soon: lines of a piece with 2^shift lines a step
+// What is done beside a step of a pass: A lines of weights that are read soon are asked for; they lie in a piece with 2^shift
+// lines a step.
+template <int A>
+struct Asking {
     const char* at;
     int shift;
+
+    void operator()(int64_t step) const {
+        const int64_t asked = step * A;
+        const char* from = at + (asked >> shift) * STEP_BYTES + (asked & ((1 << shift) - 1)) * 64;
+#pragma GCC unroll 4
+        for (int a = 0; a < A; a++) __builtin_prefetch(from + 64 * a, 0, 2);
+    }
 };
 
-// acc[r][16 j ..] (+)= x[r] . w for R rows, J lines and `steps` steps. Beside each step it asks for A more lines.
-template <class K, int R, int J, int A>
+// acc[r][16 j ..] (+)= x[r] . w for R rows, J lines and `steps` steps, with beside(step) for each.
+template <class K, int R, int J, class B>
 static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
-                            Ahead ahead) {
+                            const B& beside) {
     v16f sum[R][J];  // unrolled throughout, or the compiler keeps a copy in memory
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -84,12 +101,7 @@ static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int6
         for (int j = 0; j < J; j++) sum[r][j] = first ? splat(0.0f) : load(acc + r * STRIP + 16 * j);
     }
     for (int64_t i = 0; i < steps; i++, w += STEP_BYTES) {
-        if (A > 0) {
-            int64_t asked = i * A;
-            const char* at = ahead.at + (asked >> ahead.shift) * STEP_BYTES + (asked & ((1 << ahead.shift) - 1)) * 64;
-#pragma GCC unroll 4
-            for (int a = 0; a < A; a++) __builtin_prefetch(at + 64 * a, 0, 2);
-        }
+        beside(i);
 #pragma GCC unroll 2
         for (int part = 0; part < K::PARTS; part++) {
             typename K::Line weights[J];
@@ -110,26 +122,27 @@ static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int6
     }
 }
 
-template <class K, int J, int A>
+template <class K, int J, class B>
 static void dot_group(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
-                      Ahead ahead) {
+                      const B& beside) {
     constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
 #define CASE(R) \
     case R:     \
-        if constexpr (R <= MOST) return dot_tile<K, R, J, A>(w, x, x_stride, steps, acc, first, ahead);
+        if constexpr (R <= MOST) return dot_tile<K, R, J>(w, x, x_stride, steps, acc, first, beside);
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 }
 
 template <class K, int J>
 static void dot_pass(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
-                     Ahead ahead, int asks) {
+                     const char* ahead, int shift, int asks) {
     if constexpr (J == LINES)
-        if (asks == LINES) return dot_group<K, J, LINES>(rows, w, x, x_stride, steps, acc, first, ahead);
+        if (asks == LINES)
+            return dot_group<K, J>(rows, w, x, x_stride, steps, acc, first, Asking<LINES>{ahead, shift});
     if constexpr (J >= 2)
-        if (asks == 2) return dot_group<K, J, 2>(rows, w, x, x_stride, steps, acc, first, ahead);
-    if (asks == 1) return dot_group<K, J, 1>(rows, w, x, x_stride, steps, acc, first, ahead);
-    dot_group<K, J, 0>(rows, w, x, x_stride, steps, acc, first, ahead);
+        if (asks == 2) return dot_group<K, J>(rows, w, x, x_stride, steps, acc, first, Asking<2>{ahead, shift});
+    if (asks == 1) return dot_group<K, J>(rows, w, x, x_stride, steps, acc, first, Asking<1>{ahead, shift});
+    dot_group<K, J>(rows, w, x, x_stride, steps, acc, first, Asking<0>{ahead, shift});
 }
 
 // How many lines a step pass `pass` of `passes` asks for, so that together they ask for `lines`.
@@ -139,10 +152,10 @@ static inline int lines_to_ask(int lines, int pass, int passes) {
 }
 
 // acc[rows][STRIP]: products of `rows` rows with `lines` (1 or 4) lines of a strip, from `w` on. The inputs of a group of
-// rows stay in L1 while its lines pass. acc holds nothing yet if `first`. `next`: what is read soon, if it isn't what follows.
+// rows stay in L1 while its lines pass. acc holds nothing yet if `first`.
 template <class K>
 static void dot_lines(const char* w, int lines, int64_t steps, const char* x, int64_t x_stride, int rows, float* acc,
-                      bool first, const char* next = nullptr) {
+                      bool first) {
     const int apart = rows_apart(rows), even = rows - apart, shift = lines == 4 ? 2 : 0;
     const int groups = (even + GROUP - 1) / GROUP, width = lines_at_once(even, lines);
     const int passes = groups * (lines / width) + (apart ? lines / lines_at_once(apart, lines) : 0);
@@ -150,7 +163,7 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
     for (int64_t done = 0; done < steps; done += chunk) {
         int64_t now = std::min(chunk, steps - done);
         const char* here = w + done * STEP_BYTES;
-        Ahead ahead{next ? next : here + (passes == 1 ? SINGLE_AHEAD : now * STEP_BYTES), shift};
+        const char* ahead = here + (passes == 1 ? SINGLE_AHEAD : now * STEP_BYTES);
         int pass = 0;
         auto run_group = [&](int begin, int end, int width) {
             for (int line = 0; line < lines; line += width, pass++) {
@@ -160,8 +173,8 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
                 auto run = dot_pass<K, 1>;
                 if constexpr (NATIVE >= 8) run = width == 4 ? dot_pass<K, 4> : run;
                 if constexpr (NATIVE == 8) run = width == 2 ? dot_pass<K, 2> : run;
-                run(end - begin, here + 64 * line, inputs, x_stride, now, out, first && done == 0, ahead, asks);
-                ahead.at += now * asks * (STEP_BYTES >> shift);
+                run(end - begin, here + 64 * line, inputs, x_stride, now, out, first && done == 0, ahead, shift, asks);
+                ahead += now * asks * (STEP_BYTES >> shift);
             }
         };
         for (int g = 0; g < groups; g++) run_group(even * g / groups, even * (g + 1) / groups, width);

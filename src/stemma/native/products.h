@@ -157,16 +157,35 @@ static void dot_compressed(const Strips& w, int64_t strip_index, int line, int l
     const CompressedStrip strip(w, strip_index);
     const int64_t quads = strip.num_quads(w);
     if (rows <= MOST_DIRECT_ROWS) return dot_quads_directly(strip, quads, line, lines, x.at, x.stride, rows, acc);
-    alignas(64) char chunk[BLOCK_STEPS * STEP_BYTES];
-    const int64_t most = (rows < BLOCK_ROWS ? MANY_STEPS : BLOCK_STEPS) / QUAD_STEPS;
+    // Weights are expanded a chunk at a time: of whole steps, the next one is while the last rows multiply this one.
+    const int64_t most = (rows < BLOCK_ROWS ? MANY_STEPS : rows < 2 * BLOCK_ROWS ? 96 : BLOCK_STEPS) / QUAD_STEPS;
+    const int groups = (rows + GROUP - 1) / GROUP;
+    alignas(64) char chunks[2][BLOCK_STEPS * STEP_BYTES];
     PatchCursor patches(strip.patch, strip.end, line, lines);
-    for (int64_t begin = 0; begin < quads; begin += most) {
-        const int64_t end = std::min(begin + most, quads), steps = (end - begin) * QUAD_STEPS;
-        expand_quads(strip, line, lines, begin, end, patches, chunk);
-        const char *inputs = x.at + begin * QUAD_STEPS * PairDot::BYTES, *next = strip.quads + end * QUAD_BYTES;
-        for (int first = 0; first < rows; first += BLOCK_ROWS)
-            dot_lines<PairDot>(chunk, lines, steps, inputs + first * x.stride, x.stride,
-                               std::min(BLOCK_ROWS, rows - first), acc + first * STRIP, begin == 0, next);
+    expand_quads(strip, line, lines, 0, std::min(most, quads), patches, chunks[0]);
+    for (int64_t begin = 0, end, turn = 0; begin < quads; begin = end, turn ^= 1) {
+        end = std::min(begin + most, quads);
+        const int64_t steps = (end - begin) * QUAD_STEPS, next_end = std::min(end + most, quads);
+        const char *chunk = chunks[turn], *inputs = x.at + begin * QUAD_STEPS * CompressedDot::BYTES;
+        const char *next = strip.quads + end * QUAD_BYTES, *ahead = next;
+        for (int g = 0; g < groups; g++) {
+            const int first = rows * g / groups, count = rows * (g + 1) / groups - first;
+            const char* in = inputs + first * x.stride;
+            float* out = acc + first * STRIP;
+            if (lines == LINES && g == groups - 1) {
+                const Expanding beside{strip.tables, next, (next_end - end) * LINES, chunks[turn ^ 1]};
+                dot_group<CompressedDot, LINES>(count, chunk, in, x.stride, steps, out, begin == 0, beside);
+            } else {
+                const int asks = lines_to_ask(lines, g, groups - 1);
+                auto run = lines == LINES ? dot_pass<CompressedDot, LINES> : dot_pass<CompressedDot, 1>;
+                run(count, chunk, in, x.stride, steps, out, begin == 0, ahead, lines == LINES ? 2 : 0, asks);
+                ahead += steps * asks * 64;
+            }
+        }
+        if (lines == LINES)
+            patch_quads(end, next_end, patches, chunks[turn ^ 1]);
+        else if (end < quads)
+            expand_quads(strip, line, lines, end, next_end, patches, chunks[turn ^ 1]);
     }
 #endif
 }
