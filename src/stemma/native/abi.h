@@ -46,7 +46,7 @@ static std::string describe_structures() {
     BEGIN(Strips) F(data) F(bias) F(n) F(k) F(codes) F(patches) END
     BEGIN(PackCodesArgs) F(codes) F(scales) F(offsets) F(rows) F(first) F(target) F(threads) END
     BEGIN(GatedWeights) F(gate) F(up) F(down) END
-    BEGIN(CompressArgs) F(plain) F(target) F(patches) F(counts) F(most_patches) F(threads) END
+    BEGIN(CompressArgs) F(sources) F(num_sources) F(target) F(patches) F(counts) F(most_patches) F(threads) END
     BEGIN(PackArgs) F(weight) F(stride) F(rows) F(first) F(target) F(is_bf16) F(threads) END
     BEGIN(MultiplyArgs) F(weight) F(x) F(output) F(x_stride) F(output_stride) F(rows) F(is_bf16) F(threads) END
     BEGIN(MixtureArgs) F(experts) F(num_experts) F(top_k) F(x) F(ids) F(weights) F(output) F(added) F(room) F(rows)

@@ -1,10 +1,13 @@
 // How a plain bf16 weight becomes a compressed one (compressed.h), strip by strip.
 #pragma once
 
+#include <vector>
+
 #include "compressed.h"
 
 struct CompressArgs {
-    Strips plain;       // bf16, k a multiple of 8
+    const PackArgs* sources;  // [num_sources] bf16 weights below each other, k a multiple of 32; their targets aren't read
+    int64_t num_sources;
     Strips target;      // its patches aren't read
     Patch* patches;     // [strips][most_patches]
     int32_t* counts;    // [strips]: how many patches a strip wants; beyond most_patches they are left out
@@ -33,14 +36,19 @@ struct SplitLine {
 // The table of a line: the exponents seen most often in some of its quads. Those that weren't seen are likeliest just
 // below the smallest, as weights around zero are spread evenly.
 static void make_table(const char* line, int64_t quads, uint8_t* table) {
-    uint32_t counts[128] = {};
+    constexpr int APART = 8;  // counts of neighbours, which are often of the same exponent and would wait for each other
+    uint32_t counts_of[APART][128] = {};
     for (int64_t q = 0; q < quads; q += std::max<int64_t>(1, quads / SAMPLED_QUADS)) {
         const SplitLine split(line + q * QUAD_STEPS * STEP_BYTES);
         alignas(64) uint8_t bytes[128];
         _mm512_store_si512(bytes, split.upper[0]);
         _mm512_store_si512(bytes + 64, split.upper[1]);
-        for (uint8_t byte : bytes) counts[byte & 127]++;
+        for (int i = 0; i < 128; i += APART)
+            for (int part = 0; part < APART; part++) counts_of[part][bytes[i + part] & 127]++;
     }
+    uint32_t* counts = counts_of[0];
+    for (int part = 1; part < APART; part++)
+        for (int i = 0; i < 128; i++) counts[i] += counts_of[part][i];
     int smallest = 127;
     for (int i = 0; i < EXPONENTS; i++) {
         int next = int(std::max_element(counts, counts + 128) - counts);
@@ -51,26 +59,72 @@ static void make_table(const char* line, int64_t quads, uint8_t* table) {
     }
 }
 
-// Where each of 64 upper bytes stands in the table; bits of `missing`: not at all.
-static inline __m512i indexes_in(const uint8_t* table, __m512i upper, uint64_t& missing) {
-    const __m512i exponents = _mm512_and_si512(upper, _mm512_set1_epi8(127));
-    __m512i index = _mm512_and_si512(_mm512_srli_epi16(upper, 4), _mm512_set1_epi8(EXPONENTS));  // the sign
-    uint64_t found = 0;
-    for (int i = 0; i < EXPONENTS; i++) {
-        const __mmask64 same = _mm512_cmpeq_epi8_mask(exponents, _mm512_set1_epi8(char(table[i])));
-        index = _mm512_mask_add_epi8(index, same & ~found, index, _mm512_set1_epi8(char(i)));
-        found |= same;
+// Finds upper bytes in a table.
+class TableIndex {
+  public:
+    explicit TableIndex(const uint8_t* table) : table_(table), least_(*std::min_element(table, table + EXPONENTS)) {
+        alignas(16) uint8_t places[16];
+        std::memset(places, NOWHERE, 16);
+        for (int i = 0; i < EXPONENTS; i++) {
+            if (table[i] - least_ >= 16) is_narrow_ = false;
+            else if (places[table[i] - least_] == NOWHERE) places[table[i] - least_] = uint8_t(i);
+        }
+        places_ = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)places));
     }
-    missing = ~found;
-    return index;
+    // Where each of 64 upper bytes stands; bits of `missing`: nowhere.
+    __m512i find(__m512i upper, uint64_t& missing) const {
+        const __m512i sign = _mm512_and_si512(_mm512_srli_epi16(upper, 4), _mm512_set1_epi8(EXPONENTS));
+        const __m512i exponents = _mm512_and_si512(upper, _mm512_set1_epi8(127));
+        __m512i place;
+        if (is_narrow_) {
+            const __m512i from_least = _mm512_sub_epi8(exponents, _mm512_set1_epi8(char(least_)));
+            place = _mm512_shuffle_epi8(places_, _mm512_and_si512(from_least, _mm512_set1_epi8(15)));
+            missing = _mm512_cmpgt_epu8_mask(_mm512_or_si512(from_least, place), _mm512_set1_epi8(15));
+        } else {
+            uint64_t found = 0;
+            place = _mm512_setzero_si512();
+            for (int i = 0; i < EXPONENTS; i++) {
+                const __mmask64 same = _mm512_cmpeq_epi8_mask(exponents, _mm512_set1_epi8(char(table_[i])));
+                place = _mm512_mask_mov_epi8(place, same & ~found, _mm512_set1_epi8(char(i)));
+                found |= same;
+            }
+            missing = ~found;
+        }
+        return _mm512_or_si512(sign, _mm512_and_si512(place, _mm512_set1_epi8(EXPONENTS - 1)));
+    }
+
+  private:
+    static constexpr uint8_t NOWHERE = 255;
+    const uint8_t* table_;
+    const uint8_t least_;
+    bool is_narrow_ = true;  // all exponents lie within 16, as those of random numbers do
+    __m512i places_;
+};
+
+// Strip `strip` as a plain one, in memory of this thread that stays in its caches.
+static const char* pack_for_compression(const CompressArgs& a, int64_t strip) {
+    static thread_local std::vector<char> room;
+    const int64_t bytes = a.target.steps<bf16>() * STEP_BYTES;
+    room.resize(bytes + 64);
+    char* at = room.data() + (-(uintptr_t)room.data() & 63);
+    if ((strip + 1) * STRIP > a.target.n) std::memset(at, 0, bytes);  // outputs beyond the last
+    for (int64_t i = 0; i < a.num_sources; i++) {
+        PackArgs source = a.sources[i];
+        source.target = a.target, source.target.data = at - strip * bytes;
+        pack_strip<bf16>(source, strip);
+    }
+    return at;
 }
 
 static void compress_strip(const CompressArgs& a, int64_t strip) {
-    const char* from = a.plain.strip<bf16>(strip);
+    const char* from = pack_for_compression(a, strip);
     const int64_t quads = CompressedStrip::num_quads(a.target);
     char* tables = (char*)a.target.data + strip * CompressedStrip::bytes(a.target);
     for (int line = 0; line < LINES; line++)
         make_table(from + 64 * line, quads, (uint8_t*)tables + line * TABLE_BYTES);
+    const uint8_t* table = (const uint8_t*)tables;
+    const TableIndex indexes[LINES]{TableIndex(table), TableIndex(table + TABLE_BYTES), TableIndex(table + 2 * TABLE_BYTES),
+                                    TableIndex(table + 3 * TABLE_BYTES)};
     char* out = tables + LINES * TABLE_BYTES;
     Patch* patches = a.patches + strip * a.most_patches;
     int64_t count = 0;
@@ -80,7 +134,7 @@ static void compress_strip(const CompressArgs& a, int64_t strip) {
             __m512i index[2];
             for (int half = 0; half < 2; half++) {
                 uint64_t missing;
-                index[half] = indexes_in((const uint8_t*)tables + line * TABLE_BYTES, split.upper[half], missing);
+                index[half] = indexes[line].find(split.upper[half], missing);
                 _mm512_storeu_si512(out + 64 + 64 * half, split.lower[half]);
                 for (; missing; missing &= missing - 1, count++) {
                     if (count >= a.most_patches) continue;

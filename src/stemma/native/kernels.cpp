@@ -177,7 +177,7 @@ int64_t stemma_compressed_bytes(const Strips* weight) { return weight->count() *
 void stemma_compress(const CompressArgs* args) {
 #if STEMMA_COMPRESSED
     const CompressArgs& a = *args;
-    for_rows(a.plain.count(), a.plain.n * a.plain.k, a.threads, [&](int64_t i) { compress_strip(a, i); });
+    for_rows(a.target.count(), a.target.n * a.target.k, a.threads, [&](int64_t i) { compress_strip(a, i); });
 #endif
 }
 // Whether products of bytes have an instruction here; `allowed` = 0 has the next ones done without it, for tests.

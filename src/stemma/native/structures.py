@@ -158,7 +158,9 @@ class CompressArgs(ctypes.Structure):
     """`CompressArgs` of compressing.h."""
 
     _fields_ = (
-        *((name, Strips) for name in ("plain", "target")),
+        ("sources", ctypes.c_void_p),
+        ("num_sources", ctypes.c_int64),
+        ("target", Strips),
         *((name, ctypes.c_void_p) for name in ("patches", "counts")),
         ("most_patches", ctypes.c_int64),
         ("threads", ctypes.c_int32),

@@ -6,6 +6,7 @@ Most of a decode step is waiting for weights; three quarters of the bytes take t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from stemma.model.cpu.weight_memory import give_back, weight_memory
 from stemma.native.library import Kernels
-from stemma.native.structures import CompressArgs, Strips
+from stemma.native.structures import CompressArgs, PackArgs, Strips
 
 _STRIP = 64
 """Outputs."""
@@ -31,7 +32,7 @@ def can_compress(kernels: Kernels, strips: Strips, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CompressedWeight:
-    """A compressed copy of a packed weight."""
+    """A weight, packed and compressed."""
 
     strips: Strips
     """Valid as long as this object."""
@@ -44,15 +45,21 @@ class CompressedWeight:
         return self.room.nbytes + self.patches.nbytes
 
 
-def compress(kernels: Kernels, plain: Strips, num_threads: int) -> CompressedWeight | None:
-    """Return a compressed copy of the packed weight `plain`; None where too many weights need a patch."""
-    count, most = -(-plain.n // _STRIP), plain.k // _INPUTS_A_PATCH
-    strips = Strips(None, plain.bias, plain.n, plain.k)
+def compress(
+    kernels: Kernels, sources: Sequence[PackArgs], strips: Strips, num_threads: int
+) -> CompressedWeight | None:
+    """Pack bf16 weights below each other in compressed form; None where too many of them need a patch.
+
+    `strips`: shape and bias of all together. Of `sources` all but the target counts.
+    """
+    count, most = -(-strips.n // _STRIP), strips.k // _INPUTS_A_PATCH
     room = weight_memory(kernels.compressed_bytes(ctypes.addressof(strips)))
     strips.data = room.data_ptr()
     found = np.empty((count, most * _PATCH_BYTES), np.uint8)
     counts = np.zeros(count, np.int32)
-    args = CompressArgs(plain, strips, found.ctypes.data, counts.ctypes.data, most, num_threads)
+    array = (PackArgs * len(sources))(*sources)
+    where = ctypes.addressof(array)
+    args = CompressArgs(where, len(sources), strips, found.ctypes.data, counts.ctypes.data, most, num_threads)
     kernels.compress(ctypes.addressof(args))
     if counts.max() > most:
         give_back(room)

@@ -27,8 +27,6 @@ class _Arrays(threading.local):
     free: torch.Tensor | None = None
     early: EarlyMemory | None = None
     """Where arrays come from as long as it has any."""
-    scratch: torch.Tensor | None = None
-    """For weights on their way to their last form."""
 
 
 _arrays = _Arrays()
@@ -44,7 +42,7 @@ def weights_together() -> Iterator[None]:
     finally:
         if _arrays.early is not None:
             _arrays.early.close()
-        _arrays.free = _arrays.early = _arrays.scratch = None
+        _arrays.free = _arrays.early = None
 
 
 def weight_memory(num_bytes: int) -> torch.Tensor:
@@ -56,15 +54,6 @@ def weight_memory(num_bytes: int) -> torch.Tensor:
         free = _array()
     _arrays.free = free[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
     return free[:num_bytes]
-
-
-def scratch_memory(num_bytes: int) -> torch.Tensor:
-    """Return uint8 [num_bytes] on CPU, any content, from a multiple of 64 on; valid until the next call."""
-    if _arrays.free is None:
-        return _zeros(num_bytes)
-    if _arrays.scratch is None or len(_arrays.scratch) < num_bytes:
-        _arrays.scratch = _zeros(num_bytes)
-    return _arrays.scratch[:num_bytes]
 
 
 def give_back(memory: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from stemma.model.cpu.codes import PackedCodes
 from stemma.model.cpu.compressed import CompressedWeight, can_compress, compress
-from stemma.model.cpu.weight_memory import scratch_memory, weight_memory
+from stemma.model.cpu.weight_memory import weight_memory
 from stemma.model.quantization.weights import QuantizedWeight
 from stemma.native.library import Kernels
 from stemma.native.structures import MultiplyArgs, PackArgs, Strips
@@ -87,38 +87,29 @@ class PackedProduct:
     def _hold(self, weights: Sequence[torch.Tensor], num_threads: int, compressed: bool) -> None:
         """Keep plain weights in the form that the kernels read."""
         assert all(can_pack(weight) for weight in weights)
-        bias = None if self.bias is None else self.bias.data_ptr()
+        weights = [w.detach() if w.stride(1) == 1 else w.detach().contiguous() for w in weights]
+        kernels, bias = self._kernels, None if self.bias is None else self.bias.data_ptr()
         strips = Strips(None, bias, self.out_features, self.in_features)
-        num_bytes = self._kernels.packed_bytes(ctypes.addressof(strips), self._is_bf16)
-        if compressed and can_compress(self._kernels, strips, self.dtype):
-            room = scratch_memory(num_bytes)
-            room[-(num_bytes // -(-strips.n // 64)) :].zero_()  # outputs beyond the last
-            strips.data = room.data_ptr()
-            self._pack_all(weights, strips, num_threads)
-            self._compressed = compress(self._kernels, strips, num_threads)
+        if compressed and can_compress(kernels, strips, self.dtype):
+            sources = self._sources(weights, strips, num_threads)
+            self._compressed = compress(kernels, sources, strips, num_threads)
             if self._compressed is not None:
                 self.strips = self._compressed.strips
                 return
-            self._room = weight_memory(num_bytes).copy_(room)
-        else:
-            self._room = weight_memory(num_bytes)
-            strips.data = self._room.data_ptr()
-            self._pack_all(weights, strips, num_threads)
+        self._room = weight_memory(kernels.packed_bytes(ctypes.addressof(strips), self._is_bf16))
         strips.data = self._room.data_ptr()
+        for source in self._sources(weights, strips, num_threads):
+            kernels.pack(ctypes.addressof(source))
         self.strips = strips
 
-    def _pack_all(self, weights: Sequence[torch.Tensor], strips: Strips, num_threads: int) -> None:
-        first = 0
+    def _sources(self, weights: Sequence[torch.Tensor], strips: Strips, num_threads: int) -> list[PackArgs]:
+        """Return how each weight becomes its part of `strips`."""
+        sources, first = [], 0
         for weight in weights:
-            self._pack(weight.detach(), strips, first, num_threads)
-            first += weight.shape[0]
-
-    def _pack(self, weight: torch.Tensor, strips: Strips, first: int, num_threads: int) -> None:
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        where, stride, rows = weight.data_ptr(), weight.stride(0), weight.shape[0]
-        args = PackArgs(where, stride, rows, first, strips, self._is_bf16, num_threads)
-        self._kernels.pack(ctypes.addressof(args))
+            where, stride, rows = weight.data_ptr(), weight.stride(0), weight.shape[0]
+            sources.append(PackArgs(where, stride, rows, first, strips, self._is_bf16, num_threads))
+            first += rows
+        return sources
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; no rows are fine."""
