@@ -93,6 +93,12 @@ def test_weights_of_one_value(kernels: Kernels, weight: torch.Tensor) -> None:
     assert_same(kernels, weight, [1, 9, 40])
 
 
+def test_pruned_weights(kernels: Kernels) -> None:
+    """Zeros lie far from all other exponents of a table."""
+    kept = torch.rand(130, 896, generator=torch.Generator().manual_seed(4)) < 0.5
+    assert_same(kernels, torch.where(kept, normal(130, 896), torch.zeros(())).bfloat16(), [1, 7, 20, 100])
+
+
 def test_weights_with_too_many_exponents_stay_plain(kernels: Kernels) -> None:
     """Also within memory that weights share: what the refused copy took serves the next ones."""
     wild = with_outliers(normal(130, 64), 0.5)

@@ -4,7 +4,7 @@
 // bf16 is its sign and its exponent but for the last bit, and the weights of 16 outputs (a line of strips.h) hardly use
 // more than 8 of those exponents: from the largest down to 2^-16 of it. So each line of a strip has a table of 16 upper
 // bytes, 8 of either sign, and a weight is an index of four bits into it beside its lower byte. The few weights whose
-// upper byte isn't in the table, one in ten thousand, are patched. (DFloat11, arXiv:2504.11651, keeps exponents in Huffman
+// upper byte isn't in the table, one in some 8,000, are patched. (DFloat11, arXiv:2504.11651, keeps exponents in Huffman
 // codes: eleven bits a weight, but no few instructions expand a line of them.)
 //
 // A strip is its four tables, then quads: four steps of all lines. A line of a quad, 128 weights, takes 192 bytes: a line
@@ -250,7 +250,7 @@ struct Expanding {
 // Sums of a few rows for the whole of `lines` (1 or 4) lines: groups of rows take two lines at a time, up to 4 rows all four,
 // so that each weight is expanded once for a group and sums fill the registers.
 static void dot_quads_directly(const CompressedStrip& strip, int64_t quads, int line, int lines, const char* x,
-                                    int64_t x_stride, int rows, float* acc) {
+                               int64_t x_stride, int rows, float* acc) {
     const int width = lines == 1 ? 1 : rows <= 4 ? 4 : 2;
     const int most = width == 4 ? 4 : width == 2 ? 8 : 12, groups = (rows + most - 1) / most;
     const bool single = groups * lines == width;

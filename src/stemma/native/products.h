@@ -176,9 +176,10 @@ static void dot_compressed(const Strips& w, int64_t strip_index, int line, int l
                 const Expanding beside{strip.tables, next, (next_end - end) * LINES, chunks[turn ^ 1]};
                 dot_group<CompressedDot, LINES>(count, chunk, in, x.stride, steps, out, begin == 0, beside);
             } else {
-                const int asks = lines_to_ask(lines, g, groups - 1);
+                // The weights of a single line lie apart: the processor's own prefetching follows them.
+                const int asks = lines == LINES ? lines_to_ask(lines, g, groups - 1) : 0;
                 auto run = lines == LINES ? dot_pass<CompressedDot, LINES> : dot_pass<CompressedDot, 1>;
-                run(count, chunk, in, x.stride, steps, out, begin == 0, ahead, lines == LINES ? 2 : 0, asks);
+                run(count, chunk, in, x.stride, steps, out, begin == 0, ahead, 2, asks);
                 ahead += steps * asks * 64;
             }
         }
@@ -203,13 +204,11 @@ static Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs
     const Inputs inputs{x.at + first * x.stride, x.stride};
     const int64_t begin = strip * STRIP + 16 * line;
     const int width = int(std::max<int64_t>(0, std::min<int64_t>(16 * lines, w.n - begin)));
-    if (w.patches) {
-        dot_compressed(w, strip, line, lines, inputs, rows, acc);
-        if (w.bias) add_bias((const T*)w.bias + begin, width, rows, acc);
-        return {begin, width};
-    }
     if (w.codes.bits == 0) {
-        dot_plain<T>(w.strip<T>(strip) + 64 * line, lines, w.k, 0, w.k, inputs, rows, acc);
+        if (w.patches)
+            dot_compressed(w, strip, line, lines, inputs, rows, acc);
+        else
+            dot_plain<T>(w.strip<T>(strip) + 64 * line, lines, w.k, 0, w.k, inputs, rows, acc);
         if (w.bias) add_bias((const T*)w.bias + begin, width, rows, acc);
         return {begin, width};
     }
