@@ -264,6 +264,42 @@ async def test_a_paused_engine_can_be_closed(engine):
     assert (await stream)[-1].finished
 
 
+async def test_requests_of_one_turn_of_the_event_loop_begin_in_one_step(engine, monkeypatch):
+    core, plans, schedule = engine.parts.engine, [], Scheduler.schedule
+    validate = core.validate
+
+    def slowly(one):
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.01)  # a step that didn't wait for the others would begin meanwhile
+        validate(one)
+
+    def noting(self, **kwargs):
+        plan = schedule(self, **kwargs)
+        plans.append(len(plan))
+        return plan
+
+    monkeypatch.setattr(core, "validate", slowly)
+    monkeypatch.setattr(Scheduler, "schedule", noting)
+    await asyncio.gather(*(collect(engine, request(f"r{i}", prompt(i, 20))) for i in range(4)))
+    assert plans[0] == 4
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+async def test_a_request_can_be_aborted_in_the_turn_in_which_it_came(engine, by_id):
+    task = asyncio.create_task(collect(engine, request("a", prompt(1, 20), greedy(200))))
+    await asyncio.sleep(0)
+    if by_id:
+        await engine.abort("a")
+        assert (await task)[-1].deltas[0].finish_reason is FinishReason.ABORT
+    else:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    stats = await engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (await collect(engine, request("a", prompt(1, 20))))[-1].finished
+    await engine.check()
+
+
 async def test_closing_the_stream_aborts(engine):
     stream = engine.generate(request("a", prompt(3, 20), greedy(1500)))
     await anext(stream)

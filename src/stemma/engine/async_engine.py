@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class AsyncEngine:
         """
         self._max_waiting = max_waiting
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._arrivals: deque[GenerationRequest] = deque()
+        """Requests for the step thread, in order, until a command fetches them."""
         self._news = NewsQueue()
         self._stream_interval_s = stream_interval_s
         self._subscriptions: dict[str, _Subscription] = {}
@@ -150,7 +153,9 @@ class AsyncEngine:
         if request.params.grammar is not None:
             await self._compile(request)
         subscription = self._subscribe(request)
-        self._commands.put(lambda: self._add(request))
+        self._arrivals.append(request)
+        # Only in the loop's next turn: requests of this one, such as the beams of a round, begin in one step.
+        subscription.outputs.loop.call_soon(self._commands.put, self._add_arrivals)
         is_finished = False
         try:
             while not is_finished:
@@ -363,6 +368,10 @@ class AsyncEngine:
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
 
+    def _add_arrivals(self) -> None:
+        while self._arrivals:
+            self._add(self._arrivals.popleft())
+
     def _add(self, request: GenerationRequest) -> None:
         try:
             self._engine.add(request)
@@ -374,6 +383,7 @@ class AsyncEngine:
             raise
 
     def _abort(self, request_id: str) -> None:
+        self._add_arrivals()  # it may be among them
         self._news.put(self._engine.abort(request_id))
 
     # On the output thread:

@@ -203,10 +203,11 @@ async def _last_outputs(streams: Sequence[AsyncIterator[RequestOutput]]) -> list
     tasks = [asyncio.create_task(_last_output(stream)) for stream in streams]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def _last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -90,24 +90,7 @@ class KeySpace:
 
     def root(self, namespace: Namespace) -> BlockKey:
         """Return the key that starts the chain of `namespace`."""
-        parts: tuple[bytes, ...] = (
-            b"stemma",
-            str(FORMAT_VERSION).encode(),
-            self.model_fingerprint.encode(),
-            self.kv_layout.encode(),
-            str(self.block_size).encode(),
-            namespace.adapter.encode(),
-            namespace.salt.encode(),
-        )
-        if namespace.is_public:
-            parts += (b"public",)
-        if namespace.head is not None:
-            parts += (b"behind", namespace.head.digest)
-        digest = hashlib.sha256()
-        for part in parts:
-            digest.update(struct.pack("<Q", len(part)))
-            digest.update(part)
-        return BlockKey(digest.digest())
+        return _root(self, namespace)
 
     def roots(self, namespace: Namespace) -> ChainRoots:
         """Return the keys that start the chain of a prompt of `namespace`, its public head included."""
@@ -117,6 +100,28 @@ class KeySpace:
         return ChainRoots(
             self.root(namespace.public), own, head.num_tokens // self.block_size, self.block_size
         )
+
+
+@lru_cache(maxsize=256)
+def _root(space: KeySpace, namespace: Namespace) -> BlockKey:
+    parts: tuple[bytes, ...] = (
+        b"stemma",
+        str(FORMAT_VERSION).encode(),
+        space.model_fingerprint.encode(),
+        space.kv_layout.encode(),
+        str(space.block_size).encode(),
+        namespace.adapter.encode(),
+        namespace.salt.encode(),
+    )
+    if namespace.is_public:
+        parts += (b"public",)
+    if namespace.head is not None:
+        parts += (b"behind", namespace.head.digest)
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+    return BlockKey(digest.digest())
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,6 +486,7 @@ def _rested(cache, num_tokens):
 def test_the_first_to_go_on_takes_the_blocks_and_others_copy_the_last(kind):
     cache = make_cache(8, 4, kind)
     blocks = _rested(cache, 6)
+    assert cache.match(NS, tokens(range(6), 70)) == 6
     first, second, third = (cache.reserve(NS, tokens(range(6), last)) for last in (70, 80, 90))
     assert first.block_table[:2].tolist() == blocks
     assert {one.block_table[0] for one in (second, third)} == {blocks[0]}

@@ -14,6 +14,9 @@ from stemma.engine.sampling.params import SamplingParams
 
 _UNIFORMS_PER_CHUNK = 64
 _MASK_64 = (1 << 64) - 1
+_NO_NUMBERS: npt.NDArray[np.float64] = np.empty(0)
+_NO_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+_NO_COUNTS: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 
 def _fresh_seed() -> int:
@@ -25,7 +28,7 @@ class SamplingState:
 
     `index` tells the `n` sequences of a request apart: each has its own random numbers. `eos_token_ids` and
     the request's stop token ids can't be drawn before `min_tokens`, unless a grammar has ended. An unseeded
-    request takes its seed from `seed_source`. `grammar` is where `params.grammar` begins.
+    request takes its seed from `seed_source`, at its first draw. `grammar` is where `params.grammar` begins.
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class SamplingState:
         self.params = params
         self.constraints = Constraints(params, vocab_size, grammar) if params.constrained else None
         self.num_output_tokens = 0
-        seed = seed_source() if params.seed is None else params.seed
-        self._key = np.array([seed & _MASK_64, index], dtype=np.uint64)
+        self._seed, self._seed_source, self._index = params.seed, seed_source, index
         self._chunk = -1
-        self._uniforms: npt.NDArray[np.float64] = np.empty(0)
-        ends = () if params.ignore_eos else tuple(eos_token_ids)
-        self._end_ids = sorted({i for i in (*ends, *params.stop_token_ids) if 0 <= i < vocab_size})
+        self._uniforms = _NO_NUMBERS
+        self._end_ids: list[int] = []
+        """Those that `min_tokens` forbids."""
+        if params.min_tokens:
+            ends = () if params.ignore_eos else tuple(eos_token_ids)
+            self._end_ids = sorted({i for i in (*ends, *params.stop_token_ids) if 0 <= i < vocab_size})
         self.has_penalties = (
             params.repetition_penalty != 1.0
             or params.frequency_penalty != 0.0
@@ -59,8 +64,7 @@ class SamplingState:
         """Whether it takes the most likely token, of those that a grammar allows if there is one, and reports
         nothing of the others."""
         self._slots: dict[int, int] = {}
-        self._ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._counts: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        self._ids, self._counts = _NO_IDS, _NO_COUNTS
         if self.has_penalties:
             seen = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
             seen = seen[(seen >= 0) & (seen < vocab_size)]
@@ -129,7 +133,10 @@ class SamplingState:
         """Return the random number in [0, 1) of output token number `position` (from 0)."""
         chunk, offset = divmod(position, _UNIFORMS_PER_CHUNK)
         if chunk != self._chunk:
-            generator = np.random.Generator(np.random.Philox(counter=[0, 0, 0, chunk], key=self._key))
+            if self._seed is None:
+                self._seed = self._seed_source()
+            key = np.array([self._seed & _MASK_64, self._index], dtype=np.uint64)
+            generator = np.random.Generator(np.random.Philox(counter=[0, 0, 0, chunk], key=key))
             self._uniforms = generator.random(_UNIFORMS_PER_CHUNK)
             self._chunk = chunk
         return float(self._uniforms[offset])

@@ -150,6 +150,8 @@ class PrefixCache:
 
     def match(self, namespace: Namespace, tokens: TokenArray) -> int:
         """Return how many leading tokens of a prompt are on the device, never the last one. Read-only."""
+        if self._rests and self._rests.has(namespace, tokens):
+            return len(tokens) - 1
         return self._match(namespace, tokens).num_tokens
 
     def reserve(

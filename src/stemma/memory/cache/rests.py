@@ -43,6 +43,10 @@ class Rests:
         """Let the leading `num_computed` tokens of a lease, which have KV, wait for those who go on."""
         self._rests.append(Rest(lease, lease.namespace, lease.tokens[:num_computed]))
 
+    def has(self, namespace: Namespace, tokens: TokenArray) -> bool:
+        """Whether `go_on` has a place for `tokens`, if there is room."""
+        return self._find(namespace, tokens[:-1]) is not None
+
     def go_on(
         self, namespace: Namespace, tokens: TokenArray, num_new: int, make: Callable[[], Lease]
     ) -> Lease | None:
