@@ -102,6 +102,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), [], "no usable weight_map"),
         ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), "x" * 256, "no usable weight_map"),
         ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), "../a", "no usable weight_map"),
+        ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), "..", "lacks 1 of"),
+        ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), "\0", "lacks 1 of"),
+        ("model.safetensors.index.json", ("weight_map", "lm_head.weight"), "c.safetensors", "lacks 1 of"),
+        ("model.safetensors.index.json", ("weight_map",), ["model-1.safetensors"], "no usable weight_map"),
+        ("model.safetensors.index.json", ("weight_map",), {}, "no usable weight_map"),
         ("generation_config.json", ("eos_token_id",), "x" * 10_000, "eos_token_id 'xxx"),
         ("tokenizer.json", ("model", "vocab", "t"), 2**31, "ids of more than 31 bits"),
         ("tokenizer.json", ("model", "continuing_subword_prefix"), "ü" * 3, "no usable tokenizer"),  # panics

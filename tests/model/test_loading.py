@@ -15,6 +15,7 @@ from stemma.model.loading import load_model
 from stemma.model.tiny import write_tiny_model
 from stemma.model.tokenizer import Tokenizer
 from tests import checkpoints
+from tests.model.paging import PagedSequences
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +153,25 @@ def test_tiny_model_for_the_demo(tmp_path: Path) -> None:
         "Hello<|im_end|>\n<|im_start|>assistant\n"
     )
     assert load_model(ModelSettings(path=first, device="cpu")).eos_token_ids == (tokenizer.eos_token_id,)
+
+
+def in_one_part(path: Path, index: dict[str, object]) -> Path:
+    """Give a checkpoint's weights an index of one file, with these fields beside the map."""
+    file = (path / "model.safetensors").rename(path / "part.safetensors")
+    weight_map = dict.fromkeys(load_file(file), file.name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map, **index}))
+    return path
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3-moe"])
+@pytest.mark.parametrize("index", [{}, {"metadata": None}, {"metadata": [1]}])
+def test_an_index_without_metadata(family: str, index: dict[str, object], tmp_path: Path) -> None:
+    """transformers, which loads these families, asks for it and doesn't use it."""
+    path = checkpoints.build(family, tmp_path)
+    tokens = [5, 6, 7, 8]
+    answers = []
+    for place in (path, in_one_part(path, index)):
+        sequences = PagedSequences(load_model(ModelSettings(path=place, device="cpu")), [tokens])
+        sequences.step([(0, len(tokens))])
+        answers.append(sequences.logits[0])
+    assert torch.equal(*answers)

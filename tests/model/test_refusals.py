@@ -317,6 +317,15 @@ def test_remote_code_that_raises(tmp_path: Path, where: str) -> None:
         load(path, trust_remote_code=True)
 
 
+def test_remote_code_with_an_index_without_metadata(tmp_path: Path) -> None:
+    path = remote(tmp_path)
+    (path / "model.safetensors").rename(path / "part.safetensors")
+    weight_map = {"lm_head.weight": "part.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match=r'index\.json has no "metadata"; add "metadata": {}'):
+        load(path, trust_remote_code=True)
+
+
 def fp8_checkpoint(
     path: Path, block: tuple[int, int] | None, build: Callable[[Path], Path] | None = None
 ) -> Path:

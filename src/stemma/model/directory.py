@@ -120,6 +120,13 @@ def weight_files(path: Path) -> list[Path]:
     raise ModelError(f"{path} has no {SINGLE} and no {INDEX}: can't load weights; is the download complete?")
 
 
+def lacks_metadata(path: Path) -> bool:
+    """Whether a directory's weights have an index without an object `metadata`, which transformers needs."""
+    if is_gguf(path) or has_file(path, SINGLE) or not has_file(path, INDEX):
+        return False
+    return not isinstance(read_json(path / INDEX).get("metadata"), dict)
+
+
 def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and len(name) <= _MAX_NAME_CHARS
 

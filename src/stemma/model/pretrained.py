@@ -27,7 +27,16 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import SUPPORTED
 from stemma.model.dense import DenseModel, fits
-from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read_json, stored_tensors
+from stemma.model.directory import (
+    CONFIG,
+    INDEX,
+    StoredTensor,
+    has_file,
+    is_gguf,
+    lacks_metadata,
+    read_json,
+    stored_tensors,
+)
 from stemma.model.extent import check_counts, check_extent
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
@@ -190,6 +199,12 @@ def load_weights(
         elif share is not None:
             own = read_share(path, share, num_experts_of(config.get_text_config()))
             model, loaded = _from_tensors(config, own, dtype, share)
+        elif lacks_metadata(path):
+            if method is not None or runs_remote_code(settings):
+                raise ModelError(
+                    f'{path / INDEX} has no "metadata"; add "metadata": {{}}, or download it again'
+                )
+            model, loaded = _from_tensors(config, _read_plain(stored), dtype)
         else:
             from transformers import AutoModelForCausalLM
 
