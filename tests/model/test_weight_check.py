@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,32 @@ def test_a_number_that_only_the_dtype_makes_infinite(tmp_path: Path) -> None:
     assert "weight model.norm.weight has 1 values that are NaN or infinite" in message
     assert "too large for bfloat16; set another dtype" in message
     assert ADVICE not in message
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "weight"),
+    [
+        ("llama", "blk.1.ffn_up.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("gemma2", "output_norm.weight", "model.norm.weight"),
+        ("qwen3-moe", "blk.1.ffn_down_exps.weight", "model.layers.1.mlp.experts.down_proj"),
+    ],
+)
+def test_a_number_of_gguf_that_only_the_dtype_makes_infinite(
+    family: str, tensor: str, weight: str, tmp_path: Path
+) -> None:
+    path = gguf_files.build(family, tmp_path).path
+    start = read_header(path).tensors[tensor].start
+
+    def write(value: float) -> str:
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(struct.pack("<f", value))
+        return refusal(path, dtype="bfloat16")
+
+    message = write(3.4e38)
+    assert f"weight {weight} has 1 values that are NaN or infinite" in message
+    assert "too large for bfloat16; set another dtype" in message
+    assert ADVICE not in message
+    message = write(NAN)
+    assert f"they come from {path} (there {tensor}), {ADVICE}" in message
+    assert "too large" not in message

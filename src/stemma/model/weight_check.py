@@ -42,14 +42,21 @@ def check_weights(hf_model: nn.Module, path: Path, progress: Callable[[float], N
 
 def _cause(path: Path, name: str, dtype: torch.dtype) -> str:
     """Return where the values of a weight come from, and what to do."""
+    found: tuple[str, Path] | None = None
     if is_gguf(path):
-        return f"they come from {path}, download or convert it again"
-    stored = _find_broken(CheckpointTensors(path), name)
-    if stored is None:
+        # Not at the top: the package gguf takes time to import.
+        from stemma.model.formats.gguf.header import read_header
+        from stemma.model.formats.gguf.weights import find_broken
+
+        in_gguf = find_broken(read_header(path), name)
+        found = None if in_gguf is None else (in_gguf.name, path)
+    elif stored := _find_broken(CheckpointTensors(path), name):
+        found = (stored.name, stored.file)
+    if found is None:
         named = str(dtype).removeprefix("torch.")
         return f"in {path} they are finite, but too large for {named}; set another dtype"
-    alias = "" if stored.name == name else f" (there {stored.name})"
-    return f"they come from {stored.file}{alias}, download or convert it again"
+    alias = "" if found[0] == name else f" (there {found[0]})"
+    return f"they come from {found[1]}{alias}, download or convert it again"
 
 
 def _find_broken(tensors: CheckpointTensors, name: str) -> StoredTensor | None:

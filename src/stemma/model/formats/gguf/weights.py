@@ -112,16 +112,34 @@ def _plain(
         return widen(data, tensor.type, dtype)
 
 
-def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tuple[str, _Read]]:
-    """Yield name and reader of each weight that a tensor holds: one, or one per expert."""
+def find_broken(header: GGUFHeader, name: str) -> GGUFTensor | None:
+    """Return a tensor with NaN or infinite values that the weight `name` is made of; None: there is none.
+
+    `name` is transformers', which joins a layer's experts: so what shares the name's module is looked at.
+    """
+    module = name.rpartition(".")[0] + "."
+    for tensor in header.tensors.values():
+        if tensor.name == ROTARY_FACTORS:
+            continue
+        for part, expert in _names(header, tensor):
+            wide = torch.float64 if tensor.type.name == "F64" else torch.float32
+            if part.startswith(module) and not bool(
+                torch.isfinite(widen(raw_data(header.path, tensor, expert), tensor.type, wide)).all()
+            ):
+                return tensor
+    return None
+
+
+def _names(header: GGUFHeader, tensor: GGUFTensor) -> Iterator[tuple[str, int | None]]:
+    """Yield the name of each weight that a tensor holds, with its expert's number if it holds one per expert.
+
+    Raises ModelError if the family has no such tensor.
+    """
     match = _NAME.fullmatch(tensor.name)
     layer, part, kind = match.groups() if match else (None, "", "")
     if layer is not None and part in _EXPERTS and len(tensor.shape) == 3:
         for expert in range(tensor.shape[0]):
-            yield (
-                f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}",
-                partial(raw_data, header.path, tensor, expert),
-            )
+            yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", expert
         return
     renamed = (_TOP if layer is None else _layer_names(header)).get(part)
     if renamed is None or len(tensor.shape) > 2:
@@ -129,12 +147,19 @@ def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tupl
             f"{header.path} has a tensor that no {header.architecture} model has: {tensor.name} "
             f"{list(tensor.shape)}"
         )
-    read: _Read = partial(raw_data, header.path, tensor)
-    if header.architecture == "llama" and part in ("attn_q", "attn_k"):
-        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-        _check_heads(header, tensor, heads)
-        read = partial(_half_rotated, header, tensor, heads)
-    yield f"{renamed}.{kind}" if layer is None else f"model.layers.{layer}.{renamed}.{kind}", read
+    yield f"{renamed}.{kind}" if layer is None else f"model.layers.{layer}.{renamed}.{kind}", None
+
+
+def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tuple[str, _Read]]:
+    """Yield name and reader of each weight that a tensor holds: one, or one per expert."""
+    for name, expert in _names(header, tensor):
+        read: _Read = partial(raw_data, header.path, tensor, expert)
+        projection = name.split(".")[-2]
+        if header.architecture == "llama" and projection in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
+            _check_heads(header, tensor, heads)
+            read = partial(_half_rotated, header, tensor, heads)
+        yield name, read
 
 
 def _layer_names(header: GGUFHeader) -> dict[str, str]:
