@@ -36,12 +36,15 @@ from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
+from stemma.native.process_memory import available_bytes
 from stemma.types import FinishReason
 
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
-_TOUCHED_AHEAD_BYTES = 128 << 20
+_MOST_TOUCHED_BYTES = 1 << 30
+_TOUCHED_FRACTION = 1 / 16
+"""Idle time touches KV blocks ahead of need: so much at most, and of the memory that was free at the start."""
 _MIN_PREFILL_TOKENS = 64
 """A step with fewer says little about the speed of prefill."""
 
@@ -99,6 +102,8 @@ class Engine:
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._num_arrived = 0
+        touched_bytes = min(_MOST_TOUCHED_BYTES, int(_TOUCHED_FRACTION * available_bytes()))
+        self._num_touched_ahead = touched_bytes // runner.kv.layout.block_bytes
         self._on_launch: Callable[[bool], None] = lambda _: None
 
     def tell_launches(self, on_launch: Callable[[bool], None]) -> None:
@@ -159,7 +164,7 @@ class Engine:
         The blocks that come into use next get their memory; blocks that wait to be continued wait no longer.
         """
         self.cache.end_rests()
-        return self.cache.touch_ahead(_TOUCHED_AHEAD_BYTES // self.runner.kv.layout.block_bytes)
+        return self.cache.touch_ahead(self._num_touched_ahead)
 
     def _step_in_turn(self) -> list[SequenceNews]:
         """Schedule a step and run it to its end."""
