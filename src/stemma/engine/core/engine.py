@@ -44,7 +44,7 @@ _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
 _MOST_TOUCHED_BYTES = 1 << 30
 _TOUCHED_FRACTION = 1 / 16
-"""Idle time touches KV blocks ahead of need: so much at most, and of the memory that was free at the start."""
+"""Of the memory free at the start, idle time touches so much of KV ahead of need, a gigabyte at most."""
 _MIN_PREFILL_TOKENS = 64
 """A step with fewer says little about the speed of prefill."""
 

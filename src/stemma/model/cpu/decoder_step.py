@@ -15,6 +15,7 @@ import torch
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
+from stemma.model.cpu.logits_memory import LogitsMemory
 from stemma.model.cpu.low_rank import describe_rows
 from stemma.model.cpu.weights import PackedProduct
 from stemma.native.library import Kernels
@@ -50,6 +51,7 @@ class DecoderStep:
         )
         """What no step changes is set once."""
         self._room = torch.empty(0, dtype=torch.uint8)
+        self._logits_memory = LogitsMemory()
 
     def forward(
         self,
@@ -67,7 +69,7 @@ class DecoderStep:
         fields that differ by layer are set in the call. `states` [T, H], if given, get the hidden states
         behind the final norm.
         """
-        logits = torch.empty(len(batch.logits_rows), self._head.out_features, dtype=torch.float32)
+        logits = self._logits_memory.take(len(batch.logits_rows), self._head.out_features)
         args = self._args
         args.threads = torch.get_num_threads()
         args.rows, args.num_logits = hidden.shape[0], logits.shape[0]
