@@ -112,6 +112,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tokenizer.json", ("model", "continuing_subword_prefix"), "ü" * 3, "no usable tokenizer"),  # panics
         ("model-1.safetensors", ("lm_head.weight", "dtype"), "x" * 10_000, "unknown dtype xxx"),
         ("model-1.safetensors", ("lm_head.weight", "shape"), [2**40, 2**40], "contradicts its shape"),
+        ("model-1.safetensors", ("lm_head.weight", "data_offsets"), [0, float("inf")], "malformed header"),
         ("model-1.safetensors", ("x" * 2000,), {}, "name has 2000 characters"),
     ],
 )

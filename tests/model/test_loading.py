@@ -54,6 +54,11 @@ def test_greedy_by_generation_config(tmp_path: Path) -> None:
     assert load_model(ModelSettings(path=path, device="cpu")).default_sampling == {"temperature": 0.0}
 
 
+def test_a_sampling_default_that_no_float_holds_is_ignored(tmp_path: Path) -> None:
+    path = checkpoints.build("llama", tmp_path, generation={"top_p": 10**400, "temperature": -(10**400)})
+    assert load_model(ModelSettings(path=path, device="cpu")).default_sampling == {}
+
+
 def test_dtype_and_context_as_asked(qwen2: Path) -> None:
     model = load_model(ModelSettings(path=qwen2, device="cpu", dtype="bfloat16", max_model_len=100))
     assert model.dtype == torch.bfloat16

@@ -32,6 +32,8 @@ _KEYS = ("api_key", "admin_key")
 """Secrets: never shown, and never silently empty."""
 YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_YAML_BYTES = 2**20
+_MAX_SHOWN = 200
+"""Characters of a wrong value in a message."""
 _HIDDEN_TABLE = "engine"
 """Groups settings in the code; the file has its tables at the top level."""
 _RENAMED: dict[tuple[str, ...], str] = {
@@ -255,7 +257,7 @@ def _explain(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) ->
         if location[:2] == ("engine", "model") and entry["type"] == "missing":
             return "no model given: name a checkpoint directory"
         source = next((item for path, item in given.items() if location[: len(path)] == path), None)
-        shown = "" if location[-1] in _KEYS else f" = {source.value!r}" if source else ""
+        shown = "" if location[-1] in _KEYS else f" = {repr(source.value)[:_MAX_SHOWN]}" if source else ""
         where = f"{source.origin}{shown}" if source else ".".join(location)
         lines.append(f"{where}: {entry['msg']}")
     return "; ".join(dict.fromkeys(lines))

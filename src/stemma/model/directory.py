@@ -219,7 +219,7 @@ def read_safetensors_header(file: Path, max_bytes: int = _MAX_HEADER_BYTES) -> l
             for name, entry in header.items()
             if name != "__metadata__"
         ]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ModelError(
             f"{file} has a malformed header: {str(error)[:_MAX_SHOWN]}; download it again"
         ) from error

@@ -30,8 +30,9 @@ def default_sampling(generation: dict[str, Any]) -> dict[str, float | int]:
         value = generation.get(name)
         if value is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if is_number and allowed(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Compared, not asked whether it is finite: JSON has whole numbers that no float holds.
+        if is_number and abs(value) < math.inf and allowed(value):
             defaults[name] = int(value) if name == "top_k" else value
         else:
             logger.warning(

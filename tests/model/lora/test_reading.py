@@ -251,3 +251,20 @@ def test_any_bytes_end_in_an_adapter_or_its_error(
     except AdapterError:
         return
     assert set(adapter.pairs) <= set(LINEARS)
+
+
+@pytest.mark.parametrize("field", ["peft_type", "bias", "lora_alpha", "init_lora_weights"])
+def test_a_long_value_is_shown_in_part(field: str, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "adapter", matrices(), **{field: "pissa" * 10_000})
+    with pytest.raises(AdapterError) as refused:
+        read(path)
+    assert field in str(refused.value)
+    assert len(str(refused.value)) < len(str(path)) + 400
+
+
+def test_an_offset_without_end(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "adapter", matrices())
+    header = b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}'
+    (path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(AdapterError, match="malformed header"):
+        read(path)

@@ -22,6 +22,10 @@ _TYPO = 0.8
 """Unknown keys this similar to a known one are taken for typing errors and refused; others are listed."""
 
 
+_MAX_SHOWN = 200
+"""Characters of a wrong value in a message."""
+
+
 class MindIEConfig(MindIESection):
     """Top of the file. `ModelDeployConfig` and `ScheduleConfig` may stand here or in `BackendConfig`."""
 
@@ -120,7 +124,7 @@ def _explain(error: ValidationError, document: JsonDocument) -> Iterator[str]:
     for entry in error.errors(include_url=False, include_context=False):
         path: JsonPath = tuple(part for part in entry["loc"] if part not in ("bool", "int"))
         given = entry["input"]
-        shown = f" = {given!r}" if isinstance(given, (str, int, float, bool)) else ""
+        shown = f" = {repr(given)[:_MAX_SHOWN]}" if isinstance(given, (str, int, float, bool)) else ""
         yield f"{document.where(path)}: {'.'.join(map(str, path)) or 'the file'}{shown}: {entry['msg']}"
 
 

@@ -50,6 +50,7 @@ _REASONS = {
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Ways to initialize an adapter that change the base model's weights beside it."""
 _WORD = re.compile(r"[A-Za-z0-9_.]+")
+_MAX_SHOWN = 50
 _MAX_PATTERN = 4096
 """Characters of a regular expression."""
 _MATCH_TIMEOUT_S = 1.0
@@ -74,10 +75,10 @@ class AdapterConfig:
     def of(cls, raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         """Check the fields of an adapter_config.json. Raises AdapterError."""
         if raw.get("peft_type") != "LORA":
-            raise AdapterError(f"{path}: peft_type is {raw.get('peft_type')!r}; LORA alone is served")
+            raise AdapterError(f"{path}: peft_type is {_shown(raw.get('peft_type'))}; LORA alone is served")
         if raw.get("bias", "none") != "none":
             raise AdapterError(
-                f"{path}: bias is {raw['bias']!r}; biases of adapters aren't served: use 'none'"
+                f"{path}: bias is {_shown(raw['bias'])}; biases of adapters aren't served: use 'none'"
             )
         for name, value in raw.items():
             if name in _CHECKED or name in _NEUTRAL or not value:
@@ -87,7 +88,7 @@ class AdapterConfig:
         made = raw.get("init_lora_weights")
         if isinstance(made, str) and made.lower().startswith(_CHANGES_BASE):
             raise AdapterError(
-                f"{path}: init_lora_weights is {made[:50]!r}, which changes the base model too; convert the "
+                f"{path}: init_lora_weights is {_shown(made)}, which changes the base model too; convert the "
                 "adapter (peft: save_pretrained with path_initial_model_for_weight_conversion)"
             )
         alphas = _numbers(raw.get("alpha_pattern") or {}, "alpha_pattern", path)
@@ -135,6 +136,10 @@ class AdapterConfig:
         return match is not None
 
 
+def _shown(value: Any) -> str:
+    return repr(value)[:_MAX_SHOWN]
+
+
 def _ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith("." + end)
 
@@ -150,7 +155,7 @@ def _targets(given: Any, path: Path) -> str | tuple[str, ...]:
 def _number(given: Any, name: str, path: Path) -> float:
     if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < 1e6:
         return float(given)
-    raise AdapterError(f"{path}: {name} must be a positive number, not {str(given)[:50]}")
+    raise AdapterError(f"{path}: {name} must be a positive number, not {_shown(given)}")
 
 
 def _numbers(given: Any, name: str, path: Path) -> dict[str, float]:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,18 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
     name = name_of("torn")
     pool.put_many([name], [parts_of(name)])
     os.truncate(tmp_path / name[:2] / name[2:4] / name, 1000)
+    assert read(pool, [name]) == [ReadResult.CORRUPT]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+def test_what_is_no_file_is_corrupt(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """A pipe has nobody who writes to it: opening it as a file would wait for ever."""
+    pool = open_backend({"path": str(tmp_path)})
+    name = name_of(1)
+    pool.put_many([name], [parts_of(name)])
+    [file] = [path for path in tmp_path.rglob("*") if path.is_file() and path.name == name]
+    file.unlink()
+    make(file)
     assert read(pool, [name]) == [ReadResult.CORRUPT]
 
 

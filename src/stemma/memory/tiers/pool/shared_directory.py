@@ -256,7 +256,8 @@ class DirectoryPool(PoolBackend):
 
     def _get(self, key: str, parts: Parts) -> ReadResult:
         try:
-            file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # What isn't a plain file is damage; to open a pipe would wait for whoever writes to it.
+            file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return ReadResult.MISS
         except OSError:
