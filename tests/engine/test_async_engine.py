@@ -300,6 +300,18 @@ async def test_a_request_can_be_aborted_in_the_turn_in_which_it_came(engine, by_
     await engine.check()
 
 
+async def test_what_is_asked_together_ends_together(engine):
+    asked = [request(f"r{i}", prompt(i, 20), greedy(3 + i)) for i in range(3)]
+    outputs = await engine.generate_all(asked)
+    assert [o.request_id for o in outputs] == ["r0", "r1", "r2"]
+    assert [o.num_generated_tokens for o in outputs] == [3, 4, 5]
+    with pytest.raises(InvalidRequest):  # the first is queued already
+        await engine.generate_all([request("a", prompt(1, 20), greedy(200)), request("b", np.array([10**6]))])
+    stats = await engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (await engine.generate_all([request("a", prompt(1, 20))]))[0].finished
+
+
 async def test_closing_the_stream_aborts(engine):
     stream = engine.generate(request("a", prompt(3, 20), greedy(1500)))
     await anext(stream)

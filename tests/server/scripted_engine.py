@@ -118,6 +118,9 @@ class ScriptedEngine:
         finally:
             self.active.discard(request.request_id)
 
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        return [[output async for output in self.generate(one)][-1] for one in requests]
+
     async def _outputs(self, request: GenerationRequest, report: CacheReport) -> AsyncIterator[RequestOutput]:
         params = request.params
         replies = [self.reply_ids(request, index) for index in range(params.n)]

@@ -150,9 +150,8 @@ class AsyncEngine:
         Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
         output, and EngineFailed at any time.
         """
-        if request.params.grammar is not None:
-            await self._compile(request)
-        subscription = self._subscribe(request)
+        await self._compile(request)
+        subscription = self._subscribe(request, Mailbox(asyncio.get_running_loop()))
         self._arrivals.append(request)
         # Only in the loop's next turn: requests of this one, such as the beams of a round, begin in one step.
         subscription.outputs.loop.call_soon(self._commands.put, self._add_arrivals)
@@ -172,8 +171,44 @@ class AsyncEngine:
             if not is_finished:
                 self._commands.put(lambda: self._abort(request.request_id))
 
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        """Queue requests for the same step and return the last output of each, in their order.
+
+        Raises what `generate` does, or the first error that ends one of them. That aborts the others, and so
+        does being cancelled.
+        """
+        for request in requests:
+            await self._compile(request)
+        outputs: Mailbox[RequestOutput | StemmaError] = Mailbox(asyncio.get_running_loop())
+        last: dict[str, RequestOutput] = {}
+        asked: list[str] = []
+        try:
+            for request in requests:
+                self._subscribe(request, outputs)
+                asked.append(request.request_id)
+                self._arrivals.append(request)
+            self._commands.put(self._add_arrivals)
+            while len(last) < len(asked):
+                output = await outputs.get()
+                if isinstance(output, StemmaError):
+                    raise output
+                output.raise_error()
+                if output.finished:
+                    last[output.request_id] = output
+            if self.pool is not None:
+                await self.pool.settle(self._call)
+            return [last[request_id] for request_id in asked]
+        finally:
+            for request_id in asked:
+                del self._subscriptions[request_id]
+            if left := [request_id for request_id in asked if request_id not in last]:
+                self._commands.put(partial(self._abort_all, left))
+
     async def _compile(self, request: GenerationRequest) -> None:
-        """Compile the request's grammar off the event loop and off the step loop, which then remembers it."""
+        """Compile a grammar, if the request has one, off the event loop and off the step loop, which then
+        remembers it."""
+        if request.params.grammar is None:
+            return
         try:
             await asyncio.wait_for(asyncio.to_thread(self._engine.validate, request), GRAMMAR_TIMEOUT_S)
         except TimeoutError:
@@ -241,7 +276,9 @@ class AsyncEngine:
         self.supervisor.close()
         self._engine.close()
 
-    def _subscribe(self, request: GenerationRequest) -> _Subscription:
+    def _subscribe(
+        self, request: GenerationRequest, outputs: Mailbox[RequestOutput | StemmaError]
+    ) -> _Subscription:
         if self._over is not None:
             raise self._over
         if self._is_closed or (self._is_draining and not request.is_continuation):
@@ -252,7 +289,7 @@ class AsyncEngine:
             raise Overloaded(f"{num_waiting} requests are waiting already")
         if request.request_id in self._subscriptions:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        subscription = _Subscription(Mailbox(asyncio.get_running_loop()))
+        subscription = _Subscription(outputs)
         self._subscriptions[request.request_id] = subscription
         if self._over is not None:  # set meanwhile, perhaps before this subscription could be seen
             del self._subscriptions[request.request_id]
@@ -355,8 +392,7 @@ class AsyncEngine:
                 rested_at = time.monotonic() + _REST_S
             self._news.pass_on()
             if command is None:
-                for request_id in self._subscriptions.copy():
-                    self._abort(request_id)
+                self._abort_all(list(self._subscriptions.copy()))
                 return False
             try:
                 command()
@@ -381,6 +417,10 @@ class AsyncEngine:
             self._deliver([(request.request_id, GenerationFailed(describe_error(error)))])
             self._engine.abort(request.request_id)
             raise
+
+    def _abort_all(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
         self._add_arrivals()  # it may be among them

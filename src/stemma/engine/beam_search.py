@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,6 @@ from stemma.engine.client import EngineClient
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import SamplingParams
-from stemma.errors import GenerationFailed
 from stemma.model.tokenizer import Tokenizer
 from stemma.types import FinishReason, as_tokens
 
@@ -152,27 +151,21 @@ async def run_beam_search(
 
     Its cache report is that of the first round; generated tokens are those of the hypotheses returned. If an
     operator aborts a round, the best so far end with ABORT. Closing this early aborts what is outstanding.
-    Raises what `EngineClient.generate` raises, and GenerationFailed if the engine fails on a round.
+    Raises what `EngineClient.generate_all` raises.
     """
     search = BeamSearch(request, engine.eos_token_ids, engine.max_model_len)
     first: RequestOutput | None = None
     was_aborted = False
-    previous: list[AsyncIterator[RequestOutput]] = []
-    streams: list[AsyncIterator[RequestOutput]] = []
-    try:
-        while not (search.is_done or was_aborted):
-            previous, streams = streams, [engine.generate(one) for one in search.requests()]
-            outputs = await _last_outputs(streams)
-            # Only now: the engine always has an open request of this search, so a drain waits for it.
-            await _close(previous)
-            first = first or outputs[0]
-            answers = [entry for output in outputs for entry in output.deltas[0].logprobs or ()]
-            if len(answers) == len(outputs):
-                search.advance(answers)
-            else:
-                was_aborted = True
-    finally:
-        await _close([*previous, *streams])
+    while not (search.is_done or was_aborted):
+        # From one round to the next the event loop has no turn: whoever looks, as a drain does, finds an open
+        # request of this search.
+        outputs = await engine.generate_all(search.requests())
+        first = first or outputs[0]
+        answers = [entry for output in outputs for entry in output.deltas[0].logprobs or ()]
+        if len(answers) == len(outputs):
+            search.advance(answers)
+        else:
+            was_aborted = True
     assert first is not None
     unfinished = FinishReason.ABORT if was_aborted else FinishReason.LENGTH
     hypotheses = search.result() or [Hypothesis()] * request.params.n
@@ -196,29 +189,3 @@ async def run_beam_search(
         queue_wait_s=first.queue_wait_s,
         load_s=first.load_s,
     )
-
-
-async def _last_outputs(streams: Sequence[AsyncIterator[RequestOutput]]) -> list[RequestOutput]:
-    """Read all streams to their last output, at once; the first error cancels the others."""
-    tasks = [asyncio.create_task(_last_output(stream)) for stream in streams]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _last_output(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    async for output in stream:
-        output.raise_error()
-        if output.finished:
-            return output
-    raise GenerationFailed("the engine ended a request without its last output")
-
-
-async def _close(streams: Sequence[AsyncIterator[RequestOutput]]) -> None:
-    for stream in streams:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()

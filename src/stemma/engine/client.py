@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from stemma.config.settings import PoolSettings
@@ -47,6 +47,13 @@ class EngineClient(Protocol):
 
         Raises InvalidRequest, Overloaded, ShuttingDown or EngineFailed before the first output, and
         EngineFailed at any time.
+        """
+
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        """Queue requests for the same step and return the last output of each, in their order.
+
+        Raises what `generate` does, or the first error that ends one of them. That aborts the others, and so
+        does being cancelled.
         """
 
     async def abort(self, request_id: str) -> None:
