@@ -90,15 +90,22 @@ static Inputs lay_out_alone(const Strips& w, const T* x, int64_t stride, int64_t
 static inline int parts_of_strip(int64_t strips, int threads) { return strips < 4 * threads ? LINES : 1; }
 
 // body(piece, begin, count): all pieces of a product for rows [begin, begin + count) of a pass. Pieces are for all rows,
-// but where that would give one thread more than another they are cut into blocks of rows.
+// but those that are left when each thread has as many as the others are cut into blocks of rows.
 template <class F>
 static void share_pass(Team& team, int member, int64_t pieces, int64_t rows, F&& body) {
-    const int64_t most = (pieces + team.size() - 1) / team.size() * team.size();
-    const bool is_even = 32 * (most - pieces) < most;
-    const int64_t size = is_even ? rows : BLOCK_ROWS, blocks = (rows + size - 1) / size;
-    team.share(member, pieces * blocks, [&](int64_t i) {
-        const int64_t begin = i % blocks * size;
-        body(i / blocks, begin, std::min(size, rows - begin));
+    const int64_t threads = team.size(), each = pieces / threads, left = pieces % threads;
+    if (left == 0 || 32 * (threads - left) < pieces + threads - left)  // a thread that rests costs less than cutting
+        return team.share(member, pieces, [&](int64_t i) { body(i, 0, rows); });
+    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, some = left * blocks;
+    team.share(member, each * threads + some, [&](int64_t i) {
+        // A thread's run (Team::share) begins with its whole pieces; others that are done take from its end.
+        const int64_t all = each * threads + some;
+        int64_t thread = 0;
+        while (all * (thread + 1) / threads <= i) thread++;
+        const int64_t at = i - all * thread / threads;
+        if (at < each) return body(thread * each + at, 0, rows);
+        const int64_t block = some * thread / threads + at - each, begin = block % blocks * BLOCK_ROWS;
+        body(each * threads + block / blocks, begin, std::min<int64_t>(BLOCK_ROWS, rows - begin));
     });
 }
 
