@@ -139,7 +139,7 @@ TEMPLATE = [b"{{ messages[0]['content'] }}", b"{% for m in messages %}", b"{% en
 TEMPLATE += [b"{% if ", b"{{ x.__class__.__mro__ }}", b"{% include 'a' %}", b"\0", b"{#", b"\xff"]
 TEMPLATE += [b"(" * 2000, b"{{ [" * 200, b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
 TEMPLATE += [b"{% generation %}", b"{{ raise_exception('" + b"x" * 100_000 + b"') }}", b"x" * 100_000]
-"""Parts of a template; loops in loops and huge numbers are left to the server's deadline."""
+"""Parts of a template; those that compute without end are in test_template_bounds.py."""
 
 
 def test_a_template_file_that_lies_is_refused_or_harmless(checkpoint: Path, tmp_path: Path) -> None:

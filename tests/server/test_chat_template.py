@@ -95,7 +95,14 @@ async def test_a_template_gets_the_variables_that_it_reads(
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no') }}"],
+    [
+        "{{ 1 / 0 }}",
+        HANGS,
+        "{{ 10 ** (10 ** 8) }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ raise_exception('no') }}",
+    ],
 )
 async def test_a_template_that_fails_is_a_400(
     engine: ScriptedEngine,

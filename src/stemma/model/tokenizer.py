@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
@@ -19,6 +18,7 @@ from stemma.errors import InvalidRequest, ModelError
 from stemma.model.directory import is_gguf
 from stemma.model.foreign import foreign_code
 from stemma.model.llama_config import read_llama_config
+from stemma.model.template_bounds import BoundedEnvironment, rendering, use_bounds
 from stemma.types import TokenArray, as_tokens
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -35,6 +35,9 @@ def _gguf_tokenizer(path: Path) -> Any:
     from stemma.model.formats.gguf.tokenizer import read_tokenizer
 
     return read_tokenizer(read_header(path))
+
+
+use_bounds()
 
 
 class TokenBytes(dict[int, bytes]):
@@ -169,7 +172,7 @@ class Tokenizer:
         template = self._hf.chat_template
         if not isinstance(template, str):
             return frozenset()
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         try:
             found = find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
         except (TemplateError, RecursionError):  # a template may nest without end
@@ -208,13 +211,14 @@ class Tokenizer:
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
-            text = self._hf.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **dict(template_kwargs or {}),
-            )
+            with rendering():
+                text = self._hf.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **dict(template_kwargs or {}),
+                )
         except MemoryError:
             raise
         except Exception as error:  # a template is a program from the checkpoint and may raise anything

@@ -1,9 +1,9 @@
 """Chat templates: what a client may pass to the checkpoint's, and how a client's own template is handled.
 
-A template is a program. The checkpoint's is trusted like its weights, but its input comes from clients. So
-the size of the input is limited, and a client sets only variables that the template reads, never a parameter
-of the function that renders it. A client's own template is refused, or rendered in a process with a time
-and a memory limit (`template_process.py`).
+A template is a program. The checkpoint's renders in bounds (`model/template_bounds.py`), and its input comes
+from clients. So the size of the input is limited, and a client sets only variables that the template reads,
+never a parameter of the function that renders it. A client's own template is refused, or rendered with a time
+and a memory limit in a process (`template_process.py`).
 """
 
 from __future__ import annotations
