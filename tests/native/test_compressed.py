@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cpu.weights import PackedProduct
 from stemma.native.library import Kernels, load_kernels
@@ -78,6 +79,9 @@ def test_a_quarter_of_the_memory_is_saved(kernels: Kernels) -> None:
     weight = normal(1024, 1024)
     plain, product = PackedProduct(kernels, [weight], compressed=False), PackedProduct(kernels, [weight])
     assert product.num_bytes < 0.76 * plain.num_bytes
+    packing = Packing(kernels, torch.bfloat16)
+    packing.tensor(weight)
+    assert packing.saved_bytes == 2 * weight.numel() - product.num_bytes
 
 
 @pytest.mark.parametrize(

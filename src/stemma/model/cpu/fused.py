@@ -103,6 +103,8 @@ class PackedWeights:
     layers: list[FusedLayer]
     embed: EmbeddingFunction
     head: PackedProduct
+    saved_bytes: int
+    """Memory that they take less than plain ones."""
 
 
 def pack_weights(hf_model: Any, packing: Packing, report: Callable[[float], None]) -> PackedWeights:
@@ -113,7 +115,8 @@ def pack_weights(hf_model: Any, packing: Packing, report: Callable[[float], None
         report(index / len(base.layers))
         layers.append(fuse(base.layers[index], packing))
         base.layers[index] = torch.nn.Identity()  # lets the plain weights go
-    return PackedWeights(layers, *_join_ends(hf_model, packing))
+    embed, head = _join_ends(hf_model, packing)
+    return PackedWeights(layers, embed, head, packing.saved_bytes)
 
 
 class FusedDecoder:
@@ -138,6 +141,7 @@ class FusedDecoder:
         if packed is None:
             packed = pack_weights(hf_model, packing, report)
         else:
+            packing.saved_bytes += packed.saved_bytes
             base.layers = hf_model.lm_head = base.embed_tokens = nn.Identity()
         leave_file(hf_model)
         layers, self._embed, self._head = packed.layers, packed.embed, packed.head

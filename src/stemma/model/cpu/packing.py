@@ -50,7 +50,7 @@ class Packing:
         self.num_quantized = 0
         """Weights packed as codes so far."""
         self.saved_bytes = 0
-        """Memory that codes take less than the plain weights."""
+        """Memory that codes and compressed weights take less than plain ones."""
 
     def linears(self, *linears: Any) -> PackedProduct:
         """Return one product that computes those of several layers, side by side."""
@@ -104,8 +104,8 @@ class Packing:
             if isinstance(weight, QuantizedWeight):
                 self.num_quantized += 1
                 self.fewest_bits = min(self.fewest_bits or weight.bits, weight.bits)
-                self.saved_bytes += weight.shape.numel() * self._dtype.itemsize
-        if isinstance(weights[0], QuantizedWeight):
+        if isinstance(weights[0], QuantizedWeight) or product.is_compressed:
+            self.saved_bytes += sum(weight.shape.numel() for weight in weights) * self._dtype.itemsize
             self.saved_bytes -= product.num_bytes
         return product
 

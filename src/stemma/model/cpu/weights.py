@@ -80,6 +80,11 @@ class PackedProduct:
             self.strips, self.bias, self._room = codes.strips, codes.bias, codes.room
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether a plain weight is kept in twelve bits a number."""
+        return self._compressed is not None
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the packed weight."""
         return self._room.nbytes if self._compressed is None else self._compressed.num_bytes
