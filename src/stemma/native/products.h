@@ -20,6 +20,7 @@ template <class T>
 constexpr bool WIDENED = !STEMMA_BF16_DOT && sizeof(T) == 2;
 
 constexpr int64_t PASS_ROWS = 256;  // rows that go through a product at a time: their inputs stay in the caches
+constexpr int64_t CUT_ROWS = 64;    // of a block where a piece is cut by rows
 
 // Rows as this level multiplies them.
 struct Inputs {
@@ -96,7 +97,7 @@ static void share_pass(Team& team, int member, int64_t pieces, int64_t rows, F&&
     const int64_t threads = team.size(), each = pieces / threads, left = pieces % threads;
     if (left == 0 || 32 * (threads - left) < pieces + threads - left)  // a thread that rests costs less than cutting
         return team.share(member, pieces, [&](int64_t i) { body(i, 0, rows); });
-    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, some = left * blocks;
+    const int64_t blocks = (rows + CUT_ROWS - 1) / CUT_ROWS, some = left * blocks;
     team.share(member, each * threads + some, [&](int64_t i) {
         // A thread's run (Team::share) begins with its whole pieces; others that are done take from its end.
         const int64_t all = each * threads + some;
@@ -104,8 +105,8 @@ static void share_pass(Team& team, int member, int64_t pieces, int64_t rows, F&&
         while (all * (thread + 1) / threads <= i) thread++;
         const int64_t at = i - all * thread / threads;
         if (at < each) return body(thread * each + at, 0, rows);
-        const int64_t block = some * thread / threads + at - each, begin = block % blocks * BLOCK_ROWS;
-        body(each * threads + block / blocks, begin, std::min<int64_t>(BLOCK_ROWS, rows - begin));
+        const int64_t block = some * thread / threads + at - each, begin = block % blocks * CUT_ROWS;
+        body(each * threads + block / blocks, begin, std::min(CUT_ROWS, rows - begin));
     });
 }
 
