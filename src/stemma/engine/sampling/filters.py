@@ -59,9 +59,12 @@ def weights_of(logits: torch.Tensor) -> torch.Tensor:
     num_rows, vocab_size = logits.shape
     width = vocab_size + -vocab_size % _IDS_PER_BLOCK
     weights = logits.new_empty(num_rows, width)
-    weights[:, vocab_size:] = 0.0
-    torch.sub(logits, logits.amax(dim=-1, keepdim=True), out=weights[:, :vocab_size])
-    weights[:, :vocab_size].exp_()
+    used = weights
+    if width > vocab_size:
+        used = weights[:, :vocab_size]
+        weights[:, vocab_size:] = 0.0
+    torch.sub(logits, logits.amax(dim=-1, keepdim=True), out=used)
+    used.exp_()
     return weights
 
 

@@ -227,11 +227,12 @@ class Lease:
 
         `costs` holds the cost of a block by depth, for at least as many blocks.
         """
-        prints: Fingerprints = self.keys(num_full)[:, :8].copy().view("<u8")[:, 0]
+        prints: Fingerprints = np.empty(num_full + (tail is not None), dtype=np.uint64)
+        prints[:num_full] = self.keys(num_full).view("<u8")[:, 0]
         if tail is not None:
-            prints = np.append(prints, np.frombuffer(tail[:8], dtype="<u8"))
+            prints[num_full] = int.from_bytes(tail[:8], "little")
         return BlockTraits(
-            fingerprints=prints.astype(np.uint64, copy=False),
+            fingerprints=prints,
             costs_s=None if costs is None else costs[: len(prints)],
             priority=self.priority,
             ttl_s=self.ttl_s,
