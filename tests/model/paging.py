@@ -107,8 +107,11 @@ class PagedSequences:
         self.done[target] = num_tokens
         self.logits[target][:num_tokens] = self.logits[source][:num_tokens]
 
-    def step(self, plan: Sequence[tuple[int, int]]) -> None:
-        """Run one forward pass; `plan` lists (sequence, number of its next tokens)."""
+    def step(self, plan: Sequence[tuple[int, int]], wanted: Sequence[int] | None = None) -> torch.Tensor:
+        """Run one forward pass; `plan` lists (sequence, number of its next tokens).
+
+        Returns the logits, of these rows of the batch if `wanted` is given; they are kept otherwise.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -137,7 +140,7 @@ class PagedSequences:
             query_starts=starts,
             context_lens=contexts,
             block_tables=torch.from_numpy(tables),
-            logits_rows=torch.arange(len(token_ids)),
+            logits_rows=torch.tensor(range(len(token_ids)) if wanted is None else wanted, dtype=torch.int64),
             adapters=self._adapter_rows(plan, starts),
         )
         decoder = self.model.decoder
@@ -150,10 +153,12 @@ class PagedSequences:
             for row, (seq, _) in enumerate(plan):
                 self.hidden[seq] = decoder.hidden[starts[row + 1] - 1].clone()
         for row, (seq, num_tokens) in enumerate(plan):
-            self.logits[seq][self.done[seq] : self.done[seq] + num_tokens] = logits[
-                starts[row] : starts[row + 1]
-            ]
+            if wanted is None:
+                self.logits[seq][self.done[seq] : self.done[seq] + num_tokens] = logits[
+                    starts[row] : starts[row + 1]
+                ]
             self.done[seq] += num_tokens
+        return logits
 
     def _adapter_rows(
         self, plan: Sequence[tuple[int, int]], starts: Sequence[int]

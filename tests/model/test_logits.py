@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from stemma.config.settings import KVDtype
 from tests.checkpoints import FAMILIES, MOE_FAMILIES
-from tests.model.conftest import PATHS, LoadFamily
+from tests.model.conftest import MODULES, NATIVE, PATHS, LoadFamily
 from tests.model.paging import PagedSequences, coded_logits, plain_logits
 
 FP32_TOLERANCE = 1e-4
@@ -146,25 +147,29 @@ def test_a_shared_prefix_is_read_once_and_right(family: str, how: str, load_fami
         torch.testing.assert_close(logits, plain_logits(path, prompt), atol=FP32_TOLERANCE, rtol=0)
 
 
-def test_only_wanted_rows_are_returned(load_family: LoadFamily) -> None:
-    """`logits_rows` picks rows, none at all included (a chunk in the middle of a prompt)."""
-    _, model = load_family("qwen2")
-    run = PagedSequences(model, random_prompts(12))
-    run.step([(0, 12)])
-    rows: list[torch.Tensor] = []
-    for wanted in ([3, 11], []):
-        again = PagedSequences(model, random_prompts(12))
-        original = model.forward
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", [NATIVE, MODULES])
+@pytest.mark.parametrize("family", ["qwen2", "mistral-sliding", "qwen3-moe", "deepseek-v3"])
+def test_wanted_rows_are_those_of_all(family: str, how: str, dtype: str, load_family: LoadFamily) -> None:
+    """`logits_rows` picks rows, bit for bit; none at all included (a chunk in the middle of a prompt).
 
-        def forward(batch, kv, wanted=wanted, original=original):  # type: ignore[no-untyped-def]
-            batch.logits_rows = torch.tensor(wanted, dtype=torch.int64)
-            rows.append(original(batch, kv))
-            return torch.zeros(12, model.vocab_size)
+    Behind the last layer only these rows are computed: of prompts, decodes, and decodes over a shared prefix,
+    whose attention is split by keys and merged.
+    """
+    _, model = load_family(family, dtype, how)
+    root, *tails = random_prompts(520, 9, 5, 40)
+    prompts = [root + tail for tail in tails]
 
-        model.forward = forward  # type: ignore[method-assign]
-        try:
-            again.step([(0, 12)])
-        finally:
-            del model.forward
-    torch.testing.assert_close(rows[0], run.logits[0][[3, 11]])
-    assert rows[1].shape == (0, model.vocab_size)
+    def run(wanted: Sequence[list[int] | None]) -> list[torch.Tensor]:
+        sequences = PagedSequences(model, prompts)
+        logits = [sequences.step([(0, 300)], wanted[0]), sequences.step([(0, 220)], wanted[1])]
+        for other in (1, 2):
+            sequences.reuse(0, other, 520)
+        logits.append(sequences.step([(0, 1), (1, 1), (2, 25)], wanted[2]))
+        logits.append(sequences.step([(0, 2), (1, 1), (2, 1)], wanted[3]))
+        return logits
+
+    wanted: list[list[int]] = [[], [3, 150, 219], [26, 1], [2]]
+    for rows, some, every in zip(wanted, run(wanted), run([None] * 4), strict=True):
+        assert some.shape == (len(rows), model.vocab_size)
+        assert torch.equal(some, every[rows])

@@ -152,9 +152,9 @@ class DecoderStep {
             hidden = norm(hidden, delta, layer.input_norm, rows);
             multiply(layer.qkv, room_.normed, rows, room_.qkv, layer.qkv.n);
             adapt_qkv(layer, l);
-            prepare_and_attend(layer, l);
-            const T* attended = room_.attended;
             const bool at_end = l == a_.num_layers - 1 && a_.states == nullptr;
+            prepare_and_attend(layer, l, at_end);
+            const T* attended = room_.attended;
             if (at_end) {  // what follows serves logits alone
                 if (a_.num_logits == 0) return;
                 keep_logits_rows(hidden);
@@ -336,7 +336,7 @@ class DecoderStep {
         });
     }
 
-    void prepare_and_attend(const LayerWeights& layer, int index) {
+    void prepare_and_attend(const LayerWeights& layer, int index, bool at_end) {
         AttendArgs attend = a_.attend;
         if (a_.latent.heads > 0) {
             void* latents = (char*)a_.latent.latents + index * a_.layer_bytes;
@@ -354,10 +354,16 @@ class DecoderStep {
         attend.query = room_.query, attend.output = room_.attended;
         attend.window = layer.window, attend.scale = layer.scale;
         static thread_local Scratch scratch;
-        team_.share(member_, plan_.items.size(),
-                    [&](int64_t i) { run_item_any<T>(attend, plan_, plan_.items[i], scratch); });
-        if (!plan_.merged.empty())
-            team_.share(member_, plan_.merged.size(), [&](int64_t i) { merge_token<T>(attend, plan_, int(i)); });
+        auto run = [&](int64_t i) { run_item_any<T>(attend, plan_, plan_.items[i], scratch); };
+        auto merge = [&](int64_t i) { merge_token<T>(attend, plan_, int(i)); };
+        if (at_end) {
+            team_.share(member_, plan_.needed_items.size(), [&](int64_t i) { run(plan_.needed_items[i]); });
+            if (!plan_.needed_merged.empty())
+                team_.share(member_, plan_.needed_merged.size(), [&](int64_t i) { merge(plan_.needed_merged[i]); });
+            return;
+        }
+        team_.share(member_, plan_.items.size(), run);
+        if (!plan_.merged.empty()) team_.share(member_, plan_.merged.size(), merge);
     }
 
     // Queries over latents into room_.query, and the tokens' latents into their slots.

@@ -159,6 +159,7 @@ int64_t stemma_decoder_step_room(const StepArgs* args) {
 }
 void stemma_decoder_step(Plan* plan, const StepArgs* args) {
     plan->make_room(args->attend.value_dim);
+    plan->need(args->logits_rows, args->num_logits);
     args->is_bf16 ? run_step<bf16>(*plan, *args) : run_step<float>(*plan, *args);
 }
 int64_t stemma_packed_bytes(const Strips* weight, int32_t is_bf16) {

@@ -58,9 +58,27 @@ struct Plan {
     std::vector<int32_t> merged_begin; // [merged + 1], into slots
     std::vector<int64_t> slots;        // those of the token's first head, in order of keys
     std::vector<float> partials;
+    std::vector<int32_t> needed_items, needed_merged;  // places of those that the rows of need() want
 
     int num_heads() const { return num_kv_heads * group_size; }
     void make_room(int value_dim) { partials.resize(num_slots * (value_dim + 2)); }
+
+    // Of the last layer only rows with logits are read: find the items and merges that these tokens want.
+    void need(const int64_t* rows, int64_t count) {
+        std::vector<char> is_needed(last_token() + 1);
+        for (int64_t i = 0; i < count; i++) is_needed[rows[i]] = 1;
+        needed_items.clear(), needed_merged.clear();
+        for (size_t i = 0; i < items.size(); i++) {
+            const Item& item = items[i];
+            const int32_t* at = &tokens[segments[item.segment].token_begin];
+            const int first = item.row_begin / group_size, last = (item.row_begin + item.num_rows - 1) / group_size;
+            if (std::any_of(at + first, at + last + 1, [&](int32_t t) { return is_needed[t]; }))
+                needed_items.push_back(int32_t(i));
+        }
+        for (size_t i = 0; i < merged.size(); i++)
+            if (is_needed[merged[i]]) needed_merged.push_back(int32_t(i));
+    }
+    int32_t last_token() const { return tokens.empty() ? -1 : *std::max_element(tokens.begin(), tokens.end()); }
 };
 
 class Planner {
@@ -148,9 +166,7 @@ class Planner {
         for (auto& s : plan_.segments)
             total += int64_t(s.key_end - s.key_begin) * blocks_of_rows(s.num_tokens * group) * heads;
         const int64_t target = total / (PIECES_PER_THREAD * plan_.num_threads) + 1;
-        int32_t last_token = -1;
-        for (int32_t t : plan_.tokens) last_token = std::max(last_token, t);
-        std::vector<std::vector<int64_t>> slots(last_token + 1);
+        std::vector<std::vector<int64_t>> slots(plan_.last_token() + 1);
         for (size_t i = 0; i < plan_.segments.size(); i++) {
             const Segment& s = plan_.segments[i];
             int rows = s.num_tokens * group, keys = s.key_end - s.key_begin;
