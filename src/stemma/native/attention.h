@@ -35,6 +35,30 @@ struct HeadState {
     float *split_acc, *whole_acc;  // [row][value_dim]
 };
 
+// The keys that any row of an item sees, and those that all of them see: outside the latter, tiles are masked.
+struct Visible {
+    int begin, end, all_begin, all_end;
+
+    Visible() = default;
+    Visible(const Item& item, const RowLimits& limits) {
+        begin = all_begin = limits.low[0], end = all_end = limits.high[0];
+        for (int r = 1; r < item.num_rows; r++) {
+            begin = std::min(begin, limits.low[r]), all_begin = std::max(all_begin, limits.low[r]);
+            end = std::max(end, limits.high[r]), all_end = std::min(all_end, limits.high[r]);
+        }
+        begin = std::max(begin, item.key_begin), end = std::min(end, item.key_end);
+    }
+};
+
+// An item of a bundle
+struct BundledItem {
+    const Item* item;
+    RowLimits limits;
+    Visible visible;
+    HeadState head;
+    int64_t slot;
+};
+
 // Floats that begin with a cache line: else each vector would lie in two.
 class Floats {
   public:
@@ -51,6 +75,7 @@ class Floats {
 struct Scratch {
     Floats query, scores, keys, values, acc;
     std::vector<HeadState> heads;
+    std::vector<BundledItem> bundled;
     TileTokens tokens, next_tokens;
     float alpha[ROWS];
     RowLimits limits;
@@ -127,6 +152,23 @@ static void gather_query(const AttendArgs& args, const Plan& plan, const Item& i
     }
 }
 
+// What each of an item's rows sees; nothing, where `width` is more than it has.
+static void limit_rows(const AttendArgs& args, const Plan& plan, const Item& item, int width, RowLimits& limits) {
+    const Segment& segment = plan.segments[item.segment];
+    RowOfItem row(plan, item);
+    for (int r = 0; r < item.num_rows; r++, row.next()) {
+        int at = segment.token_begin + row.token, position = plan.positions[at];
+        limits.high[r] = position + 1;
+        if (args.lows) {
+            limits.low[r] = args.lows[plan.tokens[at]];
+            continue;
+        }
+        int low = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
+        limits.low[r] = std::max(low, std::min(args.first_key, position));
+    }
+    for (int r = item.num_rows; r < width; r++) limits.low[r] = limits.high[r] = 0;
+}
+
 // Cut the scratch into what the item's KV heads need.
 template <class T>
 static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, int width, const ItemShape& shape,
@@ -148,19 +190,7 @@ static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, i
         head.whole.clear();
         gather_query<T>(args, plan, item, item.first_head + h, width, shape.paired, head.query);
     }
-    const Segment& segment = plan.segments[item.segment];
-    RowOfItem row(plan, item);
-    for (int r = 0; r < item.num_rows; r++, row.next()) {
-        int at = segment.token_begin + row.token, position = plan.positions[at];
-        s.limits.high[r] = position + 1;
-        if (args.lows) {
-            s.limits.low[r] = args.lows[plan.tokens[at]];
-            continue;
-        }
-        int low = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
-        s.limits.low[r] = std::max(low, std::min(args.first_key, position));
-    }
-    for (int r = item.num_rows; r < width; r++) s.limits.low[r] = s.limits.high[r] = 0;
+    limit_rows(args, plan, item, width, s.limits);
 }
 
 // acc [row][dim] *= alpha [row]
@@ -326,20 +356,6 @@ static void emit(const AttendArgs& args, Plan& plan, const Item& item, int h, co
     }
 }
 
-// The keys that any row of an item sees, and those that all of them see: outside the latter, tiles are masked.
-struct Visible {
-    int begin, end, all_begin, all_end;
-
-    Visible(const Item& item, const Scratch& s) {
-        begin = all_begin = s.limits.low[0], end = all_end = s.limits.high[0];
-        for (int r = 1; r < item.num_rows; r++) {
-            begin = std::min(begin, s.limits.low[r]), all_begin = std::max(all_begin, s.limits.low[r]);
-            end = std::max(end, s.limits.high[r]), all_end = std::min(all_end, s.limits.high[r]);
-        }
-        begin = std::max(begin, item.key_begin), end = std::min(end, item.key_end);
-    }
-};
-
 template <class T, int NB>
 static void run_split(const AttendArgs& args, const Plan& plan, const Item& item, int split, const Visible& visible,
                       const ItemShape& shape, Scratch& s) {
@@ -407,7 +423,7 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
     if (shape.tiles) scope.emplace();
 #endif
     set_up<T>(args, plan, item, NB * LANES, shape, s);
-    const Visible visible(item, s);
+    const Visible visible(item, s.limits);
     const bool merges = item.merges();
     const int dim = args.value_dim;
     int64_t slot = item.partial;
@@ -428,12 +444,140 @@ static void run_item(const AttendArgs& args, Plan& plan, const Item& item, Scrat
         emit<T>(args, plan, item, h, s.heads[h].whole, s.heads[h].whole_acc, item.partial);
 }
 
+// f(blocks of 16 rows, as a constant)
+template <class F>
+static void with_blocks(int num_rows, F&& f) {
+    switch ((num_rows + LANES - 1) / LANES) {
+        case 1: return f(std::integral_constant<int, 1>{});
+        case 2: return f(std::integral_constant<int, 2>{});
+        case 3: return f(std::integral_constant<int, 3>{});
+        default: return f(std::integral_constant<int, 4>{});
+    }
+}
+
 template <class T>
 static void run_item_any(const AttendArgs& args, Plan& plan, const Item& item, Scratch& s) {
-    switch ((item.num_rows + LANES - 1) / LANES) {
-        case 1: return run_item<T, 1>(args, plan, item, s);
-        case 2: return run_item<T, 2>(args, plan, item, s);
-        case 3: return run_item<T, 3>(args, plan, item, s);
-        default: return run_item<T, 4>(args, plan, item, s);
+    with_blocks(item.num_rows, [&](auto blocks) { run_item<T, blocks.value>(args, plan, item, s); });
+}
+
+#if STEMMA_BF16_DOT
+// Several items in products of pairs. Tile by tile, all of them take its keys and values out of the first caches, and
+// values are laid out in pairs once. What comes out is what run_item() computes for each.
+class BundleOfPairs {
+  public:
+    BundleOfPairs(const AttendArgs& args, Plan& plan, const Bundle& bundle, Scratch& s)
+        : args_(args),
+          plan_(plan),
+          segment_(plan.segments[plan.items[bundle.first].segment]),
+          kv_head_(plan.items[bundle.first].first_head),
+          shape_(ItemShape::of<bf16>(args, ROWS)),
+          s_(s) {
+        set_up(&plan.items[bundle.first], bundle.count);
     }
+
+    void run() {
+        const bool merges = s_.bundled[0].item->merges();
+        int begin = INT32_MAX, end = 0;
+        for (const BundledItem& b : s_.bundled) begin = std::min(begin, first(b)), end = std::max(end, last(b));
+        for (int split = begin; split < end; split += SPLIT) {
+            run_split(split);
+            for (BundledItem& b : s_.bundled) {
+                if (split < first(b) || split >= last(b)) continue;
+                if (merges) {
+                    with_blocks(b.item->num_rows, [&](auto blocks) {
+                        merge_split<blocks.value>(b.head, b.item->num_rows, args_.value_dim, split == first(b));
+                    });
+                    continue;
+                }
+                emit<bf16>(args_, plan_, *b.item, 0, b.head.split, b.head.split_acc, b.slot);
+                b.slot += int64_t(segment_.num_tokens) * plan_.num_heads();
+            }
+        }
+        for (BundledItem& b : s_.bundled)
+            if (merges) emit<bf16>(args_, plan_, *b.item, 0, b.head.whole, b.head.whole_acc, b.item->partial);
+    }
+
+  private:
+    const AttendArgs& args_;
+    Plan& plan_;
+    const Segment& segment_;
+    const int kv_head_;
+    const ItemShape shape_;
+    Scratch& s_;
+
+    // The splits of an item
+    static int first(const BundledItem& b) {
+        return b.item->merges() ? b.visible.begin / SPLIT * SPLIT : b.item->key_begin;
+    }
+    static int last(const BundledItem& b) { return b.item->merges() ? b.visible.end : b.item->key_end; }
+
+    void set_up(const Item* items, int count) {
+        const size_t query_size = size_t(ROWS) * (args_.key_dim / 2), acc_size = size_t(ROWS) * args_.value_dim;
+        s_.query.resize(query_size * count);
+        s_.acc.resize(acc_size * count * 2);
+        if (args_.format.stored != PLAIN) s_.decoded.resize(size_t(DECODED_KEYS) * args_.key_dim);
+        s_.scores.resize(size_t(TILE) * ROWS);
+        s_.values.resize(size_t(TILE) * args_.value_dim);
+        s_.bundled.resize(count);
+        for (int i = 0; i < count; i++) {
+            BundledItem& b = s_.bundled[i];
+            b.item = items + i, b.slot = items[i].partial;
+            b.head.query = s_.query.data() + i * query_size;
+            b.head.split_acc = s_.acc.data() + 2 * i * acc_size;
+            b.head.whole_acc = b.head.split_acc + acc_size;
+            b.head.whole.clear();
+            const int width = (items[i].num_rows + LANES - 1) / LANES * LANES;
+            gather_query<bf16>(args_, plan_, items[i], kv_head_, width, true, b.head.query);
+            limit_rows(args_, plan_, items[i], width, b.limits);
+            b.visible = Visible(items[i], b.limits);
+        }
+    }
+
+    void run_split(int split) {
+        int begin = INT32_MAX, end = 0;
+        for (BundledItem& b : s_.bundled) {
+            b.head.split.clear();
+            begin = std::min(begin, b.visible.begin / shape_.tile * shape_.tile), end = std::max(end, b.visible.end);
+        }
+        begin = std::max(begin, split), end = std::min(end, split + SPLIT);
+        for (int key = begin; key < end; key += shape_.tile) {
+            const int n = std::min(shape_.tile, end - key);
+            locate<bf16>(args_, plan_, segment_, key, n, s_.tokens);
+            int num_paired = 0;
+            for (BundledItem& b : s_.bundled) {
+                const int first_tile = std::max(split, b.visible.begin / shape_.tile * shape_.tile);
+                const int some = std::min(n, b.visible.end - key);
+                if (key < first_tile || some <= 0) continue;
+                with_blocks(b.item->num_rows, [&](auto blocks) {
+                    run_tile<blocks.value>(b, key, some, key == first_tile, num_paired);
+                });
+            }
+        }
+    }
+
+    // `num_paired` keys' values are in pairs already.
+    template <int NB>
+    void run_tile(BundledItem& b, int key, int n, bool is_first, int& num_paired) {
+        const bool masked = key + n > b.visible.all_end || key < b.visible.all_begin;
+        score_pairs<NB>(args_, plan_, b.head.query, kv_head_, n, shape_, s_);
+        weigh<NB>(args_, b.limits, b.head.split, s_.alpha, s_.scores.data(), n, key, masked, true);
+        if (n != num_paired && (n > num_paired || n % 2)) {  // the last of an odd number is paired with itself
+            pair_values_of(args_, s_.tokens, kv_head_, n, s_.values.data());
+            num_paired = n;
+        }
+        weigh_pairs(s_.scores.data(), NB * LANES, b.item->num_rows, s_.values.data(), (n + 1) / 2, args_.value_dim,
+                    is_first ? nullptr : s_.alpha, b.head.split_acc);
+    }
+};
+#endif
+
+template <class T>
+static void run_bundle(const AttendArgs& args, Plan& plan, const Bundle& bundle, Scratch& s) {
+#if STEMMA_BF16_DOT
+    if constexpr (sizeof(T) == 2) {
+        const ItemShape shape = ItemShape::of<T>(args, ROWS);
+        if (bundle.count > 1 && shape.paired && !shape.tiles) return BundleOfPairs(args, plan, bundle, s).run();
+    }
+#endif
+    for (int i = 0; i < bundle.count; i++) run_item_any<T>(args, plan, plan.items[bundle.first + i], s);
 }

@@ -354,16 +354,12 @@ class DecoderStep {
         attend.query = room_.query, attend.output = room_.attended;
         attend.window = layer.window, attend.scale = layer.scale;
         static thread_local Scratch scratch;
-        auto run = [&](int64_t i) { run_item_any<T>(attend, plan_, plan_.items[i], scratch); };
         auto merge = [&](int64_t i) { merge_token<T>(attend, plan_, int(i)); };
-        if (at_end) {
-            team_.share(member_, plan_.needed_items.size(), [&](int64_t i) { run(plan_.needed_items[i]); });
-            if (!plan_.needed_merged.empty())
-                team_.share(member_, plan_.needed_merged.size(), [&](int64_t i) { merge(plan_.needed_merged[i]); });
-            return;
-        }
-        team_.share(member_, plan_.items.size(), run);
-        if (!plan_.merged.empty()) team_.share(member_, plan_.merged.size(), merge);
+        const auto& bundles = at_end ? plan_.needed_bundles : plan_.bundles;
+        team_.share(member_, bundles.size(), [&](int64_t i) { run_bundle<T>(attend, plan_, bundles[i], scratch); });
+        if (at_end && !plan_.needed_merged.empty())
+            team_.share(member_, plan_.needed_merged.size(), [&](int64_t i) { merge(plan_.needed_merged[i]); });
+        if (!at_end && !plan_.merged.empty()) team_.share(member_, plan_.merged.size(), merge);
     }
 
     // Queries over latents into room_.query, and the tokens' latents into their slots.

@@ -48,12 +48,12 @@ template <class T>
 static void attend(Plan& plan, const AttendArgs& args) {
     plan.make_room(args.value_dim);
     int threads = plan.total_cost < SERIAL_COST ? 1 : plan.num_threads;
-    int num_items = int(plan.items.size()), num_merged = int(plan.merged.size());
+    int num_bundles = int(plan.bundles.size()), num_merged = int(plan.merged.size());
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         static thread_local Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
-        for (int i = 0; i < num_items; i++) run_item_any<T>(args, plan, plan.items[i], scratch);
+        for (int i = 0; i < num_bundles; i++) run_bundle<T>(args, plan, plan.bundles[i], scratch);
 #pragma omp for schedule(static)
         for (int i = 0; i < num_merged; i++) merge_token<T>(args, plan, i);
     }

@@ -17,6 +17,7 @@
 constexpr int ROWS = 64;    // query rows (token x head of one KV head) a work item holds
 constexpr int SPLIT = 256;  // keys of a partial result; part of the numeric path: see attention.h
 constexpr int PIECES_PER_THREAD = 4;
+constexpr int BUNDLED_ITEMS = 4, BUNDLES_PER_THREAD = 2;  // at most, at least
 constexpr int64_t SLOTS_PER_THREAD = 1 << 14;  // of one segment; what would need more memory isn't cut
 
 struct Batch {
@@ -46,19 +47,26 @@ struct Item {
     bool merges() const { return key_begin == 0; }
 };
 
+// Items after each other, of one run of keys, one KV head and neighbouring rows: a thread takes them together.
+struct Bundle {
+    int first, count;
+    int64_t cost;
+};
+
 struct Plan {
     int block_size, num_kv_heads, group_size, num_threads;
     std::vector<Segment> segments;
     std::vector<int32_t> tokens;       // rows of the batch, by segment
     std::vector<int32_t> positions;    // of the same tokens
     std::vector<Item> items;
+    std::vector<Bundle> bundles, needed_bundles;  // of all items; of those that the tokens of need() want
     int64_t num_slots = 0;             // partial results: of one split (or merged ones), token and query head
     int64_t total_cost = 0;
     std::vector<int32_t> merged;       // tokens with several slots
     std::vector<int32_t> merged_begin; // [merged + 1], into slots
     std::vector<int64_t> slots;        // those of the token's first head, in order of keys
     std::vector<float> partials;
-    std::vector<int32_t> needed_items, needed_merged;  // places of those that the rows of need() want
+    std::vector<int32_t> needed_merged;  // places of those that the tokens of need() want
 
     int num_heads() const { return num_kv_heads * group_size; }
     void make_room(int value_dim) { partials.resize(num_slots * (value_dim + 2)); }
@@ -67,13 +75,13 @@ struct Plan {
     void need(const int64_t* rows, int64_t count) {
         std::vector<char> is_needed(last_token() + 1);
         for (int64_t i = 0; i < count; i++) is_needed[rows[i]] = 1;
-        needed_items.clear(), needed_merged.clear();
+        needed_bundles.clear(), needed_merged.clear();
         for (size_t i = 0; i < items.size(); i++) {
             const Item& item = items[i];
             const int32_t* at = &tokens[segments[item.segment].token_begin];
             const int first = item.row_begin / group_size, last = (item.row_begin + item.num_rows - 1) / group_size;
             if (std::any_of(at + first, at + last + 1, [&](int32_t t) { return is_needed[t]; }))
-                needed_items.push_back(int32_t(i));
+                needed_bundles.push_back({int(i), 1, item.cost});
         }
         for (size_t i = 0; i < merged.size(); i++)
             if (is_needed[merged[i]]) needed_merged.push_back(int32_t(i));
@@ -218,8 +226,25 @@ class Planner {
             if (slots[token].size() < 2) item.partial = -1;
         }
         if (plan_.merged.empty()) plan_.num_slots = 0;
+        bundle();
+    }
+
+    // Keys and values come into the caches once for a bundle; there are fewer items in one where threads would wait.
+    void bundle() {
+        const int64_t wanted = BUNDLES_PER_THREAD * plan_.num_threads;
+        const int most = int(std::clamp<int64_t>(int64_t(plan_.items.size()) / wanted, 1, BUNDLED_ITEMS));
+        for (size_t i = 0; i < plan_.items.size(); i++) {
+            const Item &item = plan_.items[i], &before = plan_.items[i ? i - 1 : 0];
+            const bool goes_on = i > 0 && item.segment == before.segment && item.key_begin == before.key_begin &&
+                                 item.first_head == before.first_head;
+            if (goes_on && plan_.bundles.back().count < most) {
+                plan_.bundles.back().count++, plan_.bundles.back().cost += item.cost;
+                continue;
+            }
+            plan_.bundles.push_back({int(i), 1, item.cost});
+        }
         // Stable: pieces with equal costs are read in order of keys.
-        std::stable_sort(plan_.items.begin(), plan_.items.end(),
-                         [](const Item& a, const Item& b) { return a.cost > b.cost; });
+        std::stable_sort(plan_.bundles.begin(), plan_.bundles.end(),
+                         [](const Bundle& a, const Bundle& b) { return a.cost > b.cost; });
     }
 };
