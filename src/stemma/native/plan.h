@@ -17,7 +17,7 @@
 constexpr int ROWS = 64;    // query rows (token x head of one KV head) a work item holds
 constexpr int SPLIT = 256;  // keys of a partial result; part of the numeric path: see attention.h
 constexpr int PIECES_PER_THREAD = 4;
-constexpr int BUNDLED_ITEMS = 4, BUNDLES_PER_THREAD = 2;  // at most, at least
+constexpr int MOST_BUNDLED = 4;  // items
 constexpr int64_t SLOTS_PER_THREAD = 1 << 14;  // of one segment; what would need more memory isn't cut
 
 struct Batch {
@@ -229,20 +229,30 @@ class Planner {
         bundle();
     }
 
-    // Keys and values come into the caches once for a bundle; there are fewer items in one where threads would wait.
-    void bundle() {
-        const int64_t wanted = BUNDLES_PER_THREAD * plan_.num_threads;
-        const int most = int(std::clamp<int64_t>(int64_t(plan_.items.size()) / wanted, 1, BUNDLED_ITEMS));
+    static bool same_keys(const Item& a, const Item& b) {
+        return a.segment == b.segment && a.key_begin == b.key_begin && a.first_head == b.first_head;
+    }
+    // Bundles of as many items as possible, `most` at most.
+    void bundle(int most) {
+        plan_.bundles.clear();
         for (size_t i = 0; i < plan_.items.size(); i++) {
-            const Item &item = plan_.items[i], &before = plan_.items[i ? i - 1 : 0];
-            const bool goes_on = i > 0 && item.segment == before.segment && item.key_begin == before.key_begin &&
-                                 item.first_head == before.first_head;
-            if (goes_on && plan_.bundles.back().count < most) {
+            const Item& item = plan_.items[i];
+            if (i > 0 && same_keys(item, plan_.items[i - 1]) && plan_.bundles.back().count < most) {
                 plan_.bundles.back().count++, plan_.bundles.back().cost += item.cost;
                 continue;
             }
             plan_.bundles.push_back({int(i), 1, item.cost});
         }
+    }
+    // Keys and values come into the caches once for a bundle. There are fewer items in one where threads would wait.
+    void bundle() {
+        const auto shares_out = [&] {
+            const size_t count = plan_.bundles.size(), threads = plan_.num_threads;
+            return count % threads == 0 || count >= PIECES_PER_THREAD * threads;
+        };
+        int most = MOST_BUNDLED;
+        bundle(most);
+        while (most > 1 && !shares_out()) bundle(--most);
         // Stable: pieces with equal costs are read in order of keys.
         std::stable_sort(plan_.bundles.begin(), plan_.bundles.end(),
                          [](const Bundle& a, const Bundle& b) { return a.cost > b.cost; });
