@@ -16,6 +16,7 @@ from stemma.config.settings import Settings
 from stemma.errors import EngineFailed, Overloaded, TookTooLong
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
+from stemma.server.requests.tokenizing import AT_ONCE_CHARS
 from stemma.server.requests.workers import MAX_STUCK, WorkerThreads
 from stemma.supervision import LoggingSupervisor
 from tests.server.scripted_engine import ScriptedEngine
@@ -121,13 +122,13 @@ async def test_tokenizing_that_hangs_is_given_up(
 ) -> None:
     """Both threads hang, their clients get 408, and the next prompts are tokenized by new threads."""
     finish = threading.Event()
-    real = engine.tokenizer.encode
-    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: finish.wait(30))
+    real = engine.tokenizer.encode_pieces
+    monkeypatch.setattr(engine.tokenizer, "encode_pieces", lambda *_, **__: finish.wait(30))
     async with app_client(engine, settings, tokenize_timeout_s=0.1) as client:
-        body = {"prompt": "x", "max_tokens": 1}
+        body = {"prompt": "x" * (AT_ONCE_CHARS + 1), "max_tokens": 1}
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(3)))
         assert {answer.status_code for answer in answers} == {408}
-        monkeypatch.setattr(engine.tokenizer, "encode", real)
+        monkeypatch.setattr(engine.tokenizer, "encode_pieces", real)
         assert (await client.post("/v1/completions", json=body)).status_code == 200
     finish.set()
 

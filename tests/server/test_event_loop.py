@@ -9,20 +9,23 @@ from typing import Any
 import httpx
 import pytest
 
+from stemma.server.requests.tokenizing import AT_ONCE_CHARS
 from tests.server.scripted_engine import ScriptedEngine
+
+LONG = "x" * (AT_ONCE_CHARS + 1)
 
 
 @pytest.mark.parametrize(
     ("path", "body", "method"),
     [
-        ("/v1/completions", {"prompt": "long"}, "encode"),
-        ("/generate", {"inputs": "long"}, "encode"),
-        ("/generate", {"inputs": "long", "parameters": {"truncate": 2}}, "encode"),
-        ("/generate", {"prompt": "long"}, "encode"),
+        ("/v1/completions", {"prompt": LONG}, "encode_pieces"),
+        ("/generate", {"inputs": LONG}, "encode_pieces"),
+        ("/generate", {"inputs": LONG, "parameters": {"truncate": 2}}, "encode_pieces"),
+        ("/generate", {"prompt": LONG}, "encode_pieces"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "long"}]},
-            "apply_chat_template",
+            {"messages": [{"role": "user", "content": "short"}]},
+            "render_chat",
         ),
     ],
 )
@@ -45,7 +48,7 @@ async def test_tokenizing_does_not_stop_the_server(
 
     monkeypatch.setattr(engine.tokenizer, method, slow)
     waiting = asyncio.create_task(client.post(path, json={"model": "scripted", **body}))
-    while not begun.is_set():
+    while not (begun.is_set() or waiting.done()):
         await asyncio.sleep(0.001)
     assert (await client.get("/health")).status_code == 200
     assert not waiting.done()

@@ -19,6 +19,7 @@ from stemma.model.directory import is_gguf
 from stemma.model.foreign import foreign_code
 from stemma.model.llama_config import read_llama_config
 from stemma.model.template_bounds import BoundedEnvironment, rendering, use_bounds
+from stemma.model.text_cuts import TextCuts
 from stemma.types import TokenArray, as_tokens
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -83,6 +84,13 @@ def _without_offsets(hf: Any) -> Any:
     return raw if is_plain and not is_overridden and not raw.encode_special_tokens else None
 
 
+def _checked(token_ids: Sequence[int]) -> TokenArray:
+    try:
+        return as_tokens(token_ids)
+    except OverflowError as error:
+        raise ModelError(f"the tokenizer has ids of more than 31 bits; {_ADVICE}") from error
+
+
 class Tokenizer:
     """A thin wrapper over the Hugging Face tokenizer of a checkpoint. Thread-safe to read."""
 
@@ -101,6 +109,8 @@ class Tokenizer:
             # Some broken files are noticed only in use. This also lifts limits of length that a file may set.
             self._hf.decode(self._hf.encode("a"))
         self._fast = _without_offsets(self._hf)
+        self.cuts = None if self._fast is None else TextCuts.of(self._fast)
+        """Where texts may be cut into pieces for `encode_pieces`; None: nowhere."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -188,10 +198,18 @@ class Tokenizer:
                 found = encoding.ids
             else:
                 found = self._hf.encode(text, add_special_tokens=add_special_tokens)
-        try:
-            return as_tokens(found)
-        except OverflowError as error:
-            raise ModelError(f"the tokenizer has ids of more than 31 bits; {_ADVICE}") from error
+        return _checked(found)
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[TokenArray]:
+        """Return the ids of each piece that `cuts` makes of a text, int32, without special tokens.
+
+        Raises ModelError as `encode` does.
+        """
+        assert self._fast is not None
+        with foreign_code("the tokenizer can't encode this text", f"; {_ADVICE}"):
+            encodings = self._fast.encode_batch_fast(list(pieces), add_special_tokens=False)
+            found = [encoding.ids for encoding in encodings]
+        return [_checked(ids) for ids in found]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD; raise ModelError if it fails."""
@@ -199,15 +217,15 @@ class Tokenizer:
             text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> TokenArray:
-        """Render a conversation and return its ids; raise InvalidRequest if the template fails."""
+    ) -> str:
+        """Return a conversation as the template writes it; raise InvalidRequest if the template fails."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         try:
@@ -226,4 +244,8 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {named[:_MAX_REASON_CHARS]}", param="messages"
             ) from error
-        return self.encode(str(text), add_special_tokens=False)
+        return str(text)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> TokenArray:
+        """Return the ids of a conversation; arguments and errors as of `render_chat`."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)

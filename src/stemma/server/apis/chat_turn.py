@@ -36,7 +36,7 @@ async def chat_turn(
     begins with theirs.
     """
     params = chat_sampling(context, body)
-    tokens = await chat_prompt(context, body)
+    tokens = await chat_prompt(context, body, salt=body.cache_salt or "")
     if earlier is not None:
         tokenizer, known = context.engine.tokenizer, earlier
         tokens = await context.in_thread(lambda: continued(tokenizer, known, tokens))

@@ -48,7 +48,7 @@ async def create_chat_completion(request: Request) -> Response:
     check_model(context, body.model)
     params = chat_sampling(context, body)
     wide, beam = candidates(context, body, params)
-    tokens = await chat_prompt(context, body)
+    tokens = await chat_prompt(context, body, salt=body.cache_salt or "")
     reader = answer_reader(context, body, tokens)
     wide = reader.constrain(wide, context.engine.tokenizer.special_token_texts)
     generation = generation_request(context, new_request_id("chatcmpl"), tokens, wide, body, beam)

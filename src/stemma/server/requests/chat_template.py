@@ -14,6 +14,7 @@ from typing import Any
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext
 from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.tokenizing import tokenize, tokenized
 from stemma.server.schemas.bounds import (
     MAX_TEMPLATE_KWARGS,
     MAX_TEMPLATE_NUMBER,
@@ -97,21 +98,27 @@ def _is_scalar(value: Any) -> bool:
 
 
 async def conversation_tokens(
-    context: ServerContext, body: ChatRequest, conversation: Conversation
+    context: ServerContext, body: ChatRequest, conversation: Conversation, salt: str | None
 ) -> TokenArray:
-    """Return the token ids of `conversation`. Raises InvalidRequest if the template fails on it."""
+    """Return the token ids of `conversation`. Raises InvalidRequest if the template fails on it.
+
+    `salt`: as `tokenized` has it.
+    """
     tokenizer = context.engine.tokenizer
     if body.chat_template is not None:
         text = await context.render_foreign(body.chat_template, conversation)
-        return await context.in_thread(lambda: tokenizer.encode(text, add_special_tokens=False))
+        return await tokenized(context, text, add_special_tokens=False, salt=salt)
     arguments = dict(conversation.arguments)
     if conversation.continue_final_message:
         arguments["continue_final_message"] = True
-    return await context.in_thread(
-        lambda: tokenizer.apply_chat_template(
+
+    def render_and_tokenize() -> TokenArray:
+        text = tokenizer.render_chat(
             conversation.messages,
             tools=conversation.tools,
             add_generation_prompt=conversation.add_generation_prompt,
             template_kwargs=arguments,
         )
-    )
+        return tokenize(context, text, add_special_tokens=False, salt=salt)
+
+    return await context.in_thread(render_and_tokenize)

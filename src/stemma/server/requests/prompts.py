@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,8 +11,8 @@ from stemma.server.context import MAX_CHARS_PER_TOKEN, ServerContext
 from stemma.server.requests.chat_template import conversation_tokens, num_chars, template_arguments
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.json_input import parse_json
-from stemma.server.requests.known_texts import MAX_CHARS, TextKey
 from stemma.server.requests.limits import fit_prompt
+from stemma.server.requests.tokenizing import tokenized
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
 from stemma.server.schemas.openai import ChatRequest, Message, OpenAIRequest
 from stemma.types import TokenArray, as_tokens
@@ -84,7 +84,7 @@ async def completion_prompts(
 ) -> list[TokenArray]:
     """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids.
 
-    `salt`: see `text_prompt`.
+    `salt`: as `tokenized` has it.
     """
     options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut, "salt": salt}
     if isinstance(prompt, str):
@@ -130,33 +130,20 @@ async def text_prompt(
 ) -> TokenArray:
     """Return the token ids of one text, as far as `cut` leaves them.
 
-    `salt`: of the namespace that the request is served in; others of that salt may get these ids without a
-    tokenizer. None: nobody may.
+    `salt`: as `tokenized` has it.
     """
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
     check_length(context, len(text), param)
-    known = context.known_texts
-    if known is None or salt is None or len(text) > MAX_CHARS:
-        return check_tokens(context, await _tokenized(context, text, add_special_tokens), param, cut)
-    key = TextKey(salt, add_special_tokens, text)
-    tokens = known.find(key)
-    if tokens is None:
-        tokens = await _tokenized(context, text, add_special_tokens)
-        known.add(key, tokens)
+    tokens = await tokenized(context, text, add_special_tokens=add_special_tokens, salt=salt)
     return check_tokens(context, tokens, param, cut)
 
 
-async def _tokenized(context: ServerContext, text: str, add_special_tokens: bool) -> TokenArray:
-    tokenizer = context.engine.tokenizer
-    work: Callable[[], TokenArray] = lambda: tokenizer.encode(  # noqa: E731
-        text, add_special_tokens=add_special_tokens
-    )
-    return await context.in_thread(work)
+async def chat_prompt(context: ServerContext, body: ChatRequest, salt: str | None = None) -> TokenArray:
+    """Return the token ids of a conversation, rendered by the checkpoint's template.
 
-
-async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
-    """Return the token ids of a conversation, rendered by the checkpoint's template."""
+    `salt`: as `tokenized` has it.
+    """
     messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
     tools = body.tools if body.tool_choice != "none" else None
     check_length(context, num_chars([messages, tools]), "messages")
@@ -167,7 +154,7 @@ async def chat_prompt(context: ServerContext, body: ChatRequest) -> TokenArray:
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
     )
-    tokens = await conversation_tokens(context, body, conversation)
+    tokens = await conversation_tokens(context, body, conversation, salt)
     return check_tokens(context, tokens, "messages", wanted_cut(body))
 
 
