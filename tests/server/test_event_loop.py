@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -54,3 +55,30 @@ async def test_tokenizing_does_not_stop_the_server(
     assert not waiting.done()
     finish.set()
     assert (await waiting).status_code == 200
+
+
+async def test_between_two_prompts_of_a_request_others_have_their_turn(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts are tokenized on the event loop; a request may bring a thousand of them."""
+    events: list[str] = []
+    real = engine.tokenizer.encode
+
+    def noted(text: str, **options: Any) -> Any:
+        if text.startswith("prompt"):
+            events.append("tokenized")
+        return real(text, **options)
+
+    async def take_turns() -> None:
+        while True:
+            events.append("other")
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", noted)
+    others = asyncio.create_task(take_turns())
+    prompts = [f"prompt {number}" for number in range(50)]
+    body = {"model": "scripted", "prompt": prompts, "max_tokens": 1}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    others.cancel()
+    assert events.count("tokenized") == len(prompts)
+    assert ("tokenized", "tokenized") not in pairwise(events)

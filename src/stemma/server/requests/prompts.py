@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -96,7 +97,11 @@ async def completion_prompts(
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
     if _all_of(prompt, str):
-        return [await text_prompt(context, text, **options) for text in prompt]
+        found = []
+        for text in prompt:
+            found.append(await text_prompt(context, text, **options))
+            await asyncio.sleep(0)  # short texts are tokenized at once: between two, others have their turn
+        return found
     if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
         return [_token_prompt(context, ids, cut) for ids in prompt]
     raise InvalidRequest(

@@ -12,9 +12,10 @@ from stemma.server.context import ServerContext
 from stemma.types import TokenArray
 
 AT_ONCE_CHARS = 2048
-"""New characters that are tokenized on the event loop, in 0.3 ms; a thread takes 0.1 to 3 ms to begin."""
+"""New characters that are tokenized on the event loop, in 0.3 ms, or in 2 if they are chosen to take long. A
+thread takes 0.1 to 3 ms to begin."""
 MOST_CHARS = 1 << 17
-"""Texts up to this length are looked for there, which takes 0.2 ms."""
+"""Texts up to this length are looked for there, which takes less than a millisecond."""
 
 
 async def tokenized(

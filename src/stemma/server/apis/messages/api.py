@@ -81,7 +81,7 @@ async def _num_marked(context: ServerContext, body: MessagesRequest, mark: Mark,
         fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
         fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
-        prefix = await chat_prompt(context, validate(ChatRequest, fields))
+        prefix = await chat_prompt(context, validate(ChatRequest, fields), turn.body.cache_salt or "")
     except InvalidRequest:  # a template may refuse a conversation that ends here
         return 0
     return num_shared(tokens, prefix)
