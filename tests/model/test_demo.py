@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from stemma import LLM, SamplingParams
 from stemma.config.settings import ModelSettings
-from stemma.engine.build import other_names
 from stemma.errors import ModelError
 from stemma.model.demo import demo_model, is_demo, resolve_checkpoint
+from stemma.model.located import other_names
 
 
 def gguf_path() -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -66,7 +66,7 @@ COMMANDS = {
     ),
     "top": (
         "top:command",
-        "Show requests, hits by tier, tiers and tenants of a running server. Ctrl-C ends it.",
+        "Show requests, hits by tier, tiers and tenants of a running server. q or Ctrl-C ends it.",
     ),
     "cache": ("cache:app", "Inspect and clean disk caches, export and import prefixes."),
     "keys": ("keys:app", "API keys and the tenants that they belong to."),
@@ -101,7 +101,7 @@ def load_command(name: str) -> Any:
 def make_app() -> typer.Typer:
     """Return the command line: a file of this package per command, a line in `COMMANDS` for each."""
     app = typer.Typer(
-        cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+        cls=LazyCommands, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False
     )
     app.callback()(_describe)
     for name, (_, help_text) in COMMANDS.items():
@@ -130,5 +130,18 @@ def run(app: typer.Typer) -> None:
         sys.exit(EXIT_USAGE)
 
 
-def _describe() -> None:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from stemma import __version__
+
+        typer.echo(f"stemma {__version__}")
+        raise typer.Exit
+
+
+def _describe(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end."),
+    ] = False,
+) -> None:
     """Stemma serves language models and reuses every prefix it has computed."""

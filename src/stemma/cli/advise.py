@@ -14,6 +14,7 @@ from rich.text import Text
 
 from stemma.cli.admin_client import admin_get
 from stemma.cli.pool import layout_of
+from stemma.cli.progress import open_progress
 from stemma.cli.replay import load_trace
 from stemma.config.sizes import parse_size
 from stemma.errors import ConfigError
@@ -72,7 +73,7 @@ def command(
             TierBytes(name, size, speed)
             for name, size, speed in zip(("device", "host", "disk"), sizes, speeds, strict=True)
         ]
-        with console.status("replaying"):
+        with open_progress("replaying"):
             found = advise(workload, tiers)
     if as_json:
         typer.echo(orjson.dumps([asdict(one) for one in found], option=orjson.OPT_INDENT_2).decode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from stemma.cli.cache_client import AdminKey, headers, message, read_prompt
 from stemma.cli.cache_public import publish_command, published_command, unpublish_command
+from stemma.cli.progress import CommandProgress, open_progress
 from stemma.config.durations import parse_duration
 from stemma.config.sizes import format_size, parse_size
 from stemma.config.words import read_secret
@@ -66,7 +68,9 @@ def verify_command(directory: Directory, space: Space = None) -> None:
     """Read every block and drop those that are damaged; exit status 1 if there were any."""
     num_bad = 0
     for store in _stores(directory, space):
-        found = store.verify()
+        name = store.path.name
+        with open_progress(f"reading {name}") as progress:
+            found = store.verify(partial(_report_share, progress, f"reading {name}"))
         bad = {reason: count for reason, count in found.items() if reason != "ok"}
         num_bad += sum(bad.values())
         detail = ", ".join(f"{count} {reason}" for reason, count in bad.items()) or "none damaged"
@@ -146,13 +150,16 @@ def export_command(
     given = read_prompt(prompt, prompt_file, token_ids)
     draft = output.with_name(output.name + ".new")
     try:
-        if directory is not None:
-            tokens = _tokens(given, model)
-            count = _export_from_directory(draft, directory, space, tokens, salt, key_file, public_prefixes)
-        elif url is not None:
-            count = _export_from_server(draft, url, {"prompt": given, **_where(salt, tenant)}, admin_key)
-        else:
-            raise ConfigError("say where from: --url or --dir")
+        with open_progress("exporting"):
+            if directory is not None:
+                tokens = _tokens(given, model)
+                count = _export_from_directory(
+                    draft, directory, space, tokens, salt, key_file, public_prefixes
+                )
+            elif url is not None:
+                count = _export_from_server(draft, url, {"prompt": given, **_where(salt, tenant)}, admin_key)
+            else:
+                raise ConfigError("say where from: --url or --dir")
         draft.replace(output)
     finally:
         draft.unlink(missing_ok=True)
@@ -180,14 +187,19 @@ def import_command(
     The writer of the file decides what the model says after its prompt. A server's own settings decide which
     files it accepts.
     """
-    if directory is not None:
-        limit = None if size is None else parse_size(size)
-        count = _import_to_directory(file, directory, limit, key_file, trust_imports)
-    elif url is not None:
-        count = _import_to_server(file, url, _where(salt, tenant), admin_key)
-    else:
-        raise ConfigError("say where to: --url or --dir")
+    with open_progress("importing"):
+        if directory is not None:
+            limit = None if size is None else parse_size(size)
+            count = _import_to_directory(file, directory, limit, key_file, trust_imports)
+        elif url is not None:
+            count = _import_to_server(file, url, _where(salt, tenant), admin_key)
+        else:
+            raise ConfigError("say where to: --url or --dir")
     typer.echo(f"{count} new blocks")
+
+
+def _report_share(progress: CommandProgress, stage: str, num_done: int, total: int) -> None:
+    progress(stage, num_done / max(1, total))
 
 
 def _stores(directory: Path, space: str | None) -> Iterator[DiskStore]:
@@ -211,9 +223,10 @@ def _tokens(given: str | list[int], model: Path | None) -> TokenArray:
         return as_tokens(given)
     if model is None:
         raise ConfigError("with --dir, text needs --model to be tokenized; or give --token-ids")
+    from stemma.model.located import located_path
     from stemma.model.tokenizer import Tokenizer
 
-    return Tokenizer(model).encode(given)
+    return Tokenizer(located_path(model)).encode(given)
 
 
 def _export_from_directory(

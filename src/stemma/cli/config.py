@@ -18,8 +18,7 @@ from stemma.config.loading import ENV_PREFIX, SettingField, flag_of, load_settin
 from stemma.config.mindie.explain import KeyRow, key_rows
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
-from stemma.model.demo import is_demo
-from stemma.model.directory import is_gguf
+from stemma.model.located import is_here, present_path
 
 app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explain a setting or a key.")
 
@@ -47,8 +46,9 @@ def check(
 def _missing(settings: Settings) -> Iterator[str]:
     """Yield the errors that would stop `stemma serve` on this machine although the file is correct."""
     path = settings.engine.model.path
-    if not path.is_dir() and not is_gguf(path) and not is_demo(path):
-        yield f"not on this machine: the checkpoint {path}"
+    if not is_here(settings.engine.model):
+        would = "" if present_path(settings.engine.model) else "; the server would look for it on the hub"
+        yield f"not on this machine: the checkpoint {path}{would}"
     from stemma.server.transport.tls import load_context
 
     for tls in (settings.tls, settings.management_tls, settings.metrics_tls):

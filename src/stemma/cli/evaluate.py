@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from stemma.cli.mmlu import CHOICES, Question, read_subject
 from stemma.cli.options import with_settings_flags
+from stemma.cli.progress import CommandProgress, StepCounter, open_progress
 from stemma.config.loading import load_settings
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
@@ -65,17 +65,18 @@ def command(
     content = None if text is None else read_text(text)
     subjects = [(file.name, read_subject(file, shots)[:limit]) for file in mmlu or ()]
     settings = load_settings(file=config, environ=os.environ, flags=flags)
-    with console.status("loading the model"):
-        evaluator, num_tokens = _evaluator(settings)
+    with open_progress("loading the model") as progress:
+        evaluator, num_tokens = _evaluator(settings, progress)
     perplexity = None
     if content is not None:
-        with console.status("reading the text"):
+        with open_progress("reading the text"):
             perplexity = evaluator.perplexity(content, min(window, num_tokens))
         console.print(_perplexity_line(perplexity))
     accuracies = []
     for name, questions in subjects:
-        with console.status(f"answering {escape(name)}"):
-            accuracies.append(_answer(evaluator, name, questions))
+        with open_progress(f"answering {name}") as progress:
+            counter = StepCounter(progress, f"answering {name}", len(questions))
+            accuracies.append(_answer(evaluator, name, counter.over(questions)))
         console.print(_accuracy_line(accuracies[-1]))
     if len(accuracies) > 1:
         console.print(_accuracy_line(_sum(accuracies)))
@@ -94,16 +95,16 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"can't read {path} as UTF-8: {error}") from error
 
 
-def _evaluator(settings: Settings) -> tuple[Evaluator, int]:
+def _evaluator(settings: Settings, progress: CommandProgress) -> tuple[Evaluator, int]:
     """Load the model; return what asks it, and the tokens of its longest prompt."""
     from stemma.engine.build import build_engine
     from stemma.engine.evaluation import Evaluator
 
-    parts = build_engine(settings.engine)
+    parts = build_engine(settings.engine, progress)
     return Evaluator(parts), parts.engine.limits.max_tokens
 
 
-def _answer(evaluator: Evaluator, name: str, questions: Sequence[Question]) -> Accuracy:
+def _answer(evaluator: Evaluator, name: str, questions: Iterable[Question]) -> Accuracy:
     """Ask each question twice: computed anew, and with what earlier ones left in the cache."""
     from stemma.prefix.keys import Namespace
 

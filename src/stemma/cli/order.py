@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay import load_trace
 from stemma.errors import ConfigError, StorageError
 from stemma.lab.order import ORDERS, OrderResult, Server, replay_order
@@ -40,8 +41,9 @@ def command(
     server = Server(capacity, policy, PrefillModel(prefill_tokens_per_s, attention_equal_at), ageing_s)
     results = []
     for order in (name.strip() for name in orders.split(",")):
-        with console.status(order):
-            results.append(replay_order(trace, order, server, time_scale))
+        with open_progress(order) as progress:
+            counter = StepCounter(progress, order, trace.num_requests)
+            results.append(replay_order(trace, order, server, time_scale, counter.advance))
     table = Table(
         title=f"{trace.name}: {capacity:,} blocks, {policy}, arrival times x {time_scale:g}",
         title_justify="left",

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stemma.cli.pool import layout_of
+from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay import load_trace
 from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, StorageError
@@ -75,13 +76,16 @@ def command(
         TierBytes(name, size, speed)
         for name, size, speed in zip(("device", "host", "disk"), sizes, speeds, strict=True)
     )
-    with console.status("replaying"):
+    with open_progress("replaying") as progress:
+        counter = StepCounter(progress, "replaying", 2 + sum(bool(tier.capacity_bytes) for tier in tiers))
         base = predict(workload, tiers)
+        counter.advance()
         gains = next_gigabyte(workload, tiers, base)
+        counter.advance()
+        with_bytes = [number for number, tier in enumerate(tiers) if tier.capacity_bytes]
         curves = {
-            tier.name: curve(workload, tiers, number, _FACTORS)
-            for number, tier in enumerate(tiers)
-            if tier.capacity_bytes
+            tiers[number].name: curve(workload, tiers, number, _FACTORS)
+            for number in counter.over(with_bytes)
         }
     _print(console, layout, workload, base, gains, curves)
     if json_path is not None:

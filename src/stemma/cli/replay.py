@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay_replicas import replay_clusters, replica_table
 from stemma.errors import ConfigError
 from stemma.lab.admission import ADMISSIONS
@@ -106,20 +106,20 @@ def replay_command(
     if below is not None:
         if html_path is not None or cost != "blocks":
             raise ConfigError("--html and --cost are for one tier; leave out --below")
-        rows = _replay_tiers(console, trace, policies, sizes, (below, sharing, admission), model, prices)
+        rows = _replay_tiers(trace, policies, sizes, (below, sharing, admission), model, prices)
         console.print(tier_table(trace, rows, sharing, admission))
         _write_files(console, trace, [], rows, json_path, None)
         return
     if replicas is not None:
         cluster = Cluster(1, None, "lru", model, busy, event_lag_s, event_loss)
-        with _progress(console, "requests") as bar:
-            report = replay_clusters(trace, policies, sizes, (replicas, router), cluster, bar)
+        with open_progress("replaying") as progress:
+            report = replay_clusters(trace, policies, sizes, (replicas, router), cluster, progress)
         Console(width=_WIDEST_TABLE).print(replica_table(trace, report, cluster))
         if json_path is not None:
             write_json(json_path, report)
         return
     costs = parse_cost(cost, trace, model)
-    results = _replay_with_bar(console, trace, policies, sizes, costs)
+    results = _replay_all(trace, policies, sizes, costs)
     rows = make_rows(trace, results, model, prices)
     Console(width=_WIDEST_TABLE).print(hit_ratio_table(trace, rows))
     console.print(savings_table(trace, rows, model, prices))
@@ -171,14 +171,13 @@ def load_trace(
     limit: int | None,
 ) -> Trace:
     """Read a trace with a progress bar; say how many lines were skipped."""
-    with _progress(console, "bytes") as bar:
-        task = bar.add_task(f"reading {path.name}", total=path.stat().st_size if path.is_file() else None)
-
-        def advance(num_bytes: int) -> None:
-            bar.advance(task, num_bytes)
-
+    with open_progress(f"reading {path.name}") as progress:
+        is_plain = path.is_file() and path.suffix != ".gz"
+        counter = StepCounter(progress, f"reading {path.name}", path.stat().st_size if is_plain else None)
         make_tokenizer = None if tokenizer is None else _tokenizer_loader(tokenizer)
-        reader = open_trace(path, trace_format, skip_bad=skip_bad, tokenizer=make_tokenizer, progress=advance)
+        reader = open_trace(
+            path, trace_format, skip_bad=skip_bad, tokenizer=make_tokenizer, progress=counter.advance
+        )
         requests = iter(reader)
         if limit is not None:
             requests = (request for _, request in zip(range(limit), requests, strict=False))
@@ -193,32 +192,31 @@ def load_trace(
 
 def _tokenizer_loader(path: Path) -> Callable[[], ChatTokenizer]:
     def load() -> ChatTokenizer:
+        from stemma.model.located import located_path
         from stemma.model.tokenizer import Tokenizer  # takes seconds to import, and only one format needs it
 
-        return Tokenizer(path)
+        return Tokenizer(located_path(path))
 
     return load
 
 
-def _replay_with_bar(
-    console: Console,
+def _replay_all(
     trace: Trace,
     policies: list[str],
     sizes: list[int | None],
     costs: npt.NDArray[np.float32] | None,
 ) -> list[ReplayResult]:
     results = []
-    with _progress(console, "requests") as bar:
-        task = bar.add_task("replaying", total=len(policies) * len(sizes) * trace.num_requests)
+    with open_progress("replaying") as progress:
+        counter = StepCounter(progress, "replaying", len(policies) * len(sizes) * trace.num_requests)
         for name in policies:
             for size in sizes:
-                bar.update(task, description=f"{name}, {size or 'unlimited'} blocks")
-                results.append(replay(trace, name, size, costs, lambda served: bar.advance(task, served)))
+                counter.stage = f"{name}, {size or 'unlimited'} blocks"
+                results.append(replay(trace, name, size, costs, counter.advance))
     return results
 
 
 def _replay_tiers(
-    console: Console,
     trace: Trace,
     policies: list[str],
     sizes: list[int | None],
@@ -234,15 +232,15 @@ def _replay_tiers(
     if None in lower or None in sizes:
         raise ConfigError("tiers need sizes, not `unlimited`")
     rows = []
-    with _progress(console, "requests") as bar:
+    with open_progress("replaying") as progress:
         names = [name for name in policies if name not in BOUNDS]
-        task = bar.add_task("replaying", total=len(names) * len(sizes) * trace.num_requests)
+        counter = StepCounter(progress, "replaying", len(names) * len(sizes) * trace.num_requests)
         for name in names:
             for size in sizes:
                 capacities = cast(tuple[int, ...], (size, *lower))
                 plan = TierPlan(capacities, name, sharing, admission)
                 started = time.perf_counter()
-                result = replay_tiers(trace, plan, lambda served: bar.advance(task, served))
+                result = replay_tiers(trace, plan, counter.advance)
                 rows.append(make_tier_row(trace, result, time.perf_counter() - started, model, prices))
     return rows
 
@@ -263,15 +261,3 @@ def _write_files(
 
         write_replay_report(html_path, trace, results, rows)
         console.print(f"report: {html_path}")
-
-
-def _progress(console: Console, unit: str) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )

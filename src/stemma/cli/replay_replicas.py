@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rich.progress import Progress
 from rich.table import Table
 
+from stemma.cli.progress import CommandProgress, StepCounter
 from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
 from stemma.lab.replay import BOUNDS
@@ -43,7 +43,7 @@ def replay_clusters(
     sizes: list[int | None],
     which: tuple[str, str],
     cluster: Cluster,
-    bar: Progress,
+    progress: CommandProgress,
 ) -> list[ClusterResult]:
     """Replay every policy, size, number of replicas and router of `which` (replicas, routers), as text.
 
@@ -52,7 +52,7 @@ def replay_clusters(
     numbers, routers = parse_replicas(which[0]), parse_routers(which[1])
     policies = [name for name in policies if name not in BOUNDS]
     runs = len(policies) * len(sizes) * len(numbers) * (1 + len(routers))
-    task = bar.add_task("replaying", total=runs * trace.num_requests)
+    counter = StepCounter(progress, "replaying", runs * trace.num_requests)
     results = []
     for policy in policies:
         for size in sizes:
@@ -63,14 +63,12 @@ def replay_clusters(
                     capacity_blocks=size and size * number,
                     busy=cluster.busy / number,
                 )
-                one = replay_replicas(trace, "round-robin", whole, lambda served: bar.advance(task, served))
+                one = replay_replicas(trace, "round-robin", whole, counter.advance)
                 results.append(replace(one, router=ONE))
                 parts = replace(cluster, policy=policy, capacity_blocks=size, num_replicas=number)
                 for router in routers:
-                    bar.update(task, description=f"{router}, {number} x {size or 'unlimited'} blocks")
-                    results.append(
-                        replay_replicas(trace, router, parts, lambda served: bar.advance(task, served))
-                    )
+                    counter.stage = f"{router}, {number} x {size or 'unlimited'} blocks"
+                    results.append(replay_replicas(trace, router, parts, counter.advance))
     return results
 
 

@@ -101,7 +101,7 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
 def _tokenizer(path: Path | None) -> Tokenizer | None:
     if path is None:
         return None
-    from stemma.model.demo import resolve_checkpoint
+    from stemma.model.located import located_path
     from stemma.model.tokenizer import Tokenizer
 
-    return Tokenizer(resolve_checkpoint(path))
+    return Tokenizer(located_path(path))

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from stemma.cli.options import with_settings_flags
+from stemma.cli.progress import open_progress
 from stemma.cli.ready_line import ready_line
 from stemma.config.loading import load_settings
 from stemma.config.settings import EngineSettings, Settings
 from stemma.config.sizes import format_size
-from stemma.model.demo import converted_checkpoint, is_demo
+from stemma.model.demo import is_demo
 from stemma.model.directory import check_directory, is_gguf, weight_files
 from stemma.model.fingerprint import fingerprint_early
+from stemma.model.located import located_model, present_path
 from stemma.native.early_memory import prepare_memory
 from stemma.native.process_memory import available_bytes
 from stemma.native.read_ahead import read_ahead
@@ -69,9 +70,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         flags=flags,
         note=lambda line: console.print(f"[yellow]{escape(line)}[/]"),
     )
-    path = settings.engine.model.path
-    if not is_demo(path):
-        check_directory(path)
+    settings = _with_model(console, settings)
     with ExitStack() as stack:
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
             _begin_loading(settings, stack)
@@ -91,7 +90,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             importing = beside.submit(import_module, "stemma.server.transport.runtime")
             # What was imported stays: the look at the end is at the rest.
             gc.freeze()
-            engine = _load(console, settings, AsyncEngine.from_settings)
+            engine = _load(settings, AsyncEngine.from_settings)
             serve = importing.result().serve
 
         def on_ready(url: str) -> None:
@@ -104,6 +103,18 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             console.print(ready_line(url, "Ctrl-C drains and stops"))
 
         raise typer.Exit(serve(engine, settings, listeners, on_ready))
+
+
+def _with_model(console: Console, settings: Settings) -> Settings:
+    """Return the settings with a checked path of this machine in place of a name; `demo` stays."""
+    model = settings.engine.model
+    if is_demo(model.path):
+        return settings
+    if present_path(model) is None:
+        console.print(f"{escape(str(model.path))} isn't on this machine; downloading it")
+    model = located_model(model)
+    check_directory(model.path)
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"model": model})})
 
 
 @contextmanager
@@ -127,7 +138,7 @@ def _uncollected() -> Iterator[None]:
 def _begin_loading(settings: Settings, stack: ExitStack) -> None:
     """Let threads do beside the imports what needs files alone: reading, memory, fingerprint, packing."""
     model, supervisor = settings.engine.model, LoggingSupervisor()
-    path = converted_checkpoint() if is_demo(model.path) else model.path
+    path = present_path(model)
     if path is None:
         return
     has_own_code = model.trust_remote_code  # perhaps, and then it is part of the fingerprint
@@ -152,18 +163,10 @@ def _begin_loading(settings: Settings, stack: ExitStack) -> None:
         stack.callback(pack_early(path, model.isa, supervisor).close)
 
 
-def _load(
-    console: Console, settings: Settings, start: Callable[[EngineSettings, Report], AsyncEngine]
-) -> AsyncEngine:
-    """Load the checkpoint under a progress bar and start the engine."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading", total=None)
-
-        def report(stage: str, share: float) -> None:
-            progress.update(task, description=stage, total=1.0, completed=share)
-
-        return start(settings.engine, report)
+def _load(settings: Settings, start: Callable[[EngineSettings, Report], AsyncEngine]) -> AsyncEngine:
+    """Load the checkpoint, telling the progress, and start the engine."""
+    with open_progress("loading") as progress:
+        return start(settings.engine, progress)
 
 
 def _tiers(settings: Settings) -> str:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from stemma.cli.ready_line import READY
 from stemma.errors import StemmaError
+from stemma.supervision import LoggingSupervisor, start_thread
 
 _STOP_TIMEOUT_S = 45.0
 """Longer than the drain that it asks for."""
+_LAST_LINES_S = 1.0
+"""Wait for what it logged last; a process that it started may hold the pipe open for longer."""
+_KEPT_LINES = 200
+"""Of what it logs, for the case that it doesn't start."""
 
 
 class ServerProcess:
@@ -24,7 +30,8 @@ class ServerProcess:
     def __init__(self, model: Path, flags: Sequence[str] = ()) -> None:
         self._command = [sys.executable, "-m", "stemma", "serve", str(model), "--port", "0", *flags]
         self._process: subprocess.Popen[str] | None = None
-        self._log: IO[str] | None = None
+        self._logged: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reader: threading.Thread | None = None
         self.url = ""
         self.summary = ""
         """What the server says about itself, one line."""
@@ -44,25 +51,38 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> None:
-        """Start it; raise StemmaError with its last words if it dies before it is ready."""
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed by stop)
+    def start(self, on_line: Callable[[str], None] = lambda line: None) -> None:
+        """Start it; raise StemmaError with its last words if it dies before it is ready.
+
+        `on_line`: gets what it reports on stderr until it is ready, on another thread.
+        """
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self._process.stdout is not None
+        is_ready = threading.Event()
+
+        def read_log(log: Iterable[str]) -> None:
+            for line in log:
+                self._logged.append(line.rstrip())
+                if not is_ready.is_set():
+                    on_line(line.rstrip())
+
+        assert self._process.stderr is not None
+        reading = partial(read_log, self._process.stderr)
+        self._reader = start_thread("server-log", reading, LoggingSupervisor())
         lines: list[str] = []
         for line in self._process.stdout:
             if line.startswith(READY):
+                is_ready.set()
                 self.url = line.removeprefix(READY).split()[0]
                 self.summary = "\n".join(lines)
                 return
             if line.strip():
                 lines.append(line.strip())
         self._process.wait()
-        self._log.seek(0)
-        words = "\n".join([*lines, *self._log.read().strip().splitlines()][-20:])
         self._close()
+        words = "\n".join([*lines, *self._logged][-20:])
         raise StemmaError(f"the server did not start: {words}")
 
     def stop(self) -> int:
@@ -92,7 +112,7 @@ class ServerProcess:
             self._close()
 
     def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.join(_LAST_LINES_S)
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
-        if self._log is not None:
-            self._log.close()

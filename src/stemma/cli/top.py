@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -31,21 +37,56 @@ def command(
     every_s: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
 ) -> None:
-    """Show requests, hits by tier, tiers and tenants of a running server. Ctrl-C ends it."""
+    """Show requests, hits by tier, tiers and tenants of a running server. q or Ctrl-C ends it."""
     console = Console(highlight=False)
     view = TopView()
     view.update(admin_get(url, "/admin/live/now", {}, admin_key))
     if once:
         console.print(view.render())
         return
-    try:
-        with Live(view.render(), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                _look(view, url, admin_key)
-                live.update(view.render(), refresh=True)
-    except KeyboardInterrupt:
+    with (
+        suppress(KeyboardInterrupt),
+        _typed_keys() as keys,
+        Live(view.render(), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while keys.next(every_s) != "q":
+            _look(view, url, admin_key)
+            live.update(view.render(), refresh=True)
+
+
+class _Keys:
+    """What the user types, key by key."""
+
+    def __init__(self, file: int | None) -> None:
+        self._file = file
+
+    def next(self, timeout_s: float) -> str | None:
+        """Wait for a key; return it, None after `timeout_s`."""
+        if self._file is None:
+            time.sleep(timeout_s)
+            return None
+        ready, _, _ = select.select([self._file], [], [], timeout_s)
+        if not ready:
+            return None
+        key = os.read(self._file, 1)
+        if not key:  # the terminal is gone
+            self._file = None
+        return key.decode(errors="replace")
+
+
+@contextmanager
+def _typed_keys() -> Iterator[_Keys]:
+    """Let keys arrive without Enter, unseen, while this is open; without a terminal there are none."""
+    if not sys.stdin.isatty():
+        yield _Keys(None)
         return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+    tty.setcbreak(file)
+    try:
+        yield _Keys(file)
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
 def _look(view: TopView, url: str, admin_key: str | None) -> None:
@@ -118,7 +159,7 @@ class TopView:
         table = _table("tier", "", "blocks", "hit tokens", "tok/s", "evicted")
         rates = self._by_tier()
         held = {"device": (engine["num_cached_blocks"], engine["num_blocks"], engine["num_evicted_blocks"])}
-        for name, tier in engine.get("transfer", {}).get("tiers", {}).items():
+        for name, tier in (engine.get("transfer") or {}).get("tiers", {}).items():
             held[name] = (tier["num_blocks"], tier["capacity_blocks"], tier["num_evicted_blocks"])
         for name, (num_blocks, capacity, evicted) in held.items():
             style = _TIER_STYLES.get(name, "white")

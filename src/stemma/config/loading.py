@@ -32,6 +32,10 @@ _KEYS = ("api_key", "admin_key")
 """Secrets: never shown, and never silently empty."""
 YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_YAML_BYTES = 2**20
+_NO_MODEL = (
+    "no model given. Name one: `demo` (a small model to try), a checkpoint's directory, a .gguf file, or a "
+    "name on the Hugging Face hub (stemma serve Qwen/Qwen2.5-0.5B-Instruct)"
+)
 _MAX_SHOWN = 200
 """Characters of a wrong value in a message."""
 _HIDDEN_TABLE = "engine"
@@ -255,7 +259,7 @@ def _explain(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) ->
     for entry in error.errors(include_url=False, include_context=False):
         location = tuple(str(part) for part in entry["loc"])
         if location[:2] == ("engine", "model") and entry["type"] == "missing":
-            return "no model given: name a checkpoint directory"
+            return _NO_MODEL
         source = next((item for path, item in given.items() if location[: len(path)] == path), None)
         shown = "" if location[-1] in _KEYS else f" = {repr(source.value)[:_MAX_SHOWN]}" if source else ""
         where = f"{source.origin}{shown}" if source else ".".join(location)

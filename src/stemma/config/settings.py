@@ -44,7 +44,9 @@ class ModelSettings(SettingsModel):
 
     path: Path
     served_name: str | None = None
-    """Name in the API; default: the name of the directory, or of the GGUF file."""
+    """Name in the API; default: the name of the directory, of the GGUF file, or the one on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hugging Face hub; default: its default branch."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of weights and KV; `auto` is the checkpoint's."""
     device: str = "auto"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, ModelSettings, Role
+from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, Role
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
 from stemma.engine.combinations import check_combinations
@@ -44,9 +44,9 @@ from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
-from stemma.model.demo import DEMO, is_demo, resolve_checkpoint
 from stemma.model.directory import check_directory, is_gguf
 from stemma.model.loading import Progress, load_model, resolve_device
+from stemma.model.located import located_model, other_names, present_path
 from stemma.model.pretrained import check_cut, load_config
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
@@ -261,23 +261,15 @@ def load_adapters(settings: LoraSettings, model: CausalLM, model_names: Sequence
 
 
 def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) -> EngineSettings:
-    """Return the settings with the directory of the demo's model in place of its name. Raises ModelError."""
-    if not is_demo(settings.model.path):
-        return settings
-    if progress is not None:
-        progress("preparing the demo's model", 0.0)
-    path = resolve_checkpoint(settings.model.path)
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+    """Return the settings with a path of this machine in place of a model's name. Raises ModelError."""
+    if progress is not None and present_path(settings.model) is None:
+        progress("preparing the model", 0.0)
+    return settings.model_copy(update={"model": located_model(settings.model)})
 
 
 def served_name(path: Path) -> str:
     """Return the model's name in the API: of its directory, or of its file without the ending."""
     return path.resolve().stem if is_gguf(path) else path.resolve().name
-
-
-def other_names(settings: ModelSettings) -> tuple[str, ...]:
-    """Return what else the model is called: ``demo``, as it was given, where nobody named it otherwise."""
-    return (str(DEMO),) if is_demo(settings.path) and settings.served_name is None else ()
 
 
 def make_runner(

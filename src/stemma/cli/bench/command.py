@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 import typer
@@ -16,6 +17,9 @@ from stemma.cli.bench.driver import DEFAULT_CONCURRENCY, Endpoint, LoadOptions, 
 from stemma.cli.bench.report import Summary, as_json, summarize, times_table, totals_table
 from stemma.cli.bench.workloads import Session, WorkloadName, WorkloadOptions, build
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
+
+EXIT_INTERRUPTED = 130
+"""As a shell reports Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,9 @@ def command(
         concurrency = DEFAULT_CONCURRENCY
     load = LoadOptions(concurrency, request_rate, output_tokens, seed)
     run = Run(url, model, api_key, endpoint, load, count_tokens)
-    summary, records, target_name = asyncio.run(_run(console, run, sessions))
+    summary, records, target_name, is_whole = asyncio.run(_run(console, run, sessions))
+    if not is_whole:
+        console.print(f"[yellow]interrupted after {len(records)} requests; what follows is theirs[/]")
     console.print(f"[bold]{target_name}[/] at {url}, workload [bold]{workload}[/], {_describe(load)}")
     console.print(times_table(summary))
     console.print(totals_table(summary))
@@ -98,6 +104,8 @@ def command(
         }
         json_file.write_bytes(orjson.dumps(as_json(summary, records, setup), option=orjson.OPT_INDENT_2))
     _fail_if_any_failed(console, summary, records)
+    if not is_whole:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _describe(load: LoadOptions) -> str:
@@ -110,13 +118,17 @@ def _describe(load: LoadOptions) -> str:
 def _token_counter(path: Path | None) -> TokenCounter | None:
     if path is None:
         return None
+    from stemma.model.located import located_path
     from stemma.model.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(located_path(path))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-async def _run(console: Console, run: Run, sessions: list[Session]) -> tuple[Summary, list[Record], str]:
+async def _run(
+    console: Console, run: Run, sessions: list[Session]
+) -> tuple[Summary, list[Record], str, bool]:
+    """Return summary and records, the model's name, and whether all requests were sent: Ctrl-C stops them."""
     num_requests = sum(len(session.turns) for session in sessions)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with make_http(run.url, run.api_key) as http:
@@ -124,9 +136,18 @@ async def _run(console: Console, run: Run, sessions: list[Session]) -> tuple[Sum
         target = await negotiate(http, model, run.endpoint, run.count_tokens)
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("requests", total=num_requests)
-            on_done: Any = lambda _: progress.advance(task)  # noqa: E731
-            records, wall_s = await drive(target, sessions, run.load, on_done)
-    return summarize(records, wall_s), records, model
+            ended: list[Record] = []
+
+            def note(record: Record) -> None:
+                ended.append(record)
+                progress.advance(task)
+
+            started = time.perf_counter()
+            try:
+                records, wall_s = await drive(target, sessions, run.load, note)
+            except asyncio.CancelledError:
+                return summarize(ended, time.perf_counter() - started), ended, model, False
+    return summarize(records, wall_s), records, model, True
 
 
 def _fail_if_any_failed(console: Console, summary: Summary, records: list[Record]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from stemma.cli.client import first_model, make_http
 from stemma.cli.demo.stage import Stage
 from stemma.cli.demo.steps import STEPS
+from stemma.cli.progress import open_progress
 from stemma.cli.server_process import ServerProcess
 
 _REAL_FLAGS = ("--kv-cache-memory", "140MB", "--host-cache", "280MB", "--disk-cache-size", "700MB")
@@ -23,7 +24,7 @@ def command() -> None:
     """Show the prefix cache at work on a small model, in under a minute."""
     console = Console(highlight=False)
     started = time.perf_counter()
-    with console.status("preparing the model (once on a machine)"):
+    with open_progress("preparing the model (once on a machine)"):
         from stemma.model.demo import demo_model
 
         model = demo_model()

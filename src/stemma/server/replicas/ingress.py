@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from stemma.cluster.replica_calls import CallRouter, RoutedCall
 from stemma.config.cluster import ClusterFile
+from stemma.model.located import located_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.access import Access
 from stemma.server.replicas.transport import CALL, ReplicaTransport
@@ -48,7 +49,7 @@ class Ingress:
     def __init__(self, replicas: Any, cluster: ClusterFile) -> None:
         settings = cluster.settings
         self._block_size = settings.engine.cache.block_size
-        self._encoder = PromptEncoder(Tokenizer(settings.engine.model.path))
+        self._encoder = PromptEncoder(Tokenizer(located_model(settings.engine.model).path))
         self._options = RouteOptions(
             settings.server.host, settings.server.max_body_bytes, Access(settings.server).admin_key
         )

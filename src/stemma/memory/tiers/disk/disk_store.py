@@ -150,14 +150,18 @@ class DiskStore(SlottedStore):
                     self.counters.reasons[_reason(error)] += 1
             return count
 
-    def verify(self) -> dict[str, int]:
-        """Read every block and drop those that fail; return counts by reason, ``ok`` for the good ones."""
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[str, int]:
+        """Read every block and drop those that fail; return counts by reason, ``ok`` for the good ones.
+
+        `progress` is told the blocks read so far, and all.
+        """
         with self._lock:
             self._check_open()
             live = [(slot, key) for slot, key, _ in self._index.live()]
         outcomes: Counter[str] = Counter(ok=0)
         buffer = memoryview(bytearray(self.block_bytes))
-        for slot, key in live:
+        for number, (slot, key) in enumerate(live):
+            progress(number, len(live))
             outcomes[self._verify_one(slot, key, buffer)] += 1
         return dict(outcomes)
 
