@@ -29,6 +29,8 @@ StemmaError
  +-- IntegrityError            an invariant is broken; raised by `check()` alone
 """
 
+from __future__ import annotations
+
 
 class StemmaError(Exception):
     """Base of every error that Stemma raises on purpose."""
@@ -45,6 +47,23 @@ class InvalidRequest(StemmaError):
 
 class PromptTooLong(InvalidRequest):
     """The prompt (plus one token) exceeds the model's context or the whole KV cache."""
+
+    @classmethod
+    def of(
+        cls, amount: str, limit: int, *, param: str | None = None, counts: str = "output included"
+    ) -> PromptTooLong:
+        """Return the error for a prompt of `amount` (``900 tokens``) where `limit` tokens fit.
+
+        `counts`: what the limit is of.
+
+        Clients that shorten a conversation and try again know it by "maximum context length is" (LiteLLM, as
+        OpenAI words it) and by "prompt is too long" (langchain-anthropic): the message has both.
+        """
+        return cls(
+            f"prompt is too long: this model's maximum context length is {limit} tokens, {counts}, and the "
+            f"prompt has {amount}",
+            param=param,
+        )
 
 
 class UnknownModel(InvalidRequest):

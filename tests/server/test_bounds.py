@@ -229,8 +229,6 @@ async def test_unknown_fields_are_logged_once(
                 "modalities": ["text", "audio"],
                 "audio": {"voice": "x"},
                 "web_search_options": {},
-                "verbosity": "low",
-                "reasoning_effort": "high",
                 "echo": True,
                 "chat_template": "{{ 1 }}",
                 "chat_template_kwargs": {"chat_template": "{{ 1 }}"},

@@ -124,8 +124,10 @@ def test_every_field_of_the_schemas_is_in_its_table(
     for model in models:
         for name in model.refused.keys() - {"echo"}:
             assert "refused" in says[name], name
-        for name in model.harmless:
+        for name in model.harmless | model.hints:
             assert "accepted without effect" in says[name], name
+        for name in model.hints:
+            assert "counted" in says[name], name
         for name in model.model_fields.keys() - {"metadata", "include", "echo"}:
             if not name.endswith("_"):
                 assert says[name].startswith(("works", "the served one")), name

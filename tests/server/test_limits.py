@@ -46,7 +46,10 @@ async def test_a_long_prompt_is_refused(client_with: Client) -> None:
     response = await client.post("/generate", json={"inputs": "abcdefgh"})
 
     assert response.status_code == 422
-    assert "has 8 tokens; this server takes 4" in response.json()["error"]
+    assert (
+        "maximum context length is 4 tokens, without output, and the prompt has 8 tokens"
+        in response.json()["error"]
+    )
     assert (await client.post("/generate", json={"inputs": "abcd"})).status_code == 200
 
 

@@ -331,11 +331,11 @@ class ServerSettings(SettingsModel):
     max_body_bytes: ByteSize = 64 * 2**20
     """Largest request body."""
     max_responses: int = Field(default=4096, ge=0)
-    """Stored responses (`/v1/responses`); 0: none is stored."""
+    """Stored responses (`/v1/responses`), and as many conversations; 0: none is stored."""
     max_response_bytes: ByteSize = 128 * 2**20
-    """Memory of all stored responses."""
+    """Memory of all stored responses and conversations, half for each."""
     response_ttl_s: float = Field(default=3600.0, gt=0.0)
-    """How long a stored response is kept after its last use."""
+    """How long a stored response or conversation is kept after its last use."""
     max_connections: int = Field(default=1024, ge=1)
     """Open connections; further ones are closed at once. Fewer if the process may open fewer files."""
     header_timeout_s: float = Field(default=10.0, gt=0.0)

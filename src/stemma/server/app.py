@@ -18,6 +18,7 @@ from stemma.engine.client import EngineClient
 from stemma.server.apis import infer, openai_chat, openai_completions, tgi, tokenize, triton
 from stemma.server.apis.messages import api as messages
 from stemma.server.apis.responses import api as responses
+from stemma.server.apis.responses import conversations
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
 from stemma.server.openapi import describe
@@ -42,6 +43,7 @@ ROUTERS = (
     openai_chat.router,
     openai_completions.router,
     responses.router,
+    conversations.router,
     messages.router,
     tgi.router,
     management.open_router,

@@ -17,7 +17,7 @@ from stemma.errors import ConfigError, InvalidRequest
 from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.access import Access
 from stemma.server.answers.families import answer_format
-from stemma.server.apis.responses.store import ResponseStore
+from stemma.server.apis.responses.store import OwnedStore, StoredConversation, StoredResponse
 from stemma.server.operator.explanations import Explanations
 from stemma.server.operator.metric_aliases import Names
 from stemma.server.operator.metrics import ServerMetrics
@@ -84,11 +84,13 @@ class ServerContext:
         self.answer_format = answer_format(
             settings.server.tool_parser, settings.server.reasoning_parser, engine.tokenizer.chat_template
         )
-        self.responses = ResponseStore(
+        limits = (
             settings.server.max_responses,
-            settings.server.max_response_bytes,
+            settings.server.max_response_bytes // 2,
             settings.server.response_ttl_s,
         )
+        self.responses = OwnedStore[StoredResponse](*limits)
+        self.conversations = OwnedStore[StoredConversation](*limits)
         self._token_texts: dict[int, str] = {}
         shares = self.access.keys is None and settings.engine.cache.enable_prefix_cache
         self.known_texts = KnownTexts() if shares else None

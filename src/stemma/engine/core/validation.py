@@ -26,11 +26,7 @@ class RequestValidator:
         if num_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if num_tokens >= self._limits.max_tokens:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens; at most {self._limits.max_tokens - 1} fit, one token "
-                "of output included in the limit of model and KV cache",
-                param="prompt",
-            )
+            raise PromptTooLong.of(f"{num_tokens} tokens", self._limits.max_tokens, param="prompt")
         lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
         if lowest < 0 or highest >= self._vocab_size:
             raise InvalidRequest(

@@ -63,11 +63,13 @@ def tool_use(
     tools: Sequence[Mapping[str, Any]] | None, choice: Choice | Mapping[str, Any] | None, *, parallel: bool
 ) -> ToolUse:
     """Check OpenAI's `tools` and `tool_choice`. Raises InvalidRequest naming what is wrong."""
+    schemas: Mapping[str, Mapping[str, Any]]
     schemas = dict(_schema(tool, f"tools[{number}]") for number, tool in enumerate(tools or ()))
     named = ""
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        schemas, choice = _allowed(schemas, choice)
     if isinstance(choice, Mapping):
-        function = choice.get("function", choice)
-        named = str(function.get("name", "")) if isinstance(function, Mapping) else ""
+        named = _function_name(choice)
         if named not in schemas:
             raise InvalidRequest(
                 f"tool_choice names {named[:64]!r}, which is none of tools", param="tool_choice"
@@ -78,6 +80,33 @@ def tool_use(
             raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
         return ToolUse(schemas, "required", parallel=parallel)
     return ToolUse(schemas, "auto" if schemas and choice != "none" else "off", parallel=parallel)
+
+
+def _allowed(
+    schemas: Mapping[str, Mapping[str, Any]], choice: Mapping[str, Any]
+) -> tuple[Mapping[str, Mapping[str, Any]], Choice]:
+    """Return the tools that ``allowed_tools`` leaves, and whether one of them must be called.
+
+    The prompt shows all tools all the same, so that what is cached of it stays useful.
+    """
+    given = choice.get("allowed_tools", choice)
+    tools = given.get("tools") if isinstance(given, Mapping) else None
+    mode = given.get("mode", "auto") if isinstance(given, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise InvalidRequest("allowed_tools needs a mode, auto or required, and tools", param="tool_choice")
+    names = [_function_name(tool) for tool in tools]
+    for name in names:
+        if name not in schemas:
+            raise InvalidRequest(
+                f"allowed_tools names {name[:64]!r}, which is none of tools", param="tool_choice"
+            )
+    return {name: schemas[name] for name in names}, mode
+
+
+def _function_name(choice: object) -> str:
+    """Return the name in ``{"function": {"name": ...}}`` (chat) or ``{"name": ...}`` (Responses)."""
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
 def _schema(tool: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
@@ -133,10 +162,12 @@ class AnswerReader:
     def constrain(self, params: SamplingParams, special_tokens: Collection[str]) -> SamplingParams:
         """Return `params` with what the answer needs: a grammar for forced calls, markers left in the text.
 
-        Raises InvalidRequest if the request asks for a form of its own beside a forced call.
+        A response format is the form of the answer's text. A forced call leaves no text, so beside one the
+        format has nothing to say. Raises InvalidRequest for any other form beside a forced call.
         """
         forced = self.tools.grammar
-        if forced is not None and params.grammar is not None:
+        is_format = params.grammar is not None and params.grammar.param == "response_format"
+        if forced is not None and params.grammar is not None and not is_format:
             message = f"{params.grammar.param} and a forced tool_choice can't be combined"
             raise InvalidRequest(message, param=params.grammar.param)
         grammar = forced or params.grammar

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from stemma import __version__
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput
 from stemma.server.generation import Collected
 from stemma.server.operator.explain import explanation_of
+
+SYSTEM_FINGERPRINT = f"stemma-{__version__}"
+"""What OpenAI's answers carry: equal where equal requests give equal answers. Ours depend on the model, which
+the answer names, and on the version."""
 
 
 class UsageMeter:
@@ -37,19 +42,25 @@ class UsageMeter:
         self._drafts[index] = news.drafts
         self._queue_wait_s = max(self._queue_wait_s, news.queue_wait_s)
 
-    def usage(self) -> dict[str, Any]:
-        """Return OpenAI's ``usage`` object with ``prompt_cache_*`` and ``stemma`` added."""
-        reports = self._cache.values()
-        num_prompt = sum(report.num_prompt_tokens for report in reports)
-        num_cached = sum(report.num_cached_tokens for report in reports)
+    def counts(self) -> dict[str, int]:
+        """Return the counts so far, for a chunk in the middle of a stream."""
+        num_prompt = sum(report.num_prompt_tokens for report in self._cache.values())
         num_generated = sum(self._num_generated.values())
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's ``usage`` object with ``prompt_cache_*`` and ``stemma`` added."""
+        counts = self.counts()
+        num_cached = sum(report.num_cached_tokens for report in self._cache.values())
+        return {
+            **counts,
             "prompt_tokens_details": {"cached_tokens": num_cached},
             "prompt_cache_hit_tokens": num_cached,
-            "prompt_cache_miss_tokens": num_prompt - num_cached,
+            "prompt_cache_miss_tokens": counts["prompt_tokens"] - num_cached,
             "stemma": self._detail(),
         }
 

@@ -19,7 +19,7 @@ from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs
 from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
 from stemma.server.answers.reasoning import prompt_opens_reasoning
-from stemma.server.answers.usage import UsageMeter
+from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
@@ -105,6 +105,7 @@ def _completion(
         "object": "chat.completion",
         "created": int(time.time()),
         "model": answered_by(context, body.model),
+        "system_fingerprint": SYSTEM_FINGERPRINT,
         "choices": choices,
         "usage": UsageMeter.of([result]).usage(),
         **extra,
@@ -119,14 +120,17 @@ async def _events(
     reader: AnswerReader,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the chunks: one with the role for each choice, then the parts, then usage if asked for."""
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
     meter = UsageMeter()
     head: dict[str, Any] = {
         "id": generation.request_id,
         "object": "chat.completion.chunk",
         "created": int(time.time()),
         "model": answered_by(context, body.model),
+        "system_fingerprint": SYSTEM_FINGERPRINT,
     }
+    options = body.stream_options
+    with_usage = options is not None and options.include_usage
+    with_counts = options is not None and with_usage and options.continuous_usage_stats
     tail: dict[str, Any] = {"usage": None} if with_usage else {}
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
@@ -134,12 +138,18 @@ async def _events(
 
     role = {"role": "assistant", "content": ""}
     with_ids = bool(body.return_token_ids)
-    streams = [_ChoiceStream(context, i, reader, chunk, with_ids) for i in range(generation.params.n)]
+    # A chunk that is the same but for its text is written once, unless its counts change.
+    is_plain = not (with_ids or with_counts)
+    streams = [
+        _ChoiceStream(context, i, reader, chunk, with_ids, is_plain) for i in range(generation.params.n)
+    ]
     ids = {"prompt_token_ids": generation.prompt_token_ids.tolist()} if with_ids else {}
     chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
     try:
         async for index, output in outputs:
             meter.seen(index, output)
+            if with_counts:
+                tail["usage"] = meter.counts()
             for delta in output.deltas:
                 chunks += streams[delta.index].events(delta)
             if chunks:
@@ -162,8 +172,13 @@ class _ChoiceStream:
         reader: AnswerReader,
         chunk: Callable[[dict[str, Any]], dict[str, Any]],
         with_ids: bool,
+        is_plain: bool,
     ) -> None:
-        """`chunk` returns what an event with this choice carries."""
+        """`chunk` returns what an event with this choice carries.
+
+        `is_plain`: nothing in it but the text changes from one to the next.
+        """
+        self._is_plain = is_plain
         self._context = context
         self._chunk = chunk
         self._with_ids = with_ids
@@ -181,7 +196,7 @@ class _ChoiceStream:
         """Return the events of what a step gave."""
         ended = delta.finish_reason is not None
         parts = self._parser.feed(delta.text) + (self._parser.end() if ended else [])
-        if len(parts) == 1 and not (ended or self._with_ids or delta.logprobs is not None):
+        if len(parts) == 1 and self._is_plain and not (ended or delta.logprobs is not None):
             match parts[0]:
                 case Content(text):  # nearly every token
                     return [self._content(text)]

@@ -16,7 +16,7 @@ from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.logprobs import CompletionLogprobs
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
-from stemma.server.answers.usage import UsageMeter
+from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
@@ -110,12 +110,15 @@ class _Reply:
         self.n = n
         self.echoes = echoes
         self._echoes_logprobs = body.echo and body.logprobs is not None
-        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options
+        self._with_usage = options is not None and options.include_usage
+        self._with_counts = self._with_usage and options is not None and options.continuous_usage_stats
         self.head: dict[str, Any] = {
             "id": response_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": answered_by(context, body.model),
+            "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
     def choice(
@@ -189,7 +192,8 @@ class _Reply:
         logprobs: dict[int, CompletionLogprobs] = {}
         chunks: list[bytes] = []
         texts: dict[int, TextEvent] = {}
-        has_text_alone = self._body.logprobs is None and not self._body.return_token_ids
+        has_more = self._body.logprobs is not None or self._body.return_token_ids or self._with_counts
+        has_text_alone = not has_more
         opened: set[int] = set()
         if not self._echoes_logprobs:
             opened = set(range(len(prompts)))
@@ -202,6 +206,8 @@ class _Reply:
         try:
             async for prompt_index, output in outputs:
                 meter.seen(prompt_index, output)
+                if self._with_counts:
+                    tail["usage"] = meter.counts()
                 if prompt_index not in opened:
                     opened.add(prompt_index)
                     for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):

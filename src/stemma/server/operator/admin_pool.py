@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.operator.pool_attachment import PoolAttachment
-from stemma.errors import ConfigError, InvalidRequest, StorageError
+from stemma.errors import ConfigError, InvalidRequest, NotFound, StorageError
 from stemma.memory.tiers.pool.pool_store import PoolStatus
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import AdminRoute, json_response
@@ -64,7 +64,7 @@ async def attach_pool(request: Request) -> Response:
 async def detach_pool(request: Request) -> Response:
     """Detach the pool, once queued writes are done; what is in it stays there."""
     if not await context_of(request).engine.detach_pool():
-        return _failed("there is no pool", 404)
+        raise NotFound("there is no pool")
     return json_response(_shown(None))
 
 

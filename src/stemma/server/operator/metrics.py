@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
 from stemma.server.operator.tier_metrics import tier_metrics
+from stemma.server.requests.ignored_hints import IgnoredHints
 from stemma.types import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -121,6 +122,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector()
         self._registry.register(self._engine)
+        self._registry.register(IgnoredHints())
         self.requests = Counter(
             "stemma_requests", "Requests by how they ended", ["api", "outcome"], registry=self._registry
         )

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest
 from stemma.server.access import tenant_of
 from stemma.server.context import context_of
+from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
@@ -117,6 +118,9 @@ def validate(model: type[M], body: dict[str, Any]) -> M:
 def _review(model: type[RequestModel], body: dict[str, Any], prefix: str = "") -> None:
     _refuse(model, body, prefix)
     _log_unknown(model, body)
+    for name in model.hints & body.keys():
+        if body[name] is not None:
+            count_hint(prefix + name)
     for name, inner in model.nested.items():
         if isinstance(body.get(name), dict):
             _review(inner, body[name], f"{prefix}{name}.")

@@ -14,6 +14,7 @@ from typing import Any
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext
 from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.tokenizing import tokenize, tokenized
 from stemma.server.schemas.bounds import (
     MAX_TEMPLATE_KWARGS,
@@ -75,11 +76,10 @@ def template_arguments(context: ServerContext, body: ChatRequest) -> dict[str, A
             raise InvalidRequest(f"{where} must be short plain values", param="chat_template_kwargs")
         if name in known:
             arguments[name] = value
-    if body.reasoning_effort is not None:
-        if "reasoning_effort" not in known:
-            message = "this model's chat template has no reasoning_effort"
-            raise InvalidRequest(message, param="reasoning_effort")
+    if body.reasoning_effort is not None and "reasoning_effort" in known:
         arguments["reasoning_effort"] = body.reasoning_effort
+    elif body.reasoning_effort is not None:
+        count_hint("reasoning_effort")
     return arguments
 
 

@@ -22,7 +22,7 @@ def fit_prompt(limits: RequestSettings, tokens: Tokens, param: str) -> Tokens:
         return tokens[-most:]
     if limits.truncation == "right":
         return tokens[:most]
-    raise PromptTooLong(f"the prompt has {len(tokens)} tokens; this server takes {most}", param=param)
+    raise PromptTooLong.of(f"{len(tokens)} tokens", most, param=param, counts="without output")
 
 
 def cap_output(limits: RequestSettings, request: GenerationRequest) -> GenerationRequest:

@@ -59,20 +59,14 @@ def check_tokens(
     tokens = fit_prompt(context.settings.requests, tokens, param)
     limit = context.engine.max_model_len
     if len(tokens) >= limit:
-        raise PromptTooLong(
-            f"the prompt has {len(tokens)} tokens; this model's context holds {limit}, output included",
-            param=param,
-        )
+        raise PromptTooLong.of(f"{len(tokens)} tokens", limit, param=param)
     return tokens
 
 
 def check_length(context: ServerContext, num_chars: int, param: str) -> None:
     """Raise PromptTooLong for texts so long that tokenizing them would only waste time."""
     if num_chars > MAX_CHARS_PER_TOKEN * context.engine.max_model_len:
-        limit = context.engine.max_model_len
-        raise PromptTooLong(
-            f"the prompt has {num_chars} characters; this model's context holds {limit} tokens", param=param
-        )
+        raise PromptTooLong.of(f"{num_chars} characters", context.engine.max_model_len, param=param)
 
 
 async def completion_prompts(

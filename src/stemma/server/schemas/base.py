@@ -19,9 +19,12 @@ class RequestModel(BaseModel):
     """Fields that hold an object with such tables of its own."""
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Fields that never change the answer: ignored without a word."""
+    hints: ClassVar[frozenset[str]] = frozenset()
+    """Wishes about style or effort that this server doesn't act on and that can't make an answer wrong:
+    accepted, and counted where they are given (`ignored_hints.py`)."""
 
     @classmethod
     def known_names(cls) -> frozenset[str]:
         """Return the names of all fields that aren't news to us."""
         fields = (field.alias or name for name, field in cls.model_fields.items())
-        return frozenset(fields) | frozenset(cls.refused) | cls.harmless
+        return frozenset(fields) | frozenset(cls.refused) | cls.harmless | cls.hints

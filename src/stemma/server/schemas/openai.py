@@ -72,7 +72,9 @@ class StreamOptions(RequestModel):
     include_usage: bool = False
     """Send usage in a last chunk of its own."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
+    continuous_usage_stats: bool = False
+    """With `include_usage`: the counts so far in each chunk, as vLLM has it."""
+
     harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 
@@ -250,7 +252,6 @@ class ChatRequest(OpenAIRequest):
         "functions": ([],),
         "function_call": ("none",),
         "reasoning": (),
-        "verbosity": ("medium",),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
@@ -262,6 +263,7 @@ class ChatRequest(OpenAIRequest):
         "tool_prompt": (),
     }
     harmless: ClassVar[frozenset[str]] = OpenAIRequest.harmless | {"prediction"}
+    hints: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: PositiveCount | None = None
@@ -276,7 +278,7 @@ class ChatRequest(OpenAIRequest):
     separate_reasoning: bool = True
     """Whether the reasoning is split from the content, where the model reasons."""
     reasoning_effort: Name | None = None
-    """Passed to a chat template that knows it; for others refused."""
+    """Passed to a chat template that knows it; for others a hint without effect."""
     chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     """Instead of the checkpoint's; only with `--trust-request-chat-template`."""
     chat_template_kwargs: TemplateKwargs | None = None

@@ -46,7 +46,7 @@ Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_
 class TextOptions(RequestModel):
     """What the answer's text looks like."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    hints: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: dict[str, Any] | None = None
     """``{"type": "text" | "json_object"}`` or a JSON schema: type, name, schema, strict."""
@@ -61,6 +61,25 @@ class ReasoningOptions(RequestModel):
     """``none`` turns thinking off; other words go to a chat template that knows them."""
 
 
+class ConversationName(RequestModel):
+    """A conversation named by an object."""
+
+    id: Name
+
+
+class ConversationRequest(RequestModel):
+    """Body of ``POST /v1/conversations`` and of its updates."""
+
+    items: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationItems(RequestModel):
+    """Body of ``POST /v1/conversations/{id}/items``."""
+
+    items: Items
+
+
 class ResponsesRequest(RequestModel):
     """Body of ``POST /v1/responses``."""
 
@@ -68,13 +87,9 @@ class ResponsesRequest(RequestModel):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (),
         "background": (False,),
-        "conversation": (),
         "moderation": (),
         "prompt": (),
-        "max_tool_calls": (),
-        "truncation": ("disabled",),
         "top_logprobs": (0,),
-        "context_management": ([],),
         # vLLM's
         "ec_transfer_params": (),
         "enable_response_messages": (False,),
@@ -88,6 +103,7 @@ class ResponsesRequest(RequestModel):
         "vllm_xargs": ({},),
         "watermarking": (False,),
     }
+    hints: ClassVar[frozenset[str]] = frozenset({"context_management", "max_tool_calls"})
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             "image",
@@ -108,6 +124,10 @@ class ResponsesRequest(RequestModel):
     """System message of this turn; those of earlier turns don't count."""
     previous_response_id: Name | None = None
     """Go on from this stored response."""
+    conversation: Name | ConversationName | None = None
+    """Go on from this conversation, and add this turn to it."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` permits what this server never does: to drop the middle of an input that is too long."""
     store: bool | None = None
     """Keep the response and its conversation for later turns; default: yes."""
     stream: bool | None = None
@@ -141,3 +161,7 @@ class ResponsesRequest(RequestModel):
     priority: Priority | None = None
     cache_ttl_s: Ttl | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+
+
+class InputTokensRequest(ResponsesRequest):
+    """Body of ``POST /v1/responses/input_tokens``: what makes the prompt; all else has no effect."""

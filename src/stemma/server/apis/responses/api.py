@@ -18,23 +18,29 @@ from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaErro
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
+from stemma.server.apis.responses.conversations import add_turn, conversation_of
 from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages
+from stemma.server.apis.responses.listing import item_page, whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
-from stemma.server.apis.responses.store import StoredResponse
+from stemma.server.apis.responses.store import Item, StoredResponse
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
+from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.models import answered_by, check_model
+from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import Retention, retained
 from stemma.server.schemas.openai import ChatRequest
-from stemma.server.schemas.responses import ResponsesRequest
+from stemma.server.schemas.responses import ConversationName, InputTokensRequest, ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
-from stemma.types import DEFAULT_PRIORITY, FinishReason, as_tokens
+from stemma.types import DEFAULT_PRIORITY, FinishReason, TokenArray, as_tokens
 
 router = APIRouter(route_class=OpenAIRoute)
 
+KNOWN_INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
+"""What `include` may ask for that a model without tools of its own could give; here it has no effect."""
 STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Priority of the blocks of stored conversations, which are likely to be continued."""
 
@@ -45,21 +51,44 @@ async def create_response(request: Request) -> Response:
     context = context_of(request)
     body = validate(ResponsesRequest, await read_object(request))
     check_model(context, body.model)
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise InvalidRequest("include: logprobs are not supported here", param="include")
+    for asked in body.include or ():
+        count_hint(f"include.{asked}" if asked in KNOWN_INCLUDES else "include")
     owner = context.access.owner(request)
-    earlier = _earlier(context, owner, body)
-    history = [*(earlier.history() if earlier is not None else ()), *chat_messages(body.input)]
+    past = _past(context, owner, body)
+    history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     response_id = new_id("resp")
-    turn = await chat_turn(context, response_id, chat, None if earlier is None else earlier.token_ids)
+    turn = await chat_turn(context, response_id, chat, past.token_ids)
     turn = _retained(context, body, turn)
-    reply = _Reply(context, body, turn, owner, history)
+    reply = _Reply(context, body, turn, owner, history, [*past.items, *whole_items(body.input)])
     if body.stream:
         outputs = await start(context, request, [turn.generation], "responses")
         return EventStream(reply.events(outputs), outputs)
     [result] = await run_to_end(context, request, [turn.generation], "responses")
     return json_response(await reply.whole(result))
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
+async def count_input(request: Request) -> Response:
+    """Count the tokens of the prompt that ``input`` becomes, after the conversation that it goes on from."""
+    context = context_of(request)
+    body = validate(InputTokensRequest, await read_object(request))
+    check_model(context, body.model)
+    past = _past(context, context.access.owner(request), body)
+    history = [*past.messages, *chat_messages(body.input)]
+    chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
+    tokens = await chat_prompt(context, chat, salt=body.cache_salt or "")
+    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """List what a stored response was given to, the newest first unless ``order=asc``."""
+    context = context_of(request)
+    found = context.responses.get(context.access.owner(request), response_id)
+    if found is None:
+        raise _not_found(response_id)
+    return json_response(item_page(orjson.loads(found.input_items), request))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -85,15 +114,36 @@ def _not_found(response_id: str) -> NotFound:
     return NotFound(f"there is no response {response_id[:64]!r}: it was not stored, or its time is over")
 
 
-def _earlier(context: ServerContext, owner: str, body: ResponsesRequest) -> StoredResponse | None:
-    """Return the response to continue from."""
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What a response goes on from."""
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    token_ids: TokenArray | None = None
+    """As the engine holds it."""
+
+
+def _past(context: ServerContext, owner: str, body: ResponsesRequest) -> _Past:
+    """Return the conversation, or that of the response, to go on from."""
+    if (name := _conversation_id(body)) is not None:
+        if body.previous_response_id is not None:
+            message = "give previous_response_id or conversation, not both"
+            raise InvalidRequest(message, param="previous_response_id")
+        conversation = conversation_of(context, owner, name)
+        items = conversation.items()
+        return _Past(chat_messages(items), items, conversation.token_ids if items else None)
     if body.previous_response_id is None:
-        return None
+        return _Past()
     found = context.responses.get(owner, body.previous_response_id)
     if found is None:
         message = str(_not_found(body.previous_response_id))
         raise InvalidRequest(message, param="previous_response_id")
-    return found
+    return _Past(found.history(), found.items(), found.token_ids)
+
+
+def _conversation_id(body: ResponsesRequest) -> str | None:
+    return body.conversation.id if isinstance(body.conversation, ConversationName) else body.conversation
 
 
 def _with_instructions(body: ResponsesRequest, history: list[ChatMessage]) -> list[ChatMessage]:
@@ -140,12 +190,14 @@ class _Reply:
         turn: ChatTurn,
         owner: str,
         history: list[ChatMessage],
+        input_items: list[Item],
     ) -> None:
         self._context = context
         self._body = body
         self._turn = turn
         self._owner = owner
         self._history = history
+        self._input_items = input_items
         self._created_at = int(time.time())
 
     async def whole(self, result: Collected) -> dict[str, Any]:
@@ -203,15 +255,15 @@ class _Reply:
         if progress.was_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = await self._usage(progress)
+        held = np.concatenate((self._turn.generation.prompt_token_ids, as_tokens(progress.token_ids)))
         if _is_stored(self._context, self._body):
-            prompt = self._turn.generation.prompt_token_ids
+            given = orjson.dumps(self._input_items)
             messages = [*self._history, *chat_messages(progress.items.items)]
-            entry = StoredResponse(
-                orjson.dumps(response),
-                orjson.dumps(messages),
-                np.concatenate((prompt, as_tokens(progress.token_ids))),
-            )
+            entry = StoredResponse(orjson.dumps(response), orjson.dumps(messages), held, given)
             self._context.responses.put(self._owner, response["id"], entry)
+        if (conversation := _conversation_id(self._body)) is not None:
+            turn = [*whole_items(self._body.input), *progress.items.items]
+            add_turn(self._context, self._owner, conversation, turn, held)
         return response
 
     async def _usage(self, progress: _Progress) -> dict[str, Any]:
@@ -237,6 +289,7 @@ class _Reply:
         body, params = self._body, self._turn.generation.params
         effort = body.reasoning.effort if body.reasoning is not None else None
         wanted = body.text.format if body.text is not None else None
+        conversation = _conversation_id(body)
         return {
             "id": self._turn.generation.request_id,
             "object": "response",
@@ -259,7 +312,8 @@ class _Reply:
             "tools": body.tools or [],
             "top_logprobs": 0,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
+            "conversation": None if conversation is None else {"id": conversation},
             "usage": None,
             "user": body.user,
             "metadata": body.metadata or {},

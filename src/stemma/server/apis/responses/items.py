@@ -156,8 +156,10 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        return choice
     if choice.get("type") != "function":
-        message = "tool_choice must be none, auto, required or a function"
+        message = "tool_choice must be none, auto, required, a function or allowed_tools"
         raise InvalidRequest(message, param="tool_choice")
     return {"type": "function", "function": {"name": choice.get("name")}}
 

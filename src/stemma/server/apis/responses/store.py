@@ -1,19 +1,34 @@
-"""Stored responses: limited in number, bytes and time, and separate by owner."""
+"""Stored responses and conversations: limited in number, bytes and time, and separate by owner."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 
-from stemma.types import TokenArray
+from stemma.types import TokenArray, as_tokens
 
 _ENTRY_BYTES = 1024
 """Bytes of an entry in addition to its texts and tokens."""
+
+
+Item = dict[str, Any]
+"""An item of OpenAI's Responses: a message, a call, its output."""
+
+
+class Storable(Protocol):
+    """What a store keeps."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes in memory."""
+
+
+E = TypeVar("E", bound=Storable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +41,62 @@ class StoredResponse:
     """The chat's messages without instructions, the answer included, as JSON."""
     token_ids: TokenArray
     """The conversation as the engine holds it: prompt and answer."""
+    input_items: bytes = b"[]"
+    """What the answer was given to, those of earlier turns included, as JSON."""
 
     @property
     def num_bytes(self) -> int:
         """Approximate bytes in memory."""
-        return len(self.response) + len(self.messages) + self.token_ids.nbytes + _ENTRY_BYTES
+        texts = len(self.response) + len(self.messages) + len(self.input_items)
+        return texts + self.token_ids.nbytes + _ENTRY_BYTES
 
     def history(self) -> list[dict[str, Any]]:
         """Return the messages."""
         messages: list[dict[str, Any]] = orjson.loads(self.messages)
         return messages
 
+    def items(self) -> list[Item]:
+        """Return the items that the answer was given to, and those of the answer."""
+        given: list[Item] = orjson.loads(self.input_items)
+        return [*given, *orjson.loads(self.response)["output"]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """A conversation that its client names: items, and what the client notes beside them."""
+
+    created_at: int
+    metadata: bytes = b"{}"
+    """As JSON."""
+    item_list: bytes = b"[]"
+    """As JSON."""
+    token_ids: TokenArray = field(default_factory=lambda: as_tokens([]))
+    """The conversation as the engine held it when its last answer ended; empty before the first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes in memory."""
+        return len(self.metadata) + len(self.item_list) + self.token_ids.nbytes + _ENTRY_BYTES
+
+    def items(self) -> list[Item]:
+        """Return the items, oldest first."""
+        items: list[Item] = orjson.loads(self.item_list)
+        return items
+
 
 @dataclass(slots=True)
-class _Owned:
-    """The responses of one owner, least recently used first."""
+class _Owned(Generic[E]):
+    """The entries of one owner, least recently used first."""
 
-    entries: OrderedDict[str, tuple[float, StoredResponse]]
+    entries: OrderedDict[str, tuple[float, E]]
     num_bytes: int = 0
 
 
-class ResponseStore:
-    """Keeps up to `capacity` responses, `capacity_bytes` in all, each until `ttl_s` after its last use.
+class OwnedStore(Generic[E]):
+    """Keeps up to `capacity` entries, `capacity_bytes` in all, each until `ttl_s` after its last use.
 
-    For one event loop. To make room, the least recently used response of the owner that holds most is
-    dropped, so that no owner can displace the responses of others. `clock` is in seconds.
+    For one event loop. To make room, the least recently used entry of the owner that holds most is
+    dropped, so that no owner can displace the entries of others. `clock` is in seconds.
     """
 
     def __init__(
@@ -64,44 +110,44 @@ class ResponseStore:
         self._capacity_bytes = capacity_bytes
         self.ttl_s = ttl_s
         self._clock = clock
-        self._owners: dict[str, _Owned] = {}
-        self.num_responses = 0
+        self._owners: dict[str, _Owned[E]] = {}
+        self.num_entries = 0
         self.num_bytes = 0
 
-    def put(self, owner: str, response_id: str, entry: StoredResponse) -> bool:
+    def put(self, owner: str, entry_id: str, entry: E) -> bool:
         """Keep `entry`; return False if it alone is too large."""
         if entry.num_bytes > self._capacity_bytes or self.capacity == 0:
             return False
-        self.delete(owner, response_id)
+        self.delete(owner, entry_id)
         self._drop_expired()
-        while self.num_responses >= self.capacity or self.num_bytes + entry.num_bytes > self._capacity_bytes:
+        while self.num_entries >= self.capacity or self.num_bytes + entry.num_bytes > self._capacity_bytes:
             largest = max(self._owners, key=lambda name: self._owners[name].num_bytes)
             self._drop(largest, next(iter(self._owners[largest].entries)))
         owned = self._owners.setdefault(owner, _Owned(OrderedDict()))
-        owned.entries[response_id] = (self._clock() + self.ttl_s, entry)
+        owned.entries[entry_id] = (self._clock() + self.ttl_s, entry)
         owned.num_bytes += entry.num_bytes
-        self.num_responses += 1
+        self.num_entries += 1
         self.num_bytes += entry.num_bytes
         return True
 
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        """Return the response and restart its time to live; None if `owner` has none of this id."""
+    def get(self, owner: str, entry_id: str) -> E | None:
+        """Return the entry and restart its time to live; None if `owner` has none of this id."""
         self._drop_expired()
         owned = self._owners.get(owner)
-        found = None if owned is None else owned.entries.get(response_id)
+        found = None if owned is None else owned.entries.get(entry_id)
         if owned is None or found is None:
             return None
-        owned.entries[response_id] = (self._clock() + self.ttl_s, found[1])
-        owned.entries.move_to_end(response_id)
+        owned.entries[entry_id] = (self._clock() + self.ttl_s, found[1])
+        owned.entries.move_to_end(entry_id)
         return found[1]
 
-    def delete(self, owner: str, response_id: str) -> bool:
-        """Drop the response; return whether `owner` had it."""
+    def delete(self, owner: str, entry_id: str) -> bool:
+        """Drop the entry; return whether `owner` had it."""
         self._drop_expired()
         owned = self._owners.get(owner)
-        if owned is None or response_id not in owned.entries:
+        if owned is None or entry_id not in owned.entries:
             return False
-        self._drop(owner, response_id)
+        self._drop(owner, entry_id)
         return True
 
     def _drop_expired(self) -> None:
@@ -112,11 +158,11 @@ class ResponseStore:
             while entries and (first := next(iter(entries.items())))[1][0] <= now:
                 self._drop(owner, first[0])
 
-    def _drop(self, owner: str, response_id: str) -> None:
+    def _drop(self, owner: str, entry_id: str) -> None:
         owned = self._owners[owner]
-        _, entry = owned.entries.pop(response_id)
+        _, entry = owned.entries.pop(entry_id)
         owned.num_bytes -= entry.num_bytes
-        self.num_responses -= 1
+        self.num_entries -= 1
         self.num_bytes -= entry.num_bytes
         if not owned.entries:
             del self._owners[owner]
