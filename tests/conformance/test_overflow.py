@@ -8,9 +8,7 @@ LONG = [{"role": "user", "content": "word " * 9000}]
 
 
 def test_litellm_raises_its_overflow_type(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-    )  # else it asks the network for one
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for one
     litellm = pytest.importorskip("litellm")
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -16,6 +18,10 @@ from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.model.tiny import write_tiny_model
 from stemma.server.app import create_app
+from tests.e2e.browsing import CHROMIUM, PATIENCE_MS, WIDE, is_problem
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 BLOCK_SIZE = 16
 
@@ -83,3 +89,28 @@ def served(shared_server: Served) -> Iterator[Served]:
     stats = shared_server.stats()
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
     assert stats["num_free_blocks"] == stats["num_blocks"]
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A fresh tab; the test fails if the page writes an error, or its policy stops something."""
+    context = browser.new_context(viewport=WIDE)
+    page, problems = context.new_page(), []
+    page.set_default_timeout(PATIENCE_MS)
+    page.on("console", lambda m: problems.append(m.text) if is_problem(m.type, m.text) else None)
+    page.on("pageerror", lambda error: problems.append(str(error) + (error.stack or "")))
+    page.problems = problems
+    yield page
+    assert context.cookies() == []
+    context.close()

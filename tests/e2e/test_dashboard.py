@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,19 +14,13 @@ from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.server.operator.dashboard import live
+from tests.e2e.browsing import PHONE, needs_chromium, until, wait_for
 from tests.e2e.conftest import Served, start_server
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
-CHROMIUM = shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None or importlib.util.find_spec("playwright") is None,
-    reason="needs chromium (Debian: apt-get install chromium) and playwright",
-)
 KEY = "the-operator"
-PATIENCE_MS = 20_000
-WIDE, PHONE = {"width": 1180, "height": 900}, {"width": 390, "height": 800}
 BODY = "You are a helpful assistant of the quiet harbour. "
 
 
@@ -43,41 +33,6 @@ def shown(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     )
     yield served
     stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A fresh tab; the test fails if the page writes an error, or its policy stops something."""
-    context = browser.new_context(viewport=WIDE)
-    page, problems = context.new_page(), []
-    page.set_default_timeout(PATIENCE_MS)
-    page.on("console", lambda m: problems.append(m.text) if is_problem(m.type, m.text) else None)
-    page.on("pageerror", lambda error: problems.append(str(error) + (error.stack or "")))
-    page.problems = problems
-    yield page
-    assert context.cookies() == []
-    context.close()
-
-
-def is_problem(kind: str, text: str) -> bool:
-    """Whether a line of the console is one; this test's own reading of pixels is noted there too."""
-    return kind in ("error", "warning") and not text.startswith("Canvas2D")
-
-
-def until(page: Page, expression: str) -> None:
-    """Wait until an expression is true there; `wait_for_function` needs eval, which the page forbids."""
-    wait_for(lambda: bool(page.evaluate(expression)), lambda: page.wait_for_timeout(50))
 
 
 def ask(served: Served, prompt: str) -> str:
@@ -348,15 +303,6 @@ def test_the_stream_and_its_limit(shown: Served, monkeypatch: pytest.MonkeyPatch
 def read_one(served: Served) -> int:
     with httpx.stream("GET", f"{served.url}/admin/live", headers=HEADERS) as stream:
         return stream.status_code
-
-
-def wait_for(is_so: Callable[[], bool], pause: Callable[[], object] = lambda: time.sleep(0.05)) -> None:
-    deadline = time.monotonic() + PATIENCE_MS / 1000
-    while time.monotonic() < deadline:
-        if is_so():
-            return
-        pause()
-    raise AssertionError("it never came true")
 
 
 def test_the_tree_is_what_is_cached(shown: Served) -> None:

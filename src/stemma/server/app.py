@@ -38,6 +38,7 @@ from stemma.server.operator.metrics import ServerMetrics
 from stemma.server.operator.request_log import log_request
 from stemma.server.operator.tracing import Tracing, TracingMiddleware
 from stemma.server.transport.headers import HeaderGuard
+from stemma.server.web import pages as web_pages
 
 ROUTERS = (
     openai_chat.router,
@@ -55,6 +56,7 @@ ROUTERS = (
     live.router,
     tree.router,
     pages.router,
+    web_pages.router,
     admin_divergences.router,
     admin_pool.router,
     lora_adapters.router,

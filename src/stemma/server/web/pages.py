@@ -1,0 +1,46 @@
+"""The chat at `/` and the API's description at `/docs`. Their files hold no data and need no key."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stemma.errors import NotFound
+from stemma.server.errors import OpenRoute
+from stemma.server.web.assets import asset
+
+router = APIRouter(route_class=OpenRoute)
+_PAGES = "stemma.insight.page"
+_SWAGGER = "fastapi_offline"
+_FILES = {
+    "/chat/chat.js": (_PAGES, "chat.js"),
+    "/chat/chat.css": (_PAGES, "chat.css"),
+    "/chat/style.css": (_PAGES, "style.css"),
+    "/docs/docs.js": (_PAGES, "docs.js"),
+    "/docs/swagger-ui.js": (_SWAGGER, "static/swagger-ui-bundle.js"),
+    "/docs/swagger-ui.css": (_SWAGGER, "static/swagger-ui.css"),
+}
+"""Path -> package and file."""
+
+
+@router.get("/")
+async def chat_page(request: Request) -> Response:
+    """A page to chat on, which shows what each turn reused."""
+    return asset(_PAGES, "chat.html")
+
+
+@router.get("/docs")
+async def docs_page(request: Request) -> Response:
+    """The API's description, to read and to try; nothing in it comes from another host."""
+    return asset(_PAGES, "docs.html")
+
+
+@router.get("/chat/{name}")
+@router.get("/docs/{name}")
+async def page_file(request: Request, name: str) -> Response:
+    """Their styles and scripts."""
+    found = _FILES.get(request.url.path)
+    if found is None:
+        raise NotFound("no such file of a page")
+    return asset(*found)

@@ -1,0 +1,41 @@
+"""What tests of pages in a real browser share."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+CHROMIUM = shutil.which("chromium")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None or importlib.util.find_spec("playwright") is None,
+    reason="needs chromium (Debian: apt-get install chromium) and playwright",
+)
+PATIENCE_MS = 20_000
+WIDE, PHONE = {"width": 1180, "height": 900}, {"width": 390, "height": 800}
+
+
+def is_problem(kind: str, text: str) -> bool:
+    """Whether a line of the console is one; this test's own reading of pixels is noted there too."""
+    return kind in ("error", "warning") and not text.startswith("Canvas2D")
+
+
+def until(page: Page, expression: str) -> None:
+    """Wait until an expression is true there; `wait_for_function` needs eval, which the page forbids."""
+    wait_for(lambda: bool(page.evaluate(expression)), lambda: page.wait_for_timeout(50))
+
+
+def wait_for(is_so: Callable[[], bool], pause: Callable[[], object] = lambda: time.sleep(0.05)) -> None:
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < deadline:
+        if is_so():
+            return
+        pause()
+    raise AssertionError("it never came true")

@@ -1,0 +1,98 @@
+"""The chat page and the API's description in a real browser, on a desktop and on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.e2e.browsing import PHONE, needs_chromium, until
+from tests.e2e.conftest import Served, start_server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+LAST_REUSE = "[...document.querySelectorAll('.reuse')].at(-1)?.textContent ?? ''"
+
+
+def ask(page: Page, question: str) -> None:
+    before = page.locator(".reuse").count()
+    page.fill("#question", question)
+    page.keyboard.press("Enter")
+    until(page, f"document.querySelectorAll('.reuse').length === {before + 1}")
+    until(page, "document.getElementById('stop').hidden")
+
+
+@needs_chromium
+def test_a_chat_shows_what_each_turn_reused(page: Page, served: Served) -> None:
+    page.goto(served.url + "/")
+    until(page, "document.getElementById('model').textContent === 'tiny'")
+    page.click("summary")
+    page.fill("#limit", "8")
+    page.fill("#temperature", "0")
+    ask(page, "What is <b>bold</b>?")
+    assert page.evaluate(LAST_REUSE).startswith("0 of ")
+    assert page.locator(".question b").count() == 0  # what is said is text
+    ask(page, "And then?")
+    assert "from device" in page.evaluate(LAST_REUSE)
+    assert page.locator("#turns li").count() == 2
+    page.click("#again")
+    assert page.locator("#turns li").count() == 0
+    assert page.problems == []
+
+
+@needs_chromium
+def test_a_phone_shows_it_all_and_an_answer_can_be_stopped(page: Page, served: Served) -> None:
+    page.set_viewport_size(PHONE)
+    page.emulate_media(color_scheme="dark")
+    page.goto(served.url + "/")
+    until(page, "document.getElementById('model').textContent === 'tiny'")
+    page.click("summary")
+    page.fill("#limit", "1500")
+    page.fill("#question", "Tell me a long story")
+    page.click("#send")
+    until(page, "document.querySelector('.answer')?.textContent.length > 5")
+    page.click("#stop")
+    until(page, "document.getElementById('state').textContent === 'stopped'")
+    until(page, f"document.documentElement.scrollWidth <= {PHONE['width']}")
+    ask_height = page.evaluate("document.getElementById('send').getBoundingClientRect().height")
+    assert ask_height >= 32  # for a thumb
+    assert page.problems == []
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny_model: Path) -> Iterator[Served]:
+    served, stop = start_server(tiny_model, api_key="the-key")
+    yield served
+    stop()
+
+
+@needs_chromium
+def test_a_server_with_a_key_asks_for_it(page: Page, keyed: Served) -> None:
+    page.goto(keyed.url + "/")
+    page.wait_for_selector("#login:not([hidden])")
+    page.fill("#key", "the-key")
+    page.click("#login button")
+    until(page, "document.getElementById('model').textContent === 'tiny'")
+    assert page.is_hidden("#login")
+    page.problems[:] = [text for text in page.problems if "401" not in text]
+    assert page.problems == []
+
+
+@needs_chromium
+def test_the_api_is_described_without_another_host(page: Page, served: Served) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(served.url + "/docs")
+    page.wait_for_selector("#operations-default-create_chat_completion, .opblock-summary-path")
+    until(page, "document.body.textContent.includes('/v1/chat/completions')")
+    assert [url for url in asked if not url.startswith((served.url, "data:"))] == []
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("path", ["/chat/nothing.js", "/docs/..%2fpages.py", "/chat/index.html"])
+def test_no_other_files(served: Served, path: str) -> None:
+    assert httpx.get(served.url + path).status_code == 404
