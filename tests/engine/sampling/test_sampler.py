@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.filters import argmax, candidates, draw, keep, weights_of
+from stemma.engine.sampling.logprobs import likeliest
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 
@@ -328,3 +329,14 @@ def test_the_device_does_not_matter(device: str) -> None:
         Sampler().sample(row[None], [state]).token_ids[0] for row, state in zip(logits, states, strict=True)
     ]
     assert Sampler().sample(logits.to(device), states).token_ids == one_by_one
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_likeliest_of_equals_have_the_lowest_ids_however_many_are_asked_for(seed: int) -> None:
+    logprobs = torch.randint(-9, 0, (4, 300), generator=torch.Generator().manual_seed(seed)).float()
+    for num in (0, 1, 7, 40, 300, 400):
+        values, ids = likeliest(logprobs, num)
+        for row in range(4):
+            order = sorted(range(300), key=lambda i: (-float(logprobs[row, i]), i))[:num]
+            assert ids[row].tolist() == order
+            assert values[row].tolist() == logprobs[row, order].tolist()
