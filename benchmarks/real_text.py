@@ -38,8 +38,9 @@ from stemma.engine.api import DraftCount, GenerationRequest
 from stemma.engine.build import make_index, with_checkpoint
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
-from stemma.engine.core.request import Limits, Scheduled
+from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
+from stemma.engine.core.step_rows import StepRows
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.llm import engine_settings
 from stemma.engine.sampling.params import SamplingParams
@@ -151,10 +152,10 @@ class WatchedRunner:
         self._runner = runner
         self.had_prompt = False
 
-    def forward(self, plan: Sequence[Scheduled]) -> torch.Tensor:
+    def forward(self, rows: StepRows) -> torch.Tensor:
         """See `Runner.forward`."""
-        self.had_prompt = any(item.num_tokens - len(item.draft) > 1 for item in plan)
-        return self._runner.forward(plan)
+        self.had_prompt = not rows.is_decode
+        return self._runner.forward(rows)
 
 
 class Player:

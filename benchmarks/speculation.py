@@ -40,8 +40,9 @@ from stemma.config.settings import EngineSettings, SpeculationSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import make_index
 from stemma.engine.core.engine import Engine
-from stemma.engine.core.request import Limits, Scheduled
+from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
+from stemma.engine.core.step_rows import StepRows
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.llm import engine_settings
@@ -92,18 +93,16 @@ class ScriptedRunner(Runner):
         super().__init__(model, kv, max_batch_tokens=max_batch_tokens)
         self.scripts: dict[str, TokenArray] = {}
 
-    def forward(self, plan: Sequence[Scheduled]) -> torch.Tensor:
+    def forward(self, rows: StepRows) -> torch.Tensor:
         """Return the model's logits, changed in favour of the scripts."""
-        logits = super().forward(plan).clone()
-        first = 0
-        for item in plan:
+        logits = super().forward(rows).clone()
+        for item in rows.items:
             script = self.scripts[item.sequence.state.request.request_id]
             position = item.start + item.num_tokens - item.num_logits + 1
             expected = script[position : position + item.num_logits].tolist()
             # Behind a draft token that differs from the script the model is on its own.
             num_rows = min(num_accepted(item.draft, expected) + 1, len(expected)) if item.num_logits else 0
-            logits[list(range(first, first + num_rows)), expected[:num_rows]] += 1e4
-            first += item.num_logits
+            logits[list(item.drawn_logits[:num_rows]), expected[:num_rows]] += 1e4
         return logits
 
 

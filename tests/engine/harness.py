@@ -47,14 +47,14 @@ class CountingRunner:
         self.num_ahead = 0
         """Steps that were launched ahead."""
 
-    def forward(self, plan):
-        self._note(plan)
-        return self._runner.forward(plan)
+    def forward(self, rows):
+        self._note(rows)
+        return self._runner.forward(rows)
 
-    def prepare(self, plan):
-        self._note(plan)
+    def prepare(self, rows):
+        self._note(rows)
         self.num_ahead += 1
-        return self._runner.prepare(plan)
+        return self._runner.prepare(rows)
 
     def run(self, step, drawn):
         time.sleep(self.device_delay_s)
@@ -63,11 +63,12 @@ class CountingRunner:
             raise RuntimeError("the device is on fire")
         return self._runner.run(step, drawn)
 
-    def _note(self, plan):
+    def _note(self, rows):
+        rows.check()
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
-        self.plans.append([(i.sequence.state.request.request_id, i.start, i.num_tokens) for i in plan])
+        self.plans.append([(i.sequence.state.request.request_id, i.start, i.num_tokens) for i in rows.items])
 
     @property
     def num_computed(self) -> int:

@@ -146,9 +146,9 @@ def test_a_round_costs_a_token_a_beam_and_the_prompt_counts_once(ending):
     llm = LLM(ending, **SETTINGS)
     forward, sizes = llm.engine.runner.forward, []
 
-    def count(plan):
-        sizes.append(sum(item.num_tokens for item in plan))
-        return forward(plan)
+    def count(rows):
+        sizes.append(rows.num_rows)
+        return forward(rows)
 
     llm.engine.runner.forward = count
     cold = llm.beam_search(PROMPTS[1], 4, 6, ignore_eos=True)[0]
@@ -269,12 +269,12 @@ async def test_a_failing_step_fails_the_search(engine):
     runner = engine.parts.engine.runner
     forward, num_steps = runner.forward, 0
 
-    def fail_third(plan):
+    def fail_third(rows):
         nonlocal num_steps
         num_steps += 1
         if num_steps == 3:
             raise RuntimeError("the device is on fire")
-        return forward(plan)
+        return forward(rows)
 
     runner.forward = fail_third
     with pytest.raises(GenerationFailed, match="on fire"):

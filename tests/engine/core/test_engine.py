@@ -308,7 +308,7 @@ def test_a_running_sequence_and_its_lease_share_their_tokens(harness):
     seen, runner = [], engine.engine.runner
     for name in ("forward", "prepare"):
         work = getattr(runner, name)
-        setattr(runner, name, lambda plan, work=work: seen.append(plan[0].sequence) or work(plan))
+        setattr(runner, name, lambda rows, work=work: seen.append(rows.items[0].sequence) or work(rows))
     engine.add(prompt(1, 20), greedy(8))
     for _ in range(4):
         engine.step()

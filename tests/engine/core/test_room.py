@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import threading
+import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from tests.engine.test_async_engine import collect, request
 
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
-from stemma.errors import GenerationFailed, PromptTooLong
+from stemma.errors import GenerationFailed, InvalidRequest, PromptTooLong
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import FinishReason
 
@@ -107,3 +110,68 @@ async def test_a_command_whose_client_left_gives_its_blocks_up(engine, tmp_path)
     assert await engine.flush_cache() == 20
     stats = await engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_pins_that_are_being_made_count(engine):
+    """Three at once that may not stand together: one is refused, whatever the order."""
+    parts = [prompt(n, 14 * BLOCK_SIZE) for n in range(3)]
+    for n, tokens in enumerate(parts):
+        await collect(engine, request(f"r{n}", tokens, greedy(1)))
+    control = engine.cache_control
+    pins = [asyncio.create_task(control.pin(DEFAULT_NAMESPACE, tokens)) for tokens in parts]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # all are made between steps before this thread learns of any
+    made = await asyncio.gather(*pins, return_exceptions=True)
+    assert [type(one) for one in made].count(InvalidRequest) == 1
+    for one in made:
+        if not isinstance(one, InvalidRequest):
+            await control.unpin(one.pin_id)
+    await control.pin(DEFAULT_NAMESPACE, parts[0])
+    await control.pin(DEFAULT_NAMESPACE, parts[1])
+    await engine.check()
+
+
+async def test_a_cancelled_pin_is_no_pin(engine, monkeypatch):
+    """Also where the call is cancelled while it pins in lower tiers, with blocks of the device pinned."""
+    tokens = prompt(1, 20 * BLOCK_SIZE)
+    await collect(engine, request("a", tokens, greedy(1)))
+    began, may_end = threading.Event(), threading.Event()
+
+    def slowly(keys):
+        began.set()
+        may_end.wait(10)
+        return {}
+
+    monkeypatch.setattr(engine.parts.engine.cache.below, "pin", slowly)
+    pinning = asyncio.create_task(engine.cache_control.pin(DEFAULT_NAMESPACE, tokens))
+    await asyncio.to_thread(began.wait, 10)
+    pinning.cancel()
+    await asyncio.gather(pinning, return_exceptions=True)
+    may_end.set()
+    assert engine.cache_control.pins() == []
+    await asyncio.sleep(0.05)
+    assert await engine.flush_cache() == 20
+
+
+async def test_a_pin_that_expires_while_it_is_unpinned_logs_nothing(engine):
+    problems, control, loop = [], engine.cache_control, asyncio.get_running_loop()
+    tokens, made = await pin(engine, 4)
+    expiring = await control.pin(DEFAULT_NAMESPACE, tokens, ttl_s=0.2)
+    loop.set_exception_handler(lambda _, context: problems.append(context["message"]))
+
+    def unpin() -> None:
+        """Call `unpin` up to where it first waits; its caller leaves then."""
+        call = control.unpin(expiring.pin_id)
+        with suppress(InvalidRequest):
+            call.send(None)
+        call.close()
+
+    loop.call_later(0.21, unpin)
+    time.sleep(0.3)  # both timers are due in one turn of the loop, the pin's own first
+    await asyncio.sleep(0.1)
+    gc.collect()
+    assert problems == []
+    assert [one.pin_id for one in control.pins()] == [made.pin_id]
+    await control.unpin(made.pin_id)
+    assert await engine.flush_cache() == 4

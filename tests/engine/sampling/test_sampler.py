@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.filters import argmax, candidates, draw, keep, weights_of
+from stemma.engine.sampling.logprobs import likeliest
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
 
@@ -94,9 +96,8 @@ class GridState(SamplingState):
     """Its random numbers are the midpoints of a grid over [0, 1), one after the other, again and again."""
 
     def __init__(self, params: SamplingParams, num_draws: int, vocab_size: int, **settings: object) -> None:
-        super().__init__(
-            params, settings.get("prompt", ()), vocab_size, eos_token_ids=settings.get("ends", ())
-        )  # type: ignore[arg-type]
+        ending = Ending.of(params, settings.get("ends", ()), vocab_size)  # type: ignore[arg-type]
+        super().__init__(params, settings.get("prompt", ()), vocab_size, ending=ending)  # type: ignore[arg-type]
         self._grid = itertools.cycle((np.arange(num_draws) + 0.5) / num_draws)
 
     def uniform(self, position: int) -> float:
@@ -162,7 +163,7 @@ def test_penalties_are_exact_and_leave_the_logits_alone() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_end_tokens_cannot_come_before_min_tokens(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, min_tokens=3, stop_token_ids=(2,), seed=0)
-    state = SamplingState(params, [], 3, eos_token_ids=[0])
+    state = SamplingState(params, [], 3, ending=Ending.of(params, [0], 100))
     logits = torch.tensor([50.0, 0.0, 50.0])
     assert sample_one(state, logits, 3) == [1, 1, 1]
     assert sample_one(state, logits)[0] in (0, 2)
@@ -170,7 +171,9 @@ def test_end_tokens_cannot_come_before_min_tokens(temperature: float) -> None:
 
 def test_ignored_eos_is_an_ordinary_token_before_min_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=3, ignore_eos=True)
-    assert sample_one(SamplingState(params, [], 3, eos_token_ids=[0]), torch.tensor([5.0, 0, 0])) == [0]
+    assert sample_one(
+        SamplingState(params, [], 3, ending=Ending.of(params, [0], 100)), torch.tensor([5.0, 0, 0])
+    ) == [0]
 
 
 def test_a_seeded_request_is_the_same_in_any_batch() -> None:
@@ -180,7 +183,7 @@ def test_a_seeded_request_is_the_same_in_any_batch() -> None:
     mine = [SamplingParams(seed=7, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p) for p in FILTERS]
     alone = [sample_one(SamplingState(p, [1, 2], vocab_size), logits[i], 70) for i, p in enumerate(mine)]
     together = [SamplingState(p, [1, 2], vocab_size) for p in mine]
-    others = [SamplingState(p, [3], vocab_size, eos_token_ids=[0]) for p in FILTERS]
+    others = [SamplingState(p, [3], vocab_size, ending=Ending.of(p, [0], 100)) for p in FILTERS]
     rows = torch.cat([logits, logits * 0.5])
     result: list[list[int]] = [[] for _ in mine]
     for _ in range(70):
@@ -326,3 +329,14 @@ def test_the_device_does_not_matter(device: str) -> None:
         Sampler().sample(row[None], [state]).token_ids[0] for row, state in zip(logits, states, strict=True)
     ]
     assert Sampler().sample(logits.to(device), states).token_ids == one_by_one
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_likeliest_of_equals_have_the_lowest_ids_however_many_are_asked_for(seed: int) -> None:
+    logprobs = torch.randint(-9, 0, (4, 300), generator=torch.Generator().manual_seed(seed)).float()
+    for num in (0, 1, 7, 40, 300, 400):
+        values, ids = likeliest(logprobs, num)
+        for row in range(4):
+            order = sorted(range(300), key=lambda i: (-float(logprobs[row, i]), i))[:num]
+            assert ids[row].tolist() == order
+            assert values[row].tolist() == logprobs[row, order].tolist()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.prefix.failing_policy import FailingPolicy
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.host_store import HostStore
+from stemma.memory.tiers.index import TierIndex
 from stemma.memory.tiers.slotted import SlottedStore
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
@@ -130,4 +133,104 @@ def test_a_bug_in_a_read_or_a_write_leaves_a_disk_usable(tmp_path: Path) -> None
     assert store.put_many(blocks[3:]) == [PutResult.STORED] * 3
     assert read(store, keys(blocks)) == [ReadResult.HIT] * CAPACITY
     assert store.clear() == CAPACITY  # nothing stayed pinned
+    store.close()
+
+
+def host(capacity: int, clock: ManualClock) -> HostStore:
+    return HostStore(BLOCK_BYTES, capacity * BLOCK_BYTES, LRUPolicy(), clock)
+
+
+def short_lived(name: str, length: int) -> list[BlockPut]:
+    """Return a chain of blocks that expire after 5 seconds."""
+    return [replace(block, ttl_s=5.0) for block in chain(name, length)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_long_chain_expires_in_time_that_grows_with_its_length(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether children lie in higher or in lower slots than their parents."""
+    length, clock, num_looks = 1000, ManualClock(), 0
+    store = host(length, clock)
+    for block in short_lived("a", length)[::order]:
+        store.put_many([block])
+    is_leaf = TierIndex.is_leaf
+
+    def counted(index: TierIndex, slot: int) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return is_leaf(index, slot)
+
+    monkeypatch.setattr(TierIndex, "is_leaf", counted)
+    clock.now = 6.0
+    assert store.expire() == length
+    assert num_looks <= 2 * length
+    assert store.num_blocks == 0
+    store.check()
+
+
+def test_others_get_the_lock_while_many_blocks_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, clock = 2000, ManualClock()
+    store = host(length, clock)
+    for block in short_lived("a", length):
+        store.put_many([block])
+    drop, num_dropped, seen = TierIndex.drop, 0, []
+    touching = threading.Thread(target=lambda: (store.touch([]), seen.append(num_dropped)))
+
+    def counted(index: TierIndex, slot: int, now: float) -> None:
+        nonlocal num_dropped
+        if num_dropped == 0:
+            touching.start()
+        num_dropped += 1
+        drop(index, slot, now)
+
+    monkeypatch.setattr(TierIndex, "drop", counted)
+    clock.now = 6.0
+    assert store.expire() == length
+    touching.join()
+    assert seen[0] < length
+
+
+def test_what_is_used_between_two_slices_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, clock = 600, ManualClock()
+    store = host(length, clock)
+    blocks = short_lived("a", length)
+    for block in blocks:
+        store.put_many([block])
+    used = keys(blocks)[:10]
+    monkeypatch.setattr("stemma.memory.tiers.slotted.time.sleep", lambda _: store.touch(used))
+    clock.now = 6.0
+    assert store.expire() == length - 10
+    assert store.exists_many(used) == [True] * 10
+    store.check()
+
+
+def test_a_clock_that_is_set_back_is_followed() -> None:
+    """A write while it is ahead disables no limit once it is right."""
+    clock = ManualClock(1e9)
+    store = host(8, clock)
+    store.put_many(short_lived("ahead", 2))
+    clock.now = 1000.0
+    store.put_many(short_lived("right", 2))
+    assert store.expire() == 0
+    clock.now = 1006.0
+    assert store.expire() == 4
+    store.check()
+
+
+def test_what_a_clock_ahead_wrote_expires_after_a_restart(tmp_path: Path) -> None:
+    clock = ManualClock(1e9)
+
+    def disk() -> DiskStore:
+        size = size_for(CAPACITY)
+        return DiskStore(tmp_path, SPACE, BLOCK_BYTES, size, LRUPolicy(), clock, default_ttl_s=5.0)
+
+    store = disk()
+    store.put_many(chain("a", 2))
+    store.close()
+    clock.now = 1000.0
+    store = disk()
+    assert store.num_blocks == 2
+    clock.now = 1006.0
+    assert store.expire() == 2
     store.close()

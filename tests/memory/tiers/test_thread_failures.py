@@ -175,3 +175,39 @@ def test_what_follows_a_pool_call_may_raise(caplog: pytest.LogCaptureFixture) ->
     assert followed == [1] * 3
     assert "a bug" in caplog.text
     calls.close()
+
+
+def test_a_chunk_is_proven_once_where_no_thread_can_be_started(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor queues the work and only then fails to start a thread; a later one would find it."""
+    num_proven: list[int] = []
+    fetch = rig.store.fetch_many
+
+    def counted(keys: Sequence[BlockKey], into: Sequence[memoryview]) -> Callable[[], list[ReadResult]]:
+        prove, number = fetch(keys, into), len(num_proven)
+        num_proven.append(0)
+
+        def once_more() -> list[ReadResult]:
+            num_proven[number] += 1
+            return prove()
+
+        return once_more
+
+    start = threading.Thread.start
+
+    def start_unless_first(thread: threading.Thread) -> None:
+        if thread.name.startswith("stemma-deliver") and len(num_proven) == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    blocks = rig.fill("a", 2)
+    rig.transfer.on_commit(blocks)
+    assert rig.transfer.drain(TIMEOUT_S)
+    monkeypatch.setattr(rig.store, "fetch_many", counted)
+    monkeypatch.setattr(threading.Thread, "start", start_unless_first)
+    wanted = [block.key for block in blocks]
+    loaded = [rig.transfer.load(wanted, [16, 17]).result(TIMEOUT_S) for _ in range(2)]
+    assert loaded == [0, 2]
+    assert num_proven == [1, 1]
+    assert rig.supervisor.failures == []

@@ -7,7 +7,7 @@ import pytest
 
 from stemma.prefix.eviction.hazard import HazardPolicy
 from stemma.prefix.eviction.policy import BlockTraits
-from stemma.prefix.eviction.records import RecordTable
+from stemma.prefix.eviction.records import GHOSTS_PER_BLOCK, RecordTable
 from stemma.prefix.eviction.regret import LRUShadow
 from stemma.prefix.eviction.reuse_model import (
     AGE_EDGES_S,
@@ -273,3 +273,15 @@ def test_blocks_that_nobody_reuses_keep_a_bounded_memory() -> None:
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held < 4 * 2**20  # 51,000 lifetimes would take 6.6
+
+
+def test_ghosts_are_bounded_by_the_blocks_that_are_held() -> None:
+    """A small cache doesn't remember as much as a large one, and reserves less."""
+    table = RecordTable(max_ghosts=1 << 18)
+    for number in range(0, 40_000, 4):
+        records, _ = table.enter(4, prints(*range(number + 1, number + 5)), 0)
+        for record in records.tolist():
+            table.leave(record, remember=True)
+    assert len(table.open_lifetimes().classes) == 4 * GHOSTS_PER_BLOCK
+    small, large = (HazardPolicy().reserved_bytes(num_blocks) for num_blocks in (100, 1 << 20))
+    assert large - small > 30 * 2**20

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from stemma.engine.core.request import Scheduled, SequenceState
+from stemma.engine.core.request import SequenceState
+from stemma.engine.core.step_rows import AdapterRange
 from stemma.model.lora.adapter import Adapter, AdapterRows
 
 
@@ -46,16 +47,6 @@ class AdapterSeats:
             self._seated.add(sequence.adapter_key)
 
 
-def group_by_adapter(plan: list[Scheduled]) -> list[Scheduled]:
-    """Return a step's work with rows of the same adapter beside each other, which `ForwardBatch` needs."""
-    order: dict[str, int] = {}
-    for item in plan:
-        order.setdefault(item.sequence.adapter_key, len(order))
-    if len(order) < 2:
-        return plan
-    return sorted(plan, key=lambda item: order[item.sequence.adapter_key])
-
-
 class AdapterModel(Protocol):
     """The part of `CausalLM` that packs adapters."""
 
@@ -73,25 +64,16 @@ class PreparedAdapters:
         self.num_prepared = 0
         """How often an adapter was packed."""
 
-    def rows(self, plan: Sequence[Scheduled]) -> tuple[AdapterRows, ...]:
-        """Return which rows of a step's batch belong to which adapter; `plan` is grouped by adapter."""
-        if not any(item.sequence.adapter_key for item in plan):
-            return ()
-        found: list[AdapterRows] = []
-        row = logit = 0
-        last_key = ""
-        for item in plan:
-            first, row = row, row + item.num_tokens
-            first_logit, logit = logit, logit + item.num_logits
-            adapter = item.sequence.state.request.adapter
-            key = "" if adapter is None else adapter.key
-            if adapter is not None and key == last_key:
-                first, first_logit = found[-1].rows[0], found[-1].logits[0]
-                found[-1] = AdapterRows(found[-1].prepared, (first, row), (first_logit, logit))
-            elif adapter is not None:
-                found.append(AdapterRows(self._prepare(adapter), (first, row), (first_logit, logit)))
-            last_key = key
-        return tuple(found)
+    def rows(self, ranges: Sequence[AdapterRange]) -> tuple[AdapterRows, ...]:
+        """Return the adapters of a step, ready, with their rows."""
+        return tuple(
+            AdapterRows(
+                self._prepare(one.adapter),
+                (one.rows.start, one.rows.stop),
+                (one.logits.start, one.logits.stop),
+            )
+            for one in ranges
+        )
 
     def _prepare(self, adapter: Adapter) -> object:
         prepared = self._prepared.pop(adapter.key, None)

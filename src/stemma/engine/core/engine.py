@@ -19,18 +19,17 @@ from stemma.engine.core.request import (
     SequenceNews,
     SequenceState,
     Status,
-    is_decode,
 )
 from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLimits
+from stemma.engine.core.step_rows import Drawn, StepRows
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.core.validation import RequestValidator
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.grammar import GrammarCompiler
-from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import num_scored_rows
-from stemma.engine.sampling.sampler import Sampled, Sampler
+from stemma.engine.sampling.sampler import Sampler
 from stemma.engine.sampling.state import SamplingState
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaError
@@ -169,8 +168,8 @@ class Engine:
     def _step_in_turn(self) -> list[SequenceNews]:
         """Schedule a step and run it to its end."""
         start_s = self._clock()
-        plan, news = self._schedule(is_ahead=False)
-        return news + self._run_or_wait(plan, start_s, may_wait=not news)
+        rows, news = self._schedule(is_ahead=False)
+        return news + self._run_or_wait(rows, start_s, may_wait=not news)
 
     def _step_ahead(self, ahead: StepsAhead) -> list[SequenceNews]:
         """Launch a step that can run behind the one in flight, then collect that one.
@@ -179,17 +178,17 @@ class Engine:
         dropped and scheduled again by the next call.
         """
         start_s, flight = self._clock(), ahead.flight
-        plan, news = self._schedule(is_ahead=flight is not None)
-        if plan and can_fly(plan, has_drafter=self._drafter is not None):
-            news += self._launch(ahead, plan)
+        rows, news = self._schedule(is_ahead=flight is not None)
+        if rows.items and can_fly(rows, has_drafter=self._drafter is not None):
+            news += self._launch(ahead, rows)
         elif flight is None:
-            return news + self._run_or_wait(plan, start_s, may_wait=not news)
+            return news + self._run_or_wait(rows, start_s, may_wait=not news)
         if flight is None:
             return news
-        self._on_launch(is_decode(flight.plan))
+        self._on_launch(flight.rows.is_decode)
         return news + self._collect(ahead, flight)
 
-    def _schedule(self, *, is_ahead: bool) -> tuple[Sequence[Scheduled], list[SequenceNews]]:
+    def _schedule(self, *, is_ahead: bool) -> tuple[StepRows, list[SequenceNews]]:
         """Return the next step, and the news of requests that the scheduler had to fail."""
         plan = self._scheduler.schedule(is_ahead=is_ahead)
         self._tally.end_batch()
@@ -197,38 +196,36 @@ class Engine:
         news = [n for i, error in failed for n in self._end(i, FinishReason.ERROR, error)]
         if news:
             plan = [item for item in plan if item.sequence.status is Status.RUNNING]
-        return plan, news
+        return StepRows(plan), news
 
-    def _run_or_wait(
-        self, plan: Sequence[Scheduled], start_s: float, *, may_wait: bool
-    ) -> list[SequenceNews]:
-        if plan:
-            return self._take_turn(plan, start_s)
+    def _run_or_wait(self, rows: StepRows, start_s: float, *, may_wait: bool) -> list[SequenceNews]:
+        if rows.items:
+            return self._take_turn(rows, start_s)
         if may_wait:
             self._on_launch(False)
             self._scheduler.wait_for_load(_LOAD_WAIT_S)
         return []
 
-    def _take_turn(self, plan: Sequence[Scheduled], start_s: float) -> list[SequenceNews]:
+    def _take_turn(self, rows: StepRows, start_s: float) -> list[SequenceNews]:
         """Run a step to its end."""
         started = self._clock()
         try:
-            drawn = self._draw(plan, self.runner.forward(plan))
+            drawn = self._draw(rows, self.runner.forward(rows))
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(plan))
-            return self._fail(plan, error)
-        self._observe_prefill(plan, self._clock() - started)
+            logger.exception("a step of %d sequences failed", len(rows.items))
+            return self._fail(rows, error)
+        self._observe_prefill(rows, self._clock() - started)
         accepted = [self._accept(one) for one in drawn]
-        self._time_decodes(plan, accepted, self._clock() - start_s)
+        self._time_decodes(rows, accepted, self._clock() - start_s)
         return accepted
 
-    def _launch(self, ahead: StepsAhead, plan: Sequence[Scheduled]) -> list[SequenceNews]:
+    def _launch(self, ahead: StepsAhead, rows: StepRows) -> list[SequenceNews]:
         """Launch a step; it is in flight afterwards. If that fails, return the news of its requests."""
         try:
-            ahead.launch(self.runner, plan)
+            ahead.launch(self.runner, rows)
         except Exception as error:
-            logger.exception("a step of %d sequences could not be launched", len(plan))
-            return self._fail(plan, error)
+            logger.exception("a step of %d sequences could not be launched", len(rows.items))
+            return self._fail(rows, error)
         return []
 
     def _collect(self, ahead: StepsAhead, flight: Flight) -> list[SequenceNews]:
@@ -236,11 +233,11 @@ class Engine:
         try:
             sampled, seconds = ahead.land(flight)
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(flight.plan))
-            return self._fail(flight.plan, error)
-        self._observe_prefill(flight.plan, seconds)
-        drawn: list[_Drawn] = []
-        for item in flight.plan:
+            logger.exception("a step of %d sequences failed", len(flight.rows.items))
+            return self._fail(flight.rows, error)
+        self._observe_prefill(flight.rows, seconds)
+        drawn: list[Drawn] = []
+        for item in flight.rows.items:
             sequence = item.sequence
             if item.is_void:
                 continue
@@ -248,17 +245,17 @@ class Engine:
                 sequence.in_flight = None
             sequence.num_computed = item.end
             if item.num_logits:
-                drawn.append(one := _Drawn(item, sequence))
-                one.take(sampled, item.row)
+                drawn.append(one := Drawn(item, sequence, item.drawn_logits))
+                one.take(sampled)
             else:
                 self._scheduler.commit(item)
         accepted = [self._accept(one) for one in drawn]
-        self._time_decodes(flight.plan, accepted, seconds)
+        self._time_decodes(flight.rows, accepted, seconds)
         return accepted
 
-    def _fail(self, plan: Sequence[Scheduled], error: Exception) -> list[SequenceNews]:
+    def _fail(self, rows: StepRows, error: Exception) -> list[SequenceNews]:
         """End the requests of a step that failed."""
-        failed = dict.fromkeys(item.sequence.state.request.request_id for item in plan)
+        failed = dict.fromkeys(item.sequence.state.request.request_id for item in rows.items)
         failure = GenerationFailed(describe_error(error))
         return [n for i in failed for n in self._end(i, FinishReason.ERROR, failure)]
 
@@ -344,16 +341,14 @@ class Engine:
                 ]
         return news
 
-    def _observe_prefill(self, plan: Sequence[Scheduled], seconds: float) -> None:
+    def _observe_prefill(self, rows: StepRows, seconds: float) -> None:
         """Report to the scheduler what a step's tokens cost, and to the lower tiers what computing does.
 
         The latter from steps that are nearly all prefill.
         """
-        num_tokens = sum(item.num_tokens for item in plan)
-        self._scheduler.step_tokens.note_step(num_tokens, seconds)
-        num_prefill = sum(item.num_tokens for item in plan if item.num_tokens - len(item.draft) > 1)
-        if num_prefill >= _MIN_PREFILL_TOKENS and num_prefill >= 0.9 * num_tokens:
-            self.cache.observe_prefill(num_prefill, seconds)
+        self._scheduler.step_tokens.note_step(rows.num_rows, seconds)
+        if rows.num_prefill >= _MIN_PREFILL_TOKENS and rows.num_prefill >= 0.9 * rows.num_rows:
+            self.cache.observe_prefill(rows.num_prefill, seconds)
 
     def _new_sequence(self, state: RequestState) -> SequenceState:
         request, index = state.request, len(state.sequences)
@@ -363,43 +358,31 @@ class Engine:
             request.prompt_token_ids,
             self.vocab_size,
             index=index,
-            eos_token_ids=sorted(self.limits.eos_token_ids),
+            ending=state.ending,
             grammar=None if grammar is None else grammar.start(),
         )
         sequence = SequenceState(state, index, sampling)
         state.sequences.append(sequence)
         return sequence
 
-    def _draw(self, plan: Sequence[Scheduled], logits: torch.Tensor) -> list[_Drawn]:
+    def _draw(self, rows: StepRows, logits: torch.Tensor) -> list[Drawn]:
         """Draw the next tokens of all in one call, then commit what was computed and fork siblings.
 
         A commit copies blocks to lower tiers. On a device that computes beside the host, the step is over
         only once what it drew was read, so nothing is committed before.
         """
-        drawn: list[_Drawn] = []
-        rows: list[int] = []
-        row = 0
-        for item in plan:
-            sequence = item.sequence
-            sequence.num_computed = item.start + item.num_tokens - len(item.draft)
-            if item.scored and sequence.scores is not None:
-                sequence.scores.add(logits[row : row + len(item.scored)])
-            row += len(item.scored)
-            if not item.num_logits:
-                continue
-            for owner in (sequence, *self._siblings(sequence)):
-                drawn.append(_Drawn(item, owner))
-                rows.extend(range(row, row + item.num_logits))
-            row += item.num_logits
-        if rows != list(range(row)):
-            logits = logits[rows]
+        for item in rows.items:
+            sequence, scored = item.sequence, item.scored_logits
+            sequence.num_computed = item.end - len(item.draft)
+            if scored and sequence.scores is not None:
+                sequence.scores.add(logits[scored.start : scored.stop])
+        drawn = rows.drawn(self._siblings)
         drafts = [d.item.draft for d in drawn] if any(d.item.draft for d in drawn) else None
-        sampled = self._sampler.sample(logits, [d.sequence.sampling for d in drawn], drafts)
-        first = 0
+        states = [d.sequence.sampling for d in drawn]
+        sampled = self._sampler.sample(rows.drawn_from(logits, drawn), states, drafts)
         for one in drawn:
-            one.take(sampled, first)
-            first += one.item.num_logits
-        for item in plan:
+            one.take(sampled)
+        for item in rows.items:
             if not item.num_logits:
                 self._keep_hidden(item, item.sequence)
                 self._scheduler.commit(item)
@@ -410,7 +393,7 @@ class Engine:
         state = sequence.state
         return [self._new_sequence(state) for _ in range(len(state.sequences), state.request.params.n)]
 
-    def _fork(self, one: _Drawn) -> bool:
+    def _fork(self, one: Drawn) -> bool:
         """Let a sibling share the blocks of its prompt; False if there is no room.
 
         It is queued then, will hit, and draws the same token: that depends on its position alone.
@@ -420,7 +403,7 @@ class Engine:
         self._scheduler.add(one.sequence)
         return False
 
-    def _accept(self, one: _Drawn) -> SequenceNews:
+    def _accept(self, one: Drawn) -> SequenceNews:
         """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
         sequence, draft = one.sequence, one.item.draft
         if not sequence.state.ending.max_tokens:
@@ -458,13 +441,11 @@ class Engine:
         if self._model_drafts is not None:
             self._model_drafts.keep(item, sequence)
 
-    def _time_decodes(
-        self, plan: Sequence[Scheduled], news: Sequence[SequenceNews], duration_s: float
-    ) -> None:
+    def _time_decodes(self, rows: StepRows, news: Sequence[SequenceNews], duration_s: float) -> None:
         """Report the duration of a decode-only step to the seats and the drafter."""
-        if not is_decode(plan):
+        if not rows.is_decode:
             return
-        num_rows, num_context = sum(item.num_tokens for item in plan), sum(item.start for item in plan)
+        num_rows, num_context = rows.num_rows, rows.num_context
         self._scheduler.seats.note_step(num_rows, num_context, duration_s)
         if self._drafter is not None:
             num_tokens = sum(len(n.token_ids) for n in news)
@@ -504,24 +485,6 @@ class Engine:
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
         self._tally.finish(state)
         return news
-
-
-class _Drawn:
-    """Tokens drawn for one sequence from the logits of one item."""
-
-    __slots__ = ("item", "logprobs", "sequence", "token_ids")
-
-    def __init__(self, item: Scheduled, sequence: SequenceState) -> None:
-        self.item = item
-        self.sequence = sequence
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob | None] = []
-
-    def take(self, sampled: Sampled, first: int) -> None:
-        """Copy the rows of this sequence."""
-        rows = slice(first, first + self.item.num_logits)
-        self.token_ids = sampled.token_ids[rows]
-        self.logprobs = sampled.logprobs[rows]
 
 
 def describe_error(error: BaseException) -> str:

@@ -13,15 +13,15 @@ a prompt) runs in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 
-from stemma.engine.core.request import Scheduled
 from stemma.engine.core.runner import PreparedStep
+from stemma.engine.core.step_rows import StepRows
 from stemma.engine.sampling.sampler import Draw, Sampled, draw_tokens, plan_rows_ahead
 from stemma.memory.cache.prefix_cache import PrefixCache
 
@@ -120,7 +120,7 @@ class StreamQueue:
 class StepRunner(Protocol):
     """The part of `runner.Runner` that steps ahead need."""
 
-    def prepare(self, plan: Sequence[Scheduled]) -> PreparedStep:
+    def prepare(self, rows: StepRows) -> PreparedStep:
         """Prepare the batch of a step."""
 
     def run(self, step: PreparedStep, drawn: torch.Tensor | None) -> torch.Tensor:
@@ -131,16 +131,16 @@ class StepRunner(Protocol):
 class Flight:
     """A step that was launched and isn't collected yet."""
 
-    plan: Sequence[Scheduled]
+    rows: StepRows
     launched_s: float
     pending: Pending
 
 
-def can_fly(plan: Sequence[Scheduled], *, has_drafter: bool) -> bool:
+def can_fly(rows: StepRows, *, has_drafter: bool) -> bool:
     """Return whether neither this step nor the next needs this step's tokens on the host."""
-    for item in plan:
-        if item.scored:
-            return False
+    if rows.num_scored:
+        return False
+    for item in rows.items:
         if not item.num_logits:
             continue
         state = item.sequence.state
@@ -162,19 +162,17 @@ class StepsAhead:
         self.flight: Flight | None = None
         """The step launched last, if nobody waited for it yet."""
 
-    def launch(self, runner: StepRunner, plan: Sequence[Scheduled]) -> None:
-        """Launch a plan that can run ahead, behind the step in flight if there is one.
+    def launch(self, runner: StepRunner, rows: StepRows) -> None:
+        """Launch a step that can run ahead, behind the step in flight if there is one.
 
         If it raises, nothing is in flight, and `flight` is None.
         """
         behind, self.flight = self.flight, None
-        drawing = [item for item in plan if item.num_logits]
-        for row, item in enumerate(drawing):
-            item.row = row
+        drawing = [item for item in rows.items if item.num_logits]
         now_s = self._clock()
         try:
-            step = runner.prepare(plan)
-            rows = plan_rows_ahead(
+            step = runner.prepare(rows)
+            draws = plan_rows_ahead(
                 [item.sequence.sampling for item in drawing],
                 [0 if item.source_row is None else 1 for item in drawing],
             )
@@ -183,16 +181,16 @@ class StepsAhead:
             def work() -> Draw | None:
                 before = behind.pending.ahead() if behind is not None else None
                 logits = runner.run(step, before.token_ids if before is not None else None)
-                return draw_tokens(logits, rows) if drawing else None
+                return draw_tokens(logits, draws) if draws else None
 
             pending = self._queue.submit(work)
         except Exception:
             self._queue.drain()
             raise
         self._cache.open_fence()
-        for item in plan:
+        for item in rows.items:
             item.sequence.in_flight = item
-        self.flight = Flight(plan, now_s, pending)
+        self.flight = Flight(rows, now_s, pending)
 
     def land(self, flight: Flight) -> tuple[Sampled, float]:
         """Wait for the oldest step; return a token for each item that wants logits, and seconds it took.
@@ -219,7 +217,7 @@ class StepsAhead:
         self._queue.drain()
         while self._cache.has_fence:
             self._cache.close_fence()
-        for item in flight.plan if flight is not None else ():
+        for item in flight.rows.items if flight is not None else ():
             item.sequence.in_flight = None
 
     def close(self) -> None:

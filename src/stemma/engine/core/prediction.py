@@ -23,6 +23,7 @@ import torch
 from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.request import Scheduled, SequenceState
 from stemma.engine.core.runner import Runner
+from stemma.engine.core.step_rows import StepRows
 from stemma.engine.drafts.drafter import Ask, Drafter
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV
@@ -53,8 +54,7 @@ class PredictingRunner(Runner):
 
     def keep(self, item: Scheduled, sequence: SequenceState) -> None:
         """Keep what the step that ran last left for `sequence`: `item` computed up to `num_computed`."""
-        row = item.first_row + sequence.num_computed - item.start - 1
-        sequence.hidden = self._decoder.hidden[row].clone()
+        sequence.hidden = self._decoder.hidden[item.row_of(sequence.num_computed - 1)].clone()
 
     def predict(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """Guess this number of tokens after each sequence, of which all but the last token are computed.
@@ -75,15 +75,15 @@ class PredictingRunner(Runner):
                 draft.append(token_id)
         return drafts
 
-    def _batch(self, plan: Sequence[Scheduled]) -> ForwardBatch:
-        batch = super()._batch(plan)
+    def _batch(self, rows: StepRows) -> ForwardBatch:
+        batch = super()._batch(rows)
         size = self._decoder.hidden_size
         zeros = torch.zeros(size, dtype=self._decoder.dtype)
-        hidden = [item.sequence.hidden for item in plan]
+        hidden = [item.sequence.hidden for item in rows.items]
         batch.previous_hidden = torch.stack([zeros if one is None else one for one in hidden])
-        known = [item.first_row + row for item in plan for row in range(_num_known(item))]
+        known = [row for item in rows.items for row in item.rows[: _num_known(item)]]
         if known:
-            written = torch.ones(len(batch.token_ids), dtype=torch.bool)
+            written = torch.ones(rows.num_rows, dtype=torch.bool)
             written[known] = False
             batch.written_rows = written.nonzero()[:, 0]
         return batch

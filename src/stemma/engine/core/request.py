@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -249,11 +248,11 @@ class Scheduled:
     """Number of trailing rows that tokens are drawn from: 0 for a chunk with more to come, else 1 + draft."""
     draft: tuple[int, ...] = ()
     scored: range = range(0)
-    """Positions whose logits say how likely the prompt's next token was; their rows come first."""
-    first_row: int = 0
-    """Of the batch, once it is built."""
-    row: int = 0
-    """In a step that runs ahead: the row of its logits among those of the step."""
+    """Positions whose logits say how likely the prompt's next token was."""
+    first_row: int = -1
+    """Of the batch, as `StepRows` laid it out."""
+    first_logit: int = -1
+    """Of the step's logits, likewise: those of `scored`, then those that tokens are drawn from."""
     source_row: int | None = None
     """The token isn't known yet: the step in flight draws it from this row of logits."""
     is_void: bool = False
@@ -264,7 +263,22 @@ class Scheduled:
         """Tokens that have their KV afterwards, if any draft is accepted whole."""
         return self.start + self.num_tokens
 
+    @property
+    def rows(self) -> range:
+        """Its rows of the batch."""
+        return range(self.first_row, self.first_row + self.num_tokens)
 
-def is_decode(plan: Iterable[Scheduled]) -> bool:
-    """Whether a step computes one token of each sequence, apart from drafts."""
-    return all(item.num_tokens - len(item.draft) <= 1 for item in plan)
+    @property
+    def scored_logits(self) -> range:
+        """Rows of the step's logits that belong to `scored`."""
+        return range(self.first_logit, self.first_logit + len(self.scored))
+
+    @property
+    def drawn_logits(self) -> range:
+        """Rows of the step's logits that tokens are drawn from."""
+        first = self.first_logit + len(self.scored)
+        return range(first, first + self.num_logits)
+
+    def row_of(self, position: int) -> int:
+        """Return the row of the batch that computes a position of the sequence."""
+        return self.first_row + position - self.start

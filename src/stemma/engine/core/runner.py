@@ -6,7 +6,7 @@ stores a sequence. There are two sets, used in turn: while one step runs, the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from stemma.engine.core.adapter_seats import PreparedAdapters
-from stemma.engine.core.request import Scheduled, is_decode
+from stemma.engine.core.request import Scheduled
+from stemma.engine.core.step_rows import StepRows
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 
@@ -110,14 +111,11 @@ class Runner:
         self._buffers = StepBuffers(max_batch_tokens, model.device)
         self._other_buffers = StepBuffers(max_batch_tokens, model.device)
 
-    def forward(self, plan: Sequence[Scheduled]) -> torch.Tensor:
-        """Return the logits that the plan wants, [L, vocab] float32.
-
-        Item by item: those of `Scheduled.scored`, then those of the last `num_logits` rows.
-        """
-        batch = self._batch(plan)
+    def forward(self, rows: StepRows) -> torch.Tensor:
+        """Return the logits that a step wants, [L, vocab] float32, in the order that `rows` says."""
+        batch = self._batch(rows)
         if self.on_launch is not None:
-            batch.on_launch = partial(self.on_launch, is_decode(plan))
+            batch.on_launch = partial(self.on_launch, rows.is_decode)
         logits = self.model.forward(batch, self.kv)
         batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
         if logits.is_cuda and len(logits) == 0:
@@ -126,15 +124,10 @@ class Runner:
             torch.cuda.current_stream(logits.device).synchronize()
         return logits
 
-    def prepare(self, plan: Sequence[Scheduled]) -> PreparedStep:
+    def prepare(self, rows: StepRows) -> PreparedStep:
         """Prepare a step, perhaps while the previous one runs. At most two steps exist at a time."""
-        batch = self._batch(plan)
-        unknown, sources, row = [], [], 0
-        for item in plan:
-            if item.source_row is not None:
-                unknown.append(row)
-                sources.append(item.source_row)
-            row += item.num_tokens
+        batch = self._batch(rows)
+        unknown, sources = rows.unknown()
         if not unknown:
             return PreparedStep(batch, None, None)
         device = self.model.device
@@ -155,40 +148,30 @@ class Runner:
             step.batch.token_ids.index_copy_(0, step.unknown_rows, drawn.index_select(0, step.source_rows))
         return self.model.forward(step.batch, self.kv)
 
-    def _batch(self, plan: Sequence[Scheduled]) -> ForwardBatch:
+    def _batch(self, rows: StepRows) -> ForwardBatch:
         buffers = self._other_buffers
         self._buffers, self._other_buffers = buffers, self._buffers
-        logits_rows = buffers.logits_rows.array
-        starts, context_lens = [0], []
-        row = num_logits = max_blocks = 0
-        for item in plan:
-            item.first_row, end = row, row + item.num_tokens
-            self._fill(buffers, item, row, end)
-            scored = range(row + item.scored.start - item.start, row + item.scored.stop - item.start)
-            for logits_row in (*(scored if item.scored else ()), *range(end - item.num_logits, end)):
-                logits_rows[num_logits] = logits_row
-                num_logits += 1
-            row = end
-            starts.append(end)
-            context = item.start + item.num_tokens
-            context_lens.append(context)
-            max_blocks = max(max_blocks, -(-context // self._block_size))
+        for item in rows.items:
+            self._fill(buffers, item)
+        rows.write_logits_rows(buffers.logits_rows.array)
+        context_lens = [item.end for item in rows.items]
         return ForwardBatch(
-            token_ids=buffers.token_ids.to_device(row),
-            positions=buffers.positions.to_device(row),
-            slots=buffers.slots.to_device(row),
-            query_starts=starts,
+            token_ids=buffers.token_ids.to_device(rows.num_rows),
+            positions=buffers.positions.to_device(rows.num_rows),
+            slots=buffers.slots.to_device(rows.num_rows),
+            query_starts=rows.query_starts,
             context_lens=context_lens,
-            block_tables=self._block_tables(buffers, plan, max_blocks),
-            logits_rows=buffers.logits_rows.to_device(num_logits),
-            adapters=() if self._adapters is None else self._adapters.rows(plan),
+            block_tables=self._block_tables(buffers, rows, -(-max(context_lens) // self._block_size)),
+            logits_rows=buffers.logits_rows.to_device(rows.num_logits),
+            adapters=() if self._adapters is None else self._adapters.rows(rows.adapters),
         )
 
-    def _fill(self, buffers: StepBuffers, item: Scheduled, row: int, end: int) -> None:
-        """Write ids, positions and slots of one item into rows ``row:end``."""
+    def _fill(self, buffers: StepBuffers, item: Scheduled) -> None:
+        """Write ids, positions and slots of one item into its rows."""
         lease = item.sequence.lease
         assert lease is not None
-        size, start = self._block_size, item.start
+        size, start, row = self._block_size, item.start, item.first_row
+        end = row + item.num_tokens
         tokens, table = lease.tokens, lease.block_table
         token_ids, slots = buffers.token_ids.array, buffers.slots.array
         if item.num_tokens == 1:
@@ -205,9 +188,9 @@ class Runner:
         blocks, offsets = np.divmod(positions, size)
         slots[row:end] = table[blocks].astype(np.int64) * size + offsets
 
-    def _block_tables(self, buffers: StepBuffers, plan: Sequence[Scheduled], max_blocks: int) -> torch.Tensor:
-        result, tables = buffers.block_tables(len(plan), max_blocks)
-        for i, item in enumerate(plan):
+    def _block_tables(self, buffers: StepBuffers, rows: StepRows, max_blocks: int) -> torch.Tensor:
+        result, tables = buffers.block_tables(len(rows.items), max_blocks)
+        for i, item in enumerate(rows.items):
             lease = item.sequence.lease
             assert lease is not None
             used = min(lease.num_blocks, max_blocks)

@@ -19,7 +19,7 @@ import numpy as np
 
 from stemma.config.settings import MAX_SEATS, SchedulerSettings
 from stemma.engine.api import DraftCount
-from stemma.engine.core.adapter_seats import AdapterSeats, group_by_adapter
+from stemma.engine.core.adapter_seats import AdapterSeats
 from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.core.request import Scheduled, SequenceState, Status
 from stemma.engine.core.seats import Seats, StepTokens
@@ -249,7 +249,7 @@ class Scheduler:
                 self._prefetch(sequence)
         self._arrived.clear()
         self._cache.end_rests()
-        return group_by_adapter(plan)
+        return plan
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Block until a load from a lower tier ends, if there is no work before that."""
@@ -302,7 +302,7 @@ class Scheduler:
         lease = sequence.lease
         assert lease is not None
         if sequence.in_flight is not None:
-            source_row = sequence.in_flight.row if sequence.in_flight.num_logits else None
+            source_row = sequence.in_flight.drawn_logits.start if sequence.in_flight.num_logits else None
             return Scheduled(sequence, sequence.num_launched, 1, 1, source_row=source_row)
         draft: tuple[int, ...] = ()
         if self._drafter is not None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
@@ -103,6 +105,9 @@ class CacheControl:
         self._num_ranks = num_ranks
         self._background: set[asyncio.Future[Any]] = set()
         self._held: dict[str, _Held] = {}
+        """The event loop's."""
+        self._pinned: Counter[int] = Counter()
+        """Block -> pins that hold it, those being made included. The step loop's."""
 
     async def outline(self, max_nodes: int) -> TreeOutline:
         """Return the tree as numbers: the device's nodes, their copies, and what only local tiers hold."""
@@ -146,7 +151,7 @@ class CacheControl:
 
         Raises InvalidRequest if nothing of it is cached, or too much would be pinned.
         """
-        lease = await self._borrow(lambda: self._hold(namespace, tokens))
+        lease = await self._borrow(lambda: self._hold(namespace, tokens), self._let_go)
         assert lease is not None
         keys = self._keys(namespace, tokens)
         size = self._space.block_size
@@ -156,7 +161,11 @@ class CacheControl:
         self._engine.end_transient_hold()
         if ttl_s is not None:
             held.timer = asyncio.get_running_loop().call_later(ttl_s, self._expire, pin.pin_id)
-        await self._in_background(self._pin_lower(held, keys))
+        try:
+            await self._in_background(self._pin_lower(held, keys))
+        except asyncio.CancelledError:
+            self._take_out(pin.pin_id)  # nobody will learn its id
+            raise
         counts |= {tier: len(pinned) * size for tier, pinned in held.lower_pins.items()}
         held.pin = replace(pin, tokens_by_tier={t: n for t, n in counts.items() if n})
         if not held.pin.tokens_by_tier:
@@ -166,13 +175,21 @@ class CacheControl:
 
     async def unpin(self, pin_id: str) -> Pin:
         """Permit eviction again. Raises InvalidRequest for an unknown id."""
+        taken = self._take_out(pin_id)
+        if taken is None:
+            raise InvalidRequest(f"there is no pin {pin_id!r}", param="pin_id")
+        pin, done = taken
+        await done
+        return pin
+
+    def _take_out(self, pin_id: str) -> tuple[Pin, asyncio.Future[None]] | None:
+        """End a pin in the background; return it, and what tells that it is done. None: it is gone."""
         held = self._held.pop(pin_id, None)
         if held is None:
-            raise InvalidRequest(f"there is no pin {pin_id!r}", param="pin_id")
+            return None
         if held.timer is not None:
             held.timer.cancel()
-        await self._in_background(self._unpin(held))
-        return held.pin
+        return held.pin, self._in_background(self._unpin(held))
 
     async def _pin_lower(self, held: _Held, keys: list[BlockKey]) -> None:
         """Pin in the lower tiers too; in a thread, for the event loop doesn't wait for a store's lock."""
@@ -184,7 +201,7 @@ class CacheControl:
 
     async def _unpin(self, held: _Held) -> None:
         await asyncio.to_thread(self._cache.below.unpin, held.lower_pins)
-        await self._run(lambda: self._cache.free(held.lease, held.lease.num_tokens))
+        await self._run(lambda: self._let_go(held.lease, held.lease.num_tokens))
 
     def pins(self) -> list[Pin]:
         """Return all pins, oldest first."""
@@ -296,8 +313,13 @@ class CacheControl:
                 "can't be exported or imported; its disk tier keeps them across restarts"
             )
 
-    async def _borrow(self, take: Callable[[], Lease | None]) -> Lease | None:
-        """Take a lease for the time of a command. If the caller is cancelled meanwhile, it is freed."""
+    async def _borrow(
+        self, take: Callable[[], Lease | None], free: Callable[[Lease, int], None] | None = None
+    ) -> Lease | None:
+        """Take a lease for the time of a command. If the caller is cancelled meanwhile, it is freed.
+
+        `free`: frees what `take` took; None: as the cache does.
+        """
 
         def counted() -> Lease | None:
             lease = take()
@@ -309,22 +331,24 @@ class CacheControl:
         try:
             return await self._in_background(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._free_unclaimed)
+            task.add_done_callback(partial(self._free_unclaimed, free or self._cache.free))
             raise
 
-    def _free_unclaimed(self, task: asyncio.Future[Lease | None]) -> None:
+    def _free_unclaimed(self, free: Callable[[Lease, int], None], task: asyncio.Future[Lease | None]) -> None:
         if not task.cancelled() and task.exception() is None and (lease := task.result()) is not None:
             num_cached = lease.num_cached_tokens or lease.num_committed * self._space.block_size
-            self._in_background(asyncio.ensure_future(self._give_up(lease, num_cached)))
+            self._in_background(self._give_up(lease, num_cached, free))
 
-    async def _give_up(self, lease: Lease, num_computed: int) -> None:
+    async def _give_up(
+        self, lease: Lease, num_computed: int, free: Callable[[Lease, int], None] | None = None
+    ) -> None:
         """Free a lease that `_borrow` returned, also if the caller is cancelled meanwhile."""
 
-        def free() -> None:
+        def give_up() -> None:
             self._engine.end_transient_hold()
-            self._cache.free(lease, num_computed)
+            (free or self._cache.free)(lease, num_computed)
 
-        await self._in_background(self._run(free))
+        await self._in_background(self._run(give_up))
 
     def _in_background(self, work: Awaitable[T]) -> asyncio.Future[T]:
         """Start work that goes on if whoever awaits the result is cancelled."""
@@ -343,8 +367,9 @@ class CacheControl:
         return self._space.roots(namespace).chain(tokens)
 
     def _hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
+        """Take the lease of a pin, and count its blocks. On the step loop."""
         lease = self._cache.hold(namespace, tokens)
-        num_pinned = len({b for held in self._held.values() for b in held.lease.block_table.tolist()})
+        num_pinned = len(self._pinned)
         if num_pinned + lease.num_blocks > MAX_PINNED_FRACTION * self._cache.num_blocks:
             self._cache.free(lease, lease.num_tokens)
             raise InvalidRequest(
@@ -352,10 +377,16 @@ class CacheControl:
                 f"blocks; {num_pinned} are pinned and this prompt has {lease.num_blocks}",
                 param="prompt",
             )
+        self._pinned.update(lease.block_table.tolist())
         return lease
 
+    def _let_go(self, lease: Lease, num_computed: int) -> None:
+        """Free the lease of a pin. On the step loop."""
+        self._pinned -= Counter(lease.block_table.tolist())
+        self._cache.free(lease, num_computed)
+
     def _expire(self, pin_id: str) -> None:
-        self._in_background(self.unpin(pin_id))
+        self._take_out(pin_id)  # it may be gone: `unpin` was faster
 
     def _read_blocks(self, lease: Lease, keys: list[BlockKey]) -> Iterator[memoryview]:
         """Yield the bytes of leading blocks: those the lease holds, then what lower tiers have."""

@@ -1,4 +1,4 @@
-"""When tokens alone end a sequence: EOS, stop tokens, lengths. The one place that knows.
+"""When tokens alone end a sequence: EOS, stop tokens, lengths. The one place that knows; samplers ask it.
 
 Stop strings are found where text is made (`output/stopping.py`).
 """
@@ -20,7 +20,8 @@ class Ending:
     """Empty where the request ignores them."""
     stop_token_ids: frozenset[int]
     min_tokens: int
-    """Up to this number of output tokens only the length ends it."""
+    """Up to this number of output tokens only the length ends it. 0 under a grammar, which says where the
+    output ends: nothing could be drawn beyond."""
     max_tokens: int
     """Of output: what the request wants and the context leaves. 0: the prompt alone is wanted."""
 
@@ -30,7 +31,7 @@ class Ending:
         return cls(
             frozenset(() if params.ignore_eos and params.grammar is None else eos_token_ids),
             frozenset(params.stop_token_ids),
-            params.min_tokens,
+            params.min_tokens if params.grammar is None else 0,
             max(1, room) if params.max_tokens is None else min(max(1, room), params.max_tokens),
         )
 
@@ -41,6 +42,12 @@ class Ending:
     def is_end(self, token_id: int) -> bool:
         """Return whether this is an EOS or stop token."""
         return token_id in self.eos_token_ids or token_id in self.stop_token_ids
+
+    def held_back(self, vocab_size: int) -> list[int]:
+        """Return the ids below `vocab_size`, ascending, that can't be drawn before the sequence may stop."""
+        if not self.min_tokens:
+            return []
+        return sorted(i for i in self.eos_token_ids | self.stop_token_ids if 0 <= i < vocab_size)
 
     def stop_reason(self, token_id: int) -> int | None:
         """Return what clients see as the stop reason: a stop token's id, None for EOS."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stemma.engine.sampling.logprobs import likeliest
 from stemma.engine.sampling.sampler import rows_at_once
 from stemma.types import TokenArray
 
@@ -92,7 +93,7 @@ class PromptScores:
         self._found.ranks[first:end] = 1 + (logprobs > own).sum(dim=-1).cpu().numpy()
         num_top = min(self._num_top, logits.shape[1])
         if num_top:
-            values, ids = torch.topk(logprobs, num_top, dim=-1)
+            values, ids = likeliest(logprobs, num_top)
             self._found.top_logprobs[first:end, :num_top] = values.cpu().numpy()
             self._found.top_ids[first:end, :num_top] = ids.cpu().numpy()
         self.num_scored = end

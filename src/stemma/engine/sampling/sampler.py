@@ -28,7 +28,7 @@ import torch
 from stemma.engine.sampling.constraints import keep_allowed
 from stemma.engine.sampling.filters import MAX_CANDIDATES, argmax, candidates, draw, keep, upload, weights_of
 from stemma.engine.sampling.grammar import PackedMask
-from stemma.engine.sampling.logprobs import TokenLogprob
+from stemma.engine.sampling.logprobs import TokenLogprob, likeliest
 from stemma.engine.sampling.one_thread import one_thread_for
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.state import SamplingState
@@ -220,7 +220,7 @@ def _with_masks_and_penalties(
         if row.state.constraints is not None and i not in settled
     ]
     for i, row in enumerate(rows):
-        ids = row.state.masked_ids(row.position) if row.state.params.min_tokens else ()
+        ids = row.state.masked_ids(row.position)
         if ids:
             masked.append((i, ids))
         if row.state.has_penalties:
@@ -356,6 +356,6 @@ def _logprobs(
     where = [i for i, _ in wanted]
     logprobs = torch.log_softmax(_select(logits, where), dim=-1)
     own = logprobs.gather(1, _select(token_ids, where)[:, None]).flatten()
-    values, ids = torch.topk(logprobs, min(max(num for _, num in wanted), logits.shape[1]), dim=-1)
+    values, ids = likeliest(logprobs, max(num for _, num in wanted))
     on_host = [one.to("cpu", non_blocking=True) for one in (own, values, ids)]
     return [_Logprobs([(first + i, num) for i, num in wanted], *on_host)]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.engine.sampling.constraints import Constraints
+from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.grammar import GrammarState
 from stemma.engine.sampling.params import SamplingParams
 
@@ -26,9 +27,9 @@ def _fresh_seed() -> int:
 class SamplingState:
     """What one sequence's next token depends on beside its logits: counts, position and random numbers.
 
-    `index` tells the `n` sequences of a request apart: each has its own random numbers. `eos_token_ids` and
-    the request's stop token ids can't be drawn before `min_tokens`, unless a grammar has ended. An unseeded
-    request takes its seed from `seed_source`, at its first draw. `grammar` is where `params.grammar` begins.
+    `index` tells the `n` sequences of a request apart: each has its own random numbers. `ending` says which
+    tokens can't be drawn yet; None: that of `params` for a model without EOS tokens. An unseeded request
+    takes its seed from `seed_source`, at its first draw. `grammar` is where `params.grammar` begins.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class SamplingState:
         vocab_size: int,
         *,
         index: int = 0,
-        eos_token_ids: Sequence[int] = (),
+        ending: Ending | None = None,
         seed_source: Callable[[], int] = _fresh_seed,
         grammar: GrammarState | None = None,
     ) -> None:
@@ -48,17 +49,14 @@ class SamplingState:
         self._seed, self._seed_source, self._index = params.seed, seed_source, index
         self._chunk = -1
         self._uniforms = _NO_NUMBERS
-        self._end_ids: list[int] = []
-        """Those that `min_tokens` forbids."""
-        if params.min_tokens:
-            ends = () if params.ignore_eos else tuple(eos_token_ids)
-            self._end_ids = sorted({i for i in (*ends, *params.stop_token_ids) if 0 <= i < vocab_size})
+        self._ending = ending or Ending.of(params, (), vocab_size)
+        self._end_ids = self._ending.held_back(vocab_size)
         self.has_penalties = (
             params.repetition_penalty != 1.0
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0
         )
-        has_rules = self.has_penalties or params.min_tokens > 0
+        has_rules = self.has_penalties or bool(self._end_ids)
         is_free = self.constraints is None or self.constraints.is_grammar_alone
         self.takes_likeliest = params.greedy and is_free and not has_rules and params.logprobs is None
         """Whether it takes the most likely token, of those that a grammar allows if there is one, and reports
@@ -125,9 +123,7 @@ class SamplingState:
 
     def masked_ids(self, position: int) -> Sequence[int]:
         """Return the ids that may not be drawn as output token number `position` (from 0)."""
-        if self.has_grammar:
-            return ()
-        return self._end_ids if position < self.params.min_tokens else ()
+        return () if self._ending.may_stop(position + 1) else self._end_ids
 
     def uniform(self, position: int) -> float:
         """Return the random number in [0, 1) of output token number `position` (from 0)."""

@@ -92,9 +92,11 @@ class HostStore(SlottedStore):
         """
         with self._lock:
             self._check_open()
-            used_at = self._used_at
+            used_at, now = self._used_at, self._ranked_at(self._now())
             taken = self._index.take_victims(
-                num_blocks, self._now(), lambda leaf, above: bool(used_at[above] <= used_at[leaf] + 1.0)
+                num_blocks,
+                now,
+                lambda leaf, above: bool(used_at[above] <= used_at[leaf] + 1.0),
             )
             stamps = [float(self._used_at[slot]) for slot, _, _ in taken]
             self._num_moving += 1

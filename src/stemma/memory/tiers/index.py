@@ -232,6 +232,14 @@ class TierIndex:
         """Return whether a live slot may be evicted: it has no child here and nobody pins it."""
         return not self.has_children(slot) and not self.is_pinned(slot)
 
+    def parent_slot(self, slot: int) -> int | None:
+        """Return the slot of a live block's parent; None if that isn't here."""
+        return self._slot_of.get(self._parent_of[slot])
+
+    def is_live(self, slot: int) -> bool:
+        """Return whether a slot holds a block."""
+        return self._key_of[slot] is not None
+
     def take_victims(
         self, num_blocks: int, now: float, is_next: Callable[[int, int], bool]
     ) -> list[tuple[int, BlockKey, BlockKey]]:

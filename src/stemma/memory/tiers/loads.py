@@ -371,12 +371,16 @@ class LoadQueue:
                 chunk = reader.read(store, keys[start:])
                 if taking is not None:
                     wait([taking])
+                once = _Once(partial(take, start, chunk))
                 try:
-                    taking = self._helpers.submit(take, start, chunk)
-                except RuntimeError:  # this queue was closed by another thread
-                    chunk.prove()
-                    chunk.free()
-                    break
+                    self._helpers.submit(once)
+                except RuntimeError:
+                    # Closed by another thread, or no thread can be started; then the executor has queued it.
+                    if once.future.cancel():
+                        chunk.prove()
+                        chunk.free()
+                        break
+                taking = once.future
                 last, start = start, start + chunk.num_keys
         finally:
             # When this returns, even by an exception, the next load uses the buffers.
@@ -446,6 +450,24 @@ class LoadQueue:
         task.num_done += count
         with self._lock:
             self.counters.prefetched_blocks[tier] += count
+
+
+class _Once:
+    """Work for an executor that runs once, or never if `future` is cancelled before."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.future: Future[None] = Future()
+        self._work = work
+
+    def __call__(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
 
 
 def _until_first_failure(results: list[ReadResult]) -> list[ReadResult]:

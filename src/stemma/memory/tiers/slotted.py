@@ -7,6 +7,7 @@ are complete. So the lock is held only for work on tables, and many threads can 
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,6 +31,11 @@ from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
 from stemma.prefix.keys import fingerprints
 from stemma.types import BlockKey
 
+_SLICE_BLOCKS = 256
+"""Due blocks looked at in one hold of the lock: less than a millisecond."""
+_PAUSE_S = 0.0002
+_SET_BACK_S = 2.0
+"""A clock that is behind by more was set back; by less, it is being adjusted."""
 _TABLE_BYTES = 500
 """Bytes per block in a store's tables: its key, its parent's key, the dict entry, times."""
 
@@ -55,6 +61,8 @@ class SlottedStore(LocalStore):
         self.counters = StoreCounters()
         self._clock = clock
         self._latest = -np.inf
+        self._set_back_s = 0.0
+        """By how much the clock was set back, all in all."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_moving = 0
@@ -147,7 +155,7 @@ class SlottedStore(LocalStore):
             self._check_open()
             now = self._now()
             slots = [slot for key in keys if (slot := self._index.find(key)) is not None]
-            self._index.touch(slots, now)
+            self._index.touch(slots, self._ranked_at(now))
             self._used_at[slots] = now
 
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
@@ -300,25 +308,49 @@ class SlottedStore(LocalStore):
 
     def expire(self) -> int:
         """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
+        total = self._drop_due(self._ttl_s)
         with self._lock:
-            self._check_open()
-            total = self._drop_due(np.flatnonzero(self._now() - self._used_at > self._ttl_s).tolist())
             self.counters.num_expired += total
-            return total
+        return total
 
     def drop_unused(self, seconds: float) -> int:
         """Drop unpinned blocks, leaves first, that were unused for `seconds`; return how many."""
+        return self._drop_due(np.full(self.capacity_blocks, seconds))
+
+    def _drop_due(self, limits_s: npt.NDArray[np.float64]) -> int:
+        """Drop unpinned blocks, leaves first, unused for longer than their slot's limit; return how many.
+
+        Each due slot is looked at once, and once more for each child that was dropped. The lock, which the
+        step loop may wait for, is released after every few: so each is judged when its turn comes.
+        """
         with self._lock:
             self._check_open()
-            now = self._now()
-            return self._drop_due([s for s, _, _ in self._index.live() if now - self._used_at[s] > seconds])
-
-    def _drop_due(self, due: list[int]) -> int:
+            due = np.flatnonzero(self._now() - self._used_at > limits_s).tolist()
         total = 0
-        while leaves := [s for s in due if self._index.is_leaf(s)]:
-            total += self._drop(leaves)
-            due = sorted(set(due) - set(leaves))
+        while due:
+            with self._lock:
+                if not self._is_open:
+                    break
+                total += self._drop_slice(due, limits_s)
+            time.sleep(_PAUSE_S)  # a lock that is taken again at once is never another thread's
         return total
+
+    def _drop_slice(self, due: list[int], limits_s: npt.NDArray[np.float64]) -> int:
+        """Look at some of `due`, from the end, which is emptied that far; return how many were dropped."""
+        now, dropped = self._now(), list[int]()
+        for _ in range(_SLICE_BLOCKS):
+            if not due:
+                break
+            slot = due.pop()
+            is_due = self._index.is_live(slot) and now - self._used_at[slot] > limits_s[slot]
+            if not is_due or not self._index.is_leaf(slot):
+                continue
+            parent = self._index.parent_slot(slot)
+            self._drop([slot])
+            dropped.append(slot)
+            if parent is not None and not self._index.has_children(parent):
+                due.append(parent)  # it may have had its turn before
+        return len(dropped)
 
     def close(self) -> None:
         """See `BlockStore`. Waits for the calls that move bytes now."""
@@ -335,9 +367,22 @@ class SlottedStore(LocalStore):
             self._index.check()
 
     def _now(self) -> float:
-        """Return the clock's time, never earlier than the last call's. Called with the lock."""
-        self._latest = max(self._latest, self._clock())
+        """Return the clock's time, which may stand still for a moment. Called with the lock.
+
+        Not earlier than at the last call, unless the clock was set back: then blocks used in its former
+        future count as used now, or nothing would expire until that future comes.
+        """
+        now = self._clock()
+        if now < self._latest - _SET_BACK_S:
+            self._set_back_s += self._latest - now
+            self._latest = now
+            np.minimum(self._used_at, now, out=self._used_at)
+        self._latest = max(self._latest, now)
         return self._latest
+
+    def _ranked_at(self, now: float) -> float:
+        """Return what the eviction policy is told instead of `_now()`: a time that is never set back."""
+        return now + self._set_back_s
 
     def _moved(self) -> None:
         self._num_moving -= 1
@@ -358,7 +403,7 @@ class SlottedStore(LocalStore):
         slots = [self._index.find(key) for key in keys]
         slots = [None if slot is None or self._is_expired(slot, now) else slot for slot in slots]
         found = [slot for slot in slots if slot is not None]
-        self._index.touch(found, now)
+        self._index.touch(found, self._ranked_at(now))
         self._used_at[found] = now
         for key, slot in zip(keys, slots, strict=True):
             if slot is not None:
@@ -389,7 +434,7 @@ class SlottedStore(LocalStore):
 
     def _plan_one(self, block: Storable, refusal: str | None, now: float) -> tuple[PutResult, int | None]:
         if (existing := self._index.find(block.key)) is not None:
-            self._index.touch([existing], now)
+            self._index.touch([existing], self._ranked_at(now))
             self._used_at[existing] = now
             return PutResult.EXISTS, None
         if refusal is not None or block.key in self._writing:
@@ -406,7 +451,7 @@ class SlottedStore(LocalStore):
         slot = self._reserve()
         if slot is not None:
             return slot
-        evicted = self._index.evict(self._now())
+        evicted = self._evict()
         if evicted is None:
             return None
         self._ttl_s[evicted] = np.inf
@@ -414,9 +459,12 @@ class SlottedStore(LocalStore):
         self.counters.num_evicted += 1
         return self._index.reserve()
 
+    def _evict(self) -> int | None:
+        return self._index.evict(self._ranked_at(self._now()))
+
     def _keep_quotas(self) -> None:
         """Evict blocks of owners that hold too many. Called with the lock."""
-        while self._index.num_over_quota and (slot := self._index.evict(self._now())) is not None:
+        while self._index.num_over_quota and (slot := self._evict()) is not None:
             self._ttl_s[slot] = np.inf
             self._dropped([slot])
             self.counters.num_evicted += 1
@@ -425,14 +473,14 @@ class SlottedStore(LocalStore):
         traits = BlockTraits(
             fingerprints([block.key]), priority=block.priority, ttl_s=block.ttl_s, owner=block.owner
         )
-        self._index.commit(slot, block.key, block.parent, now, traits)
+        self._index.commit(slot, block.key, block.parent, self._ranked_at(now), traits)
         self._used_at[slot] = now
         self._ttl_s[slot] = self._default_ttl_s if block.ttl_s is None else block.ttl_s
 
     def _drop(self, slots: Sequence[int]) -> int:
-        now = self._now()
+        ranked_at = self._ranked_at(self._now())
         for slot in slots:
-            self._index.drop(slot, now)
+            self._index.drop(slot, ranked_at)
             self._ttl_s[slot] = np.inf
         if slots:
             self._dropped(slots)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.prefix.eviction.policy import BlockTraits
-from stemma.prefix.eviction.records import RecordTable
+from stemma.prefix.eviction.records import RecordTable, max_ghosts_beside
 from stemma.prefix.eviction.regret import LRUShadow
 from stemma.prefix.eviction.reuse_model import (
     NO_PAUSE,
@@ -65,7 +65,8 @@ class HazardPolicy(StampedPolicy):
     name: ClassVar[str] = "hazard"
 
     def __init__(self, max_ghosts: int = 1 << 18) -> None:
-        """Remember up to `max_ghosts` evicted blocks (about 150 bytes each)."""
+        """Remember up to `max_ghosts` evicted blocks (about 150 bytes each), at most `GHOSTS_PER_BLOCK`
+        for each block that it ever ranked at a time."""
         super().__init__()
         self._max_ghosts = max_ghosts
         self._records = RecordTable(max_ghosts)
@@ -105,7 +106,8 @@ class HazardPolicy(StampedPolicy):
 
     def reserved_bytes(self, num_blocks: int) -> int:
         """Includes records of evicted blocks, and lifetimes that are not counted yet."""
-        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * self._max_ghosts + _UNCOUNTED_BYTES
+        ghosts = max_ghosts_beside(num_blocks, self._max_ghosts)
+        return super().reserved_bytes(num_blocks) + _GHOST_BYTES * ghosts + _UNCOUNTED_BYTES
 
     def insert(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
         """Enter blocks; those remembered from before their eviction end a lifetime here."""

@@ -21,6 +21,9 @@ from stemma.types import DEFAULT_PRIORITY, Fingerprints
 NO_PRINT = np.uint64(0)
 """Fingerprint of a block without identity: its record ends when the block leaves."""
 
+GHOSTS_PER_BLOCK = 16
+"""Records of evicted blocks kept for each block held: reuse that is further away saves nothing here."""
+
 _FREE, _RESIDENT, _GHOST = 0, 1, 2
 _MAX_HINTS = 1024
 
@@ -35,6 +38,11 @@ class Hint:
 
 
 _NO_HINT = Hint(1.0, math.inf)
+
+
+def max_ghosts_beside(num_blocks: int, most: int) -> int:
+    """Return how many evicted blocks are remembered beside so many held ones: `most`, or fewer."""
+    return min(most, GHOSTS_PER_BLOCK * num_blocks)
 
 
 class RecordTable:
@@ -68,6 +76,7 @@ class RecordTable:
         """Whether any block ever had retention hints."""
         self._has_costs = False
         self.num_resident = 0
+        self._most_resident = 0
 
     def enter(
         self, num_blocks: int, traits: BlockTraits, depth: int
@@ -99,6 +108,7 @@ class RecordTable:
                 self.hints[records[run.start : run.end]] = self._hint_number(run)
         self._states[records] = _RESIDENT
         self.num_resident += num_blocks
+        self._most_resident = max(self._most_resident, self.num_resident)
         return records, np.asarray(known, dtype=np.int32)
 
     def leave(self, record: int, *, remember: bool) -> None:
@@ -113,7 +123,7 @@ class RecordTable:
         if twin is not None:
             self._drop(twin)
         self._ghosts[identity] = record
-        if len(self._ghosts) > self._max_ghosts:
+        if len(self._ghosts) > max_ghosts_beside(self._most_resident, self._max_ghosts):
             self._drop(self._ghosts.popitem(last=False)[1])
 
     def hint(self, number: int) -> Hint:

@@ -370,7 +370,10 @@ class DiskStore(SlottedStore):
     def _enter_restored(self, slots: npt.NDArray[np.int64]) -> None:
         if not len(slots):
             return
-        found = restored_blocks(slots, np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots])
+        records = np.frombuffer(self._table, dtype=RECORD_DTYPE)[slots]
+        # A clock that was ahead when they were written may be right now.
+        records["used_at"] = np.minimum(records["used_at"], self._now())
+        found = restored_blocks(slots, records)
         records = found.records
         self._generation = int(records["generation"].max())
         traits = BlockTraits(np.frombuffer(records["key"].tobytes(), dtype="<u8")[::4].astype(np.uint64))
@@ -379,7 +382,7 @@ class DiskStore(SlottedStore):
             found.keys,
             found.parents,
             found.parent_at,
-            self._now(),
+            self._ranked_at(self._now()),
             traits,
             owners_in(records),
         )
@@ -397,7 +400,7 @@ class DiskStore(SlottedStore):
         if self.read_only:
             return
         table = np.frombuffer(self._table, dtype=RECORD_DTYPE)
-        behind = (table["magic"] != 0) & (self._used_at - table["used_at"] >= 1.0)
+        behind = (table["magic"] != 0) & (np.abs(self._used_at - table["used_at"]) >= 1.0)
         try:
             for slot in np.flatnonzero(behind).tolist():
                 at = slot * RECORD_BYTES
