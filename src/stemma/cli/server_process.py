@@ -13,6 +13,7 @@ from typing import IO
 
 from stemma.cli.ready_line import READY
 from stemma.errors import StemmaError
+from stemma.native.library import prepare_kernels
 
 _STOP_TIMEOUT_S = 45.0
 """Longer than the drain that it asks for."""
@@ -46,6 +47,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it; raise StemmaError with its last words if it dies before it is ready."""
+        prepare_kernels()  # here, where what it says is seen: the server's own words go to the log
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True

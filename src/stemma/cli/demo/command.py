@@ -12,6 +12,7 @@ from stemma.cli.client import first_model, make_http
 from stemma.cli.demo.stage import Stage
 from stemma.cli.demo.steps import STEPS
 from stemma.cli.server_process import ServerProcess
+from stemma.native.library import prepare_kernels
 
 _REAL_FLAGS = ("--kv-cache-memory", "140MB", "--host-cache", "280MB", "--disk-cache-size", "700MB")
 """A device tier with room for the blocks of the first steps (95), and little more."""
@@ -23,6 +24,7 @@ def command() -> None:
     """Show the prefix cache at work on a small model, in under a minute."""
     console = Console(highlight=False)
     started = time.perf_counter()
+    prepare_kernels()
     with console.status("preparing the model (once on a machine)"):
         from stemma.model.demo import demo_model
 
