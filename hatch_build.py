@@ -81,8 +81,8 @@ def _wanted_levels() -> list[Any]:
 def _platform_tag(libraries: list[Path], folder: Path) -> str:
     """Return the manylinux tag that auditwheel gives a wheel of these libraries.
 
-    It goes by the symbols of the C and C++ libraries that they need. The tag is part of the wheel's name, which
-    is settled before the wheel is there: so a small one of the libraries alone is examined.
+    It goes by the symbols of the C and C++ libraries that they need. The tag is part of the wheel's name,
+    which is settled before the wheel is there: a small one of the libraries alone is examined.
     """
     from auditwheel.architecture import Architecture
     from auditwheel.libc import Libc

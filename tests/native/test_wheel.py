@@ -8,7 +8,6 @@ import platform
 import pty
 import re
 import select
-import site
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 
 from stemma.cli.ready_line import READY
 from stemma.model.tiny import write_tiny_model
@@ -103,7 +103,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
     # Dependencies come from here, without what .pth files add: stemma comes from the wheel alone.
-    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    (packages / "dependencies.pth").write_text(f"{Path(typer.__file__).parents[1]}\n")
     (folder / "empty").mkdir()
     environ = {
         name: value
