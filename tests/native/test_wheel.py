@@ -149,7 +149,7 @@ def test_a_wheel_serves(installed: Installed) -> None:
         lines = iter(process.stdout.readline, "")
         url = next(line for line in lines if line.startswith(READY)).removeprefix(READY).split()[0]
         body = {"prompt": "Hello", "max_tokens": 4, "model": "demo"}
-        [model] = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
+        [model, *_] = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
         answer = httpx.post(
             f"{url}/v1/completions", json={**body, "model": model["id"]}, timeout=60, trust_env=False
         )
