@@ -11,8 +11,8 @@ _Split = tuple[str, str]
 def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[str]:
     """Return every pair of tokens that make a third, "left right", best first; tokens hold no spaces.
 
-    As transformers orders them: by the score of what they make, then long left parts, then long right ones. But
-    tokens are sorted, not their pairs, of which there are several times as many.
+    As transformers orders them: by the score of what they make, then long left parts, then long right
+    ones. But tokens are sorted, not their pairs, of which there are several times as many.
     """
     known = set(tokens)
     order = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
