@@ -14,7 +14,6 @@ COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
 # Extras of the package, separated by commas; with ray for replicas on Ray Serve.
 ARG EXTRAS=events
-# A wheel without kernels is valid, and slow: here it is an error.
 RUN /opt/stemma/bin/pip wheel --no-cache-dir --no-deps -w /wheels . \
     && wheel=$(find /wheels -name 'stemma-*.whl') \
     && /opt/stemma/bin/pip install --no-cache-dir -c constraints.txt "${wheel}[${EXTRAS}]" \

@@ -99,6 +99,21 @@ def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.tensor(packed, dtype=torch.int64).to(torch.int32)
 
 
+def less_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Subtract 1 from each field, as GPTQModel does: from words; a 0 borrows from the field above it."""
+    offsets = {
+        2: [0x55555555],
+        3: [0x49249249, 0x92492492, 0x24924924],
+        4: [0x11111111],
+        8: [0x01010101],
+    }[bits]
+    rows = [
+        [((word & 0xFFFFFFFF) - offsets[place % len(offsets)]) & 0xFFFFFFFF for place, word in enumerate(row)]
+        for row in words.tolist()
+    ]
+    return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
 def gptq(bits: int, group: int, *, zero: bool, added: int = 1, order: torch.Tensor | None = None) -> Quantize:
     """GPTQ, version 1 (`added` 1) or 2 (0); `order` permutes inputs before they form groups."""
 
@@ -111,10 +126,9 @@ def gptq(bits: int, group: int, *, zero: bool, added: int = 1, order: torch.Tens
         )
         codes, scales, zeros, numbers = round_to(weight[:, permutation], bits, group, zero=zero)
         back = torch.argsort(permutation)
-        stored_zeros = (zeros - added) % 2**bits
         tensors = {
             "qweight": pack_rows(codes[:, back].T, bits),
-            "qzeros": pack_rows(stored_zeros, bits).T,
+            "qzeros": less_ones(pack_rows(zeros, bits).T, bits) if added else pack_rows(zeros, bits).T,
             "scales": scales.T.half(),
             "g_idx": (back // group).int(),
         }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +16,10 @@ import pytest
 
 from stemma.errors import ConfigError
 from stemma.native import building, levels, library
-from stemma.native.building import BuildFailed, build, find_or_build, library_name
+from stemma.native.building import build, find_or_build, library_name
+from stemma.native.compiling import SOURCES, UNITS, BuildFailed
 from stemma.native.levels import LEVELS, available_levels, choose_level, level_named, missing_features
-from stemma.native.library import drop_kernels, load_kernels, report_kernels
+from stemma.native.library import drop_kernels, load_kernels, missed_level, report_kernels
 
 PORTABLE = level_named("portable")
 
@@ -202,3 +205,105 @@ def test_every_level_of_this_machine_loads(level: levels.Level) -> None:
     report = report_kernels(level.name)
     assert report.level == level.name
     assert report.path is not None
+
+
+COUNTING = """#!/bin/sh
+[ "$1" = --version ] && echo counting 1.0 && exit
+for last; do :; done
+echo "$last" >> "{log}"
+case "$last" in *.so) cp "{ready}" "$last";; *) sleep 0.2; echo part > "$last";; esac
+"""
+PREPARE = "from stemma.native.library import prepare_kernels; prepare_kernels('portable')"
+
+
+@pytest.fixture
+def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A "compiler" of the portable library; returns the file that names what it made."""
+    ready, log, script = find_or_build(PORTABLE).path, tmp_path / "made", tmp_path / "counting"
+    script.write_text(COUNTING.format(ready=ready, log=log))
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    return log
+
+
+def prepare_in_process(cache: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PREPARE],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache.parent), "PYTHONPATH": str(SOURCES.parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_every_source_is_a_unit() -> None:
+    assert {path.stem for path in SOURCES.glob("*.cpp")} == set(UNITS)
+
+
+@needs_compiler
+def test_what_is_compiled_is_said_once(counting_compiler: Path, fresh_cache: Path) -> None:
+    """In a pipe: a line that says what, why and how long, one for each part, and the end; then nothing."""
+    _, said = prepare_in_process(fresh_cache).communicate(timeout=60)
+    first, *parts, last = said.splitlines()
+    assert re.search(
+        r"^Compiling the CPU kernels for portable.*no library of these sources.*About \d+ s", first
+    )
+    assert [line.split(" after")[0] for line in parts] == [
+        f"kernels: {n} of {len(UNITS)} parts compiled" for n in range(1, len(UNITS) + 1)
+    ]
+    assert "are compiled" in last
+    assert prepare_in_process(fresh_cache).communicate(timeout=60)[1] == ""
+
+
+@needs_compiler
+def test_processes_that_start_at_once_compile_once(counting_compiler: Path, fresh_cache: Path) -> None:
+    both = [prepare_in_process(fresh_cache) for _ in range(2)]
+    said = sorted(process.communicate(timeout=60)[1].splitlines()[0] for process in both)
+    assert "waiting" in said[0]
+    assert "Compiling" in said[1]
+    assert len(counting_compiler.read_text().splitlines()) == len(UNITS) + 1
+    assert [path.suffix for path in fresh_cache.iterdir()] == [".so"]
+
+
+@needs_compiler
+def test_what_a_killed_build_left_is_removed(counting_compiler: Path, fresh_cache: Path) -> None:
+    killed = prepare_in_process(fresh_cache)
+    assert killed.stderr is not None
+    killed.stderr.readline()
+    killed.stderr.readline()
+    killed.kill()
+    killed.wait()
+    assert [path.name.startswith("building-") for path in fresh_cache.iterdir()] == [True]
+    assert find_or_build(PORTABLE).origin == "compiled"
+    assert [path.suffix for path in fresh_cache.iterdir()] == [".so"]
+
+
+@needs_compiler
+def test_a_unit_that_fails_stops_the_others(
+    counting_compiler: Path, fresh_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "failing"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo failing 1.0 && exit\n'
+        'case "$*" in *kernels.cpp*) echo "no such instruction" >&2; exit 1;; esac\nexec sleep 60\n'
+    )
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(BuildFailed, match="no such instruction"):
+        find_or_build(PORTABLE)
+    assert not list(fresh_cache.iterdir())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_wheel_of_lower_levels_says_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    highest = available_levels()[-1]
+    if highest is PORTABLE:
+        pytest.skip("needs a processor with another level than portable")
+    build(PORTABLE, building.PREBUILT)
+    monkeypatch.setattr(building, "find_compiler", lambda: None)
+    report = report_kernels()
+    assert report.wheel_levels == ("portable",)
+    assert report.level == "portable"
+    assert f"the highest level that this wheel has; this processor has {highest.name}" in report.reason
+    assert missed_level() == highest.name
+    assert missed_level("portable") is None

@@ -26,6 +26,7 @@ from stemma.model.directory import check_directory, is_gguf, weight_files
 from stemma.model.fingerprint import fingerprint_early
 from stemma.model.located import located_model, present_path
 from stemma.native.early_memory import prepare_memory
+from stemma.native.library import load_kernels, missed_level, prepare_kernels
 from stemma.native.process_memory import available_bytes
 from stemma.native.read_ahead import read_ahead
 from stemma.supervision import LoggingSupervisor
@@ -72,6 +73,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     )
     settings = _with_model(console, settings)
     with ExitStack() as stack:
+        prepare_kernels(settings.engine.model.isa)
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
             _begin_loading(settings, stack)
             from stemma.model.model_list import import_models
@@ -182,6 +184,16 @@ def _tiers(settings: Settings) -> str:
     return ", ".join(parts) + "; " if parts else ""
 
 
+def _kernels_note(isa: str) -> str:
+    """Return what is lost where the processor's level doesn't run, or nothing."""
+    missed = missed_level(isa)
+    if missed is None:
+        return ""
+    kernels = load_kernels(isa)
+    runs = "no kernels run" if kernels is None else f"kernels run at {kernels.level}"
+    return f"; [yellow]{runs}, not at {missed} as this processor could: `stemma doctor` says why[/]"
+
+
 def _summary(parts: EngineParts, settings: Settings) -> str:
     cache = settings.engine.cache
     num_blocks = parts.engine.stats().num_blocks
@@ -195,5 +207,5 @@ def _summary(parts: EngineParts, settings: Settings) -> str:
         f"[bold]{parts.model_name}[/] {parts.model.info.architecture} {layout.dtype}, "
         f"weights {format_size(parts.model.weight_bytes)}{formats}{ranks}; "
         f"{kind}KV {num_blocks} blocks of {cache.block_size} tokens = {size}; {reuse}; {_tiers(settings)}"
-        f"context {parts.engine.limits.max_tokens}"
+        f"context {parts.engine.limits.max_tokens}{_kernels_note(settings.engine.model.isa)}"
     )

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from stemma.cli.ready_line import READY
 from stemma.errors import StemmaError
+from stemma.native.library import prepare_kernels
 from stemma.supervision import LoggingSupervisor, start_thread
 
 _STOP_TIMEOUT_S = 45.0
@@ -56,6 +57,7 @@ class ServerProcess:
 
         `on_line`: gets what it reports on stderr until it is ready, on another thread.
         """
+        prepare_kernels()  # here, where what it says is seen: the server's own words go to the log
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -26,8 +26,8 @@ from stemma.config.settings import Settings, SettingsModel
 from stemma.errors import ConfigError
 
 ENV_PREFIX = "STEMMA_"
-_OTHER_VARIABLES = frozenset({"STEMMA_NATIVE"})
-"""Variables that no setting stands for: it switches the kernels off (`native/library.py`)."""
+_OTHER_VARIABLES = frozenset({"STEMMA_NATIVE", "STEMMA_WHEEL_LEVELS"})
+"""Variables that no setting stands for: of `native/library.py`, and of the build of a wheel."""
 _KEYS = ("api_key", "admin_key")
 """Secrets: never shown, and never silently empty."""
 YAML_SUFFIXES = (".yaml", ".yml")

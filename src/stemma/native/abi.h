@@ -12,8 +12,8 @@
 template <class S>
 class Described {
   public:
-    explicit Described(const char* name) : line_(std::string(name) + " " + std::to_string(sizeof(S))) {}
-    Described& field(const char* name, size_t offset) {
+    [[gnu::noinline]] explicit Described(const char* name) : line_(std::string(name) + " " + std::to_string(sizeof(S))) {}
+    [[gnu::noinline]] Described& field(const char* name, size_t offset) {
         line_ += std::string(" ") + name + ":" + std::to_string(offset);
         return *this;
     }
@@ -23,7 +23,7 @@ class Described {
     std::string line_;
 };
 
-static std::string describe_structures() {
+[[gnu::cold, gnu::optimize("O1")]] static std::string describe_structures() {
     std::string text;
 #define BEGIN(NAME) { using S = NAME; text += Described<S>(#NAME)
 #define F(FIELD) .field(#FIELD, offsetof(S, FIELD))

@@ -572,7 +572,7 @@ class BundleOfPairs {
 #endif
 
 template <class T>
-static void run_bundle(const AttendArgs& args, Plan& plan, const Bundle& bundle, Scratch& s) {
+void run_bundle(const AttendArgs& args, Plan& plan, const Bundle& bundle, Scratch& s) {
 #if STEMMA_BF16_DOT
     if constexpr (sizeof(T) == 2) {
         const ItemShape shape = ItemShape::of<T>(args, ROWS);

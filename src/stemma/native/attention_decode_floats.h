@@ -202,7 +202,7 @@ static void decode_tile_floats(const AttendArgs& args, DecodeTile& tile, Rows<T>
 }
 
 template <class T>
-static void decode_tile_floats_any(const AttendArgs& args, int rows, DecodeTile& tile, Rows<T> keys, Rows<T> values,
+void decode_tile_floats_any(const AttendArgs& args, int rows, DecodeTile& tile, Rows<T> keys, Rows<T> values,
                                    int n) {
     switch (rows) {
         case 1: return decode_tile_floats<T, 1>(args, tile, keys, values, n);
@@ -215,6 +215,9 @@ static void decode_tile_floats_any(const AttendArgs& args, int rows, DecodeTile&
         default: return decode_tile_floats<T, 8>(args, tile, keys, values, n);
     }
 }
+// Codes of bf16 KV are decoded to floats: that is compiled with the attention over floats.
+#define STEMMA_DECODE_OF_FLOATS \
+    template void decode_tile_floats_any(const AttendArgs&, int, DecodeTile&, Rows<float>, Rows<float>, int)
 #else
 #define STEMMA_FLOAT_DECODE 0
 template <class T>

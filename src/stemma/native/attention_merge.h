@@ -58,7 +58,7 @@ static void put_row(const AttendArgs& args, int num_heads, int64_t token, int he
 
 // Merge the partial results of one token's heads.
 template <class T>
-static void merge_token(const AttendArgs& args, const Plan& plan, int index) {
+void merge_token(const AttendArgs& args, const Plan& plan, int index) {
     const int heads = plan.num_heads(), dim = args.value_dim;
     std::vector<float> acc(dim);
     for (int h = 0; h < heads; h++) {
@@ -82,7 +82,7 @@ struct MergeArgs {
 
 // Merge one row's parts in their order.
 template <class T>
-static void merge_parts_of(const MergeArgs& a, int64_t row) {
+void merge_parts_of(const MergeArgs& a, int64_t row) {
     AttendArgs whole{};
     whole.output = a.output, whole.sinks = a.sinks, whole.value_dim = a.value_dim;
     std::vector<float> acc(a.value_dim);

@@ -1,4 +1,4 @@
-"""From C++ sources to one shared library per instruction-set level.
+"""Finds the shared library of an instruction-set level, or has it compiled.
 
 A library is looked for beside the package (a wheel brings them prebuilt), then in the user's cache
 (`$XDG_CACHE_HOME/stemma`, default `~/.cache/stemma`), and is compiled into the cache if neither has it. Its
@@ -8,34 +8,34 @@ that compiles: a library runs wherever the processor has its level.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from stemma.config.folders import cache_folder
-from stemma.native.levels import Level
+from stemma.native.announcing import announced, say
+from stemma.native.compiling import (
+    BUILD_KEY,
+    SCRATCH_PREFIX,
+    SOURCES,
+    BuildFailed,
+    Compiler,
+    compile_library,
+)
+from stemma.native.levels import LEVELS, Level
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where a wheel puts its libraries."""
-_MAIN = "kernels.cpp"
-_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"),
-    *("-ffp-contract=off", "-Wno-psabi", "-w"),
-)
-_COMPILE_TIMEOUT_S = 300.0
-
 Origin = Literal["prebuilt", "cached", "compiled"]
-
-
-class BuildFailed(Exception):
-    """There is no library and none could be built; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,6 @@ class Library:
 
     path: Path
     origin: Origin
-
-
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    """A C++ compiler on this machine."""
-
-    path: str
-    version: str
-    """The first line it prints about itself."""
 
 
 def find_compiler() -> Compiler | None:
@@ -85,7 +76,11 @@ def find_or_build(level: Level) -> Library:
     target = folder / f"{_stem(level)}-{key}.so"
     if target.exists():
         return Library(target, "cached")
-    _compile(level, compiler, target)
+    with _only_builder(folder):
+        if target.exists():  # another process compiled it meanwhile
+            return Library(target, "cached")
+        with announced(level) as on_unit:
+            compile_library(level, compiler, target, on_unit)
     return Library(target, "compiled")
 
 
@@ -99,8 +94,13 @@ def build(level: Level, folder: Path) -> Path:
         raise BuildFailed("no C++ compiler found (g++, c++ or $CXX)")
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / library_name(level)
-    _compile(level, compiler, target)
+    compile_library(level, compiler, target)
     return target
+
+
+def prebuilt_levels() -> tuple[Level, ...]:
+    """Return the levels whose libraries the installed wheel brings, lowest first; none from sources."""
+    return tuple(level for level in LEVELS if (PREBUILT / library_name(level)).exists())
 
 
 def library_name(level: Level) -> str:
@@ -114,34 +114,32 @@ def _stem(level: Level) -> str:
 
 @cache
 def _source_hash(level: Level) -> str:
-    folder = Path(__file__).parent
-    key = hashlib.sha256(repr((_FLAGS, level.flags)).encode())
-    for source in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
+    key = hashlib.sha256(repr((BUILD_KEY, level.flags)).encode())
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         key.update(f"\0{source.name}\0".encode() + source.read_bytes())
     return key.hexdigest()[:16]
 
 
-def _compile(level: Level, compiler: Compiler, target: Path) -> None:
-    source = Path(__file__).parent / _MAIN
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        output = Path(scratch) / target.name
-        command = [compiler.path, *_FLAGS, *level.flags, str(source), *_openmp_runtime(), "-o", str(output)]
+@contextmanager
+def _only_builder(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: processes that start at once compile once. It ends with its process."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
-            output.replace(target)  # atomic: several processes may build at once
-        except subprocess.CalledProcessError as error:
-            lines = (error.stderr or "").strip().splitlines()
-            raise BuildFailed(f"{compiler.path} fails: {lines[0] if lines else error}") from error
-        except (OSError, subprocess.SubprocessError) as error:
-            raise BuildFailed(f"{compiler.path} fails: {error}") from error
-
-
-def _openmp_runtime() -> list[str]:
-    """Return the OpenMP runtime that torch brings: with two in one process, threads wait for each other."""
-    spec = find_spec("torch")  # the build of a wheel has no torch, and links the system's runtime
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    runtimes = (Path(folder) / "lib" / "libgomp.so.1" for folder in folders)
-    return [str(runtime) for runtime in runtimes if runtime.exists()]
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("Another process compiles the CPU kernels: waiting for it.")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except (
+            OSError
+        ):  # a file system without locks: each compiles for itself, and the last one's library stays
+            yield
+            return
+        for left in folder.glob(f"{SCRATCH_PREFIX}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _cache_folder() -> Path:

@@ -15,7 +15,7 @@
 
 // Whether products of bytes have an instruction of their own here. All ways give the same integers, so the processor
 // decides while the program runs, not the level.
-static std::atomic<int> byte_dots_allowed{1};  // tests switch them off
+inline std::atomic<int> byte_dots_allowed{1};  // tests switch them off
 static bool has_byte_dots() {
 #if defined(__x86_64__) && defined(__AVX2__)
     static const bool present = [] {

@@ -12,6 +12,7 @@
 #include "masks.h"
 #include "mixture.h"
 #include "products.h"
+#include "units.h"
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // less work than this isn't worth waking threads
 constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // multiplications, likewise

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from stemma.native.building import BuildFailed, Compiler, Library, Origin, find_compiler, find_or_build
+from stemma.native.building import Library, Origin, find_compiler, find_or_build, prebuilt_levels
+from stemma.native.compiling import BuildFailed, Compiler
 from stemma.native.levels import (
     LEVELS,
     Choice,
@@ -112,6 +113,8 @@ class KernelReport:
     """Those features of the processor that some level needs."""
     levels: tuple[str, ...]
     """Levels that the processor has, lowest first."""
+    wheel_levels: tuple[str, ...]
+    """Levels that the installed wheel brings, lowest first; none from sources."""
     level: str | None
     """The level that runs; None: no kernels, torch computes everything."""
     reason: str
@@ -140,23 +143,52 @@ def load_kernels(isa: str = "auto") -> Kernels | None:
     return _load(choose_level(isa)).kernels
 
 
+def prepare_kernels(isa: str = "auto") -> None:
+    """Find or compile the library that `load_kernels` loads; torch isn't imported. Raises ConfigError.
+
+    For commands: what is compiled is said before they show a display of their own.
+    """
+    choice = choose_level(isa)
+    if os.environ.get("STEMMA_NATIVE") != "0":
+        _find(choice.level)
+
+
 def report_kernels(isa: str = "auto") -> KernelReport:
     """Load the kernels and say what they are and why. Raises ConfigError as `load_kernels` does."""
     choice = choose_level(isa)
     loaded = _load(choice)
     kernels, library = loaded.kernels, loaded.library
     needed = {feature for level in LEVELS for feature in level.features}
-    reason = choice.reason if loaded.problem is None else f"{choice.reason}; {loaded.problem}"
     return KernelReport(
         features=tuple(sorted(needed & processor_features())),
         levels=tuple(level.name for level in available_levels()),
+        wheel_levels=tuple(level.name for level in prebuilt_levels()),
         level=None if kernels is None else kernels.level,
-        reason=reason,
+        reason=_reason(choice, loaded),
         int8_products="none" if kernels is None else _int8_products(kernels),
         origin=None if library is None else library.origin,
         path=None if library is None else library.path,
         compiler=find_compiler(),
     )
+
+
+def missed_level(isa: str = "auto") -> str | None:
+    """Return the level that should run here where a lower one runs, or none; else None."""
+    choice = choose_level(isa)
+    kernels = _load(choice).kernels
+    is_wanted = os.environ.get("STEMMA_NATIVE") != "0"
+    return (
+        choice.level.name if is_wanted and (kernels is None or kernels.level != choice.level.name) else None
+    )
+
+
+def _reason(choice: Choice, loaded: _Loaded) -> str:
+    if loaded.problem is None:
+        return choice.reason
+    if loaded.kernels is None:
+        return f"{choice.reason}; {loaded.problem}"
+    of = "this wheel has" if prebuilt_levels() else "could be compiled"
+    return f"the highest level that {of}; this processor has {choice.level.name}, but {loaded.problem}"
 
 
 def _int8_products(kernels: Kernels) -> str:
@@ -169,6 +201,7 @@ def _int8_products(kernels: Kernels) -> str:
 def drop_kernels() -> None:
     """Drop what is known of libraries: the next `load_kernels` looks anew. Loaded kernels stay usable."""
     _load_level.cache_clear()
+    _find.cache_clear()
     _log_once.cache_clear()
 
 
@@ -197,14 +230,24 @@ def _log_once(message: str) -> None:
 
 
 @cache
-def _load_level(level: Level) -> _Loaded:
+def _find(level: Level) -> Library | BuildFailed:
     try:
-        library = find_or_build(level)
+        return find_or_build(level)
+    except BuildFailed as error:
+        return error
+
+
+@cache
+def _load_level(level: Level) -> _Loaded:
+    library = _find(level)
+    if isinstance(library, BuildFailed):
+        return _Loaded(None, None, str(library))
+    try:
         import torch  # noqa: F401 (its OpenMP runtime has to be loaded first: the library shares it)
 
         loaded = ctypes.CDLL(str(library.path))
         check_structures(loaded)
-    except (BuildFailed, LibraryMismatch, OSError) as error:
+    except (LibraryMismatch, OSError) as error:
         return _Loaded(None, None, str(error))
     if level == LEVELS[-1] and not loaded.stemma_tiles_ready():
         return _Loaded(None, None, "the system doesn't let this process use AMX tiles")

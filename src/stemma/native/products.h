@@ -53,7 +53,7 @@ static void widen_row(const T* x, int64_t k, float* out) {
 
 // Lay rows [16 block, 16 block + 16) of x out for a product with w; row 0's inputs begin at `room`.
 template <class T>
-static void lay_out_block(const Strips& w, const T* x, int64_t stride, int64_t rows, int64_t block, char* room) {
+void lay_out_block(const Strips& w, const T* x, int64_t stride, int64_t rows, int64_t block, char* room) {
     const int64_t k = w.k;
     if (wants_int8(w)) {
         const int64_t bytes = Int8Layout(w).bytes;
@@ -205,7 +205,7 @@ static inline int64_t rows_of_piece(const Strips& w) { return w.patches ? PASS_R
 // Piece `piece` of strips * parts: sums of `rows` <= rows_of_piece() rows for its outputs into acc[rows][STRIP], bias
 // included. `first` is a multiple of that.
 template <class T>
-static Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, int64_t first, int rows,
+Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, int64_t first, int rows,
                          float* acc) {
     int64_t strip = piece / parts;
     int lines = LINES / parts, line = int(piece % parts) * lines;

@@ -76,6 +76,19 @@ def test_gptq(bits: int, zero: bool, added: int, family: str, tmp_path: Path) ->
         check_logits(twin)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_zero_points_of_0_borrow_from_their_neighbours(bits: int, tmp_path: Path) -> None:
+    """Groups without negative weights have a zero point of 0."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": False}
+    quantize = files.gptq(bits, 32, zero=True)
+
+    def with_zeros(weight: torch.Tensor) -> tuple[files.Tensors, torch.Tensor]:
+        rows = torch.arange(weight.shape[0])[:, None]
+        return quantize(torch.where(rows % 3 == 1, weight.abs(), weight))
+
+    check(files.rewrite(tmp_path, with_zeros, {"quantization_config": config}, family="llama"), NONE)
+
+
 def test_gptq_with_permuted_groups_is_dequantized(tmp_path: Path) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
     quantize = files.gptq(4, 32, zero=True, order=torch.ones(1))

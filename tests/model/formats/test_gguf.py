@@ -3,7 +3,9 @@ refused."""
 
 from __future__ import annotations
 
+import math
 import random
+import re
 import struct
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +28,7 @@ from stemma.model.causal_lm import CausalLM
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.formats.gguf import header
 from stemma.model.formats.gguf.header import GGUFHeader, headers_kept, read_header
+from stemma.model.formats.gguf.keys import standing_of
 from stemma.model.formats.gguf.tensors import is_kept, split, widen
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
@@ -125,27 +128,92 @@ def test_rotary_factors_of_llama_3_1(tmp_path: Path) -> None:
     )
 
 
-def test_yarn(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-    }
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+YARN_KEYS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "plain": ({}, {}),
+    "betas": ({"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}, {"beta_fast": 16.0, "beta_slow": 2.0}),
+    "log multiplier": ({"yarn_log_multiplier": 0.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}),
+    "factor of attention": ({"attn_factor": 1.5}, {"attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0)}),
+    "yarn_attn_factor": ({"yarn_attn_factor": 0.8}, {"attention_factor": 0.8 * (0.1 * math.log(4.0) + 1.0)}),
+    "published blend": ({"yarn_ext_factor": 1.0}, {}),
+}
+"""Keys of the file, and what transformers' config says of the same."""
+
+
+@pytest.mark.parametrize("case", YARN_KEYS)
+def test_yarn(case: str, tmp_path: Path) -> None:
+    keys, parameters = YARN_KEYS[case]
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 512, **keys}
     file = gguf_files.build(
         "qwen2",
         tmp_path,
-        metadata={
-            "qwen2.rope.scaling.type": "yarn",
-            "qwen2.rope.scaling.factor": 4.0,
-            "qwen2.rope.scaling.original_context_length": 512,
-        },
-        rope_parameters=rope,
+        metadata={f"qwen2.rope.scaling.{name}": value for name, value in scaling.items()},
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10_000.0, **YARN, **parameters},
     )
     prompt = prompt_of(60)
     torch.testing.assert_close(
         logits_of(load(file.path), prompt), plain_logits(file.plain, prompt), atol=TOLERANCE, rtol=0
     )
+
+
+HARMLESS_SPACES = ("general.", "split.", "imatrix.")
+REFUSED_SPACES = ("clip.", "adapter.", "diffusion.", "xielu.", "tokenizer.rwkv")
+
+
+def keys_of_gguf(keys: type) -> list[str]:
+    """Return all keys that the package `gguf` knows, as a file of a llama has them."""
+    found = []
+    for name, value in vars(keys).items():
+        if isinstance(value, type):
+            found += keys_of_gguf(value)
+        elif isinstance(value, str) and not name.startswith("_"):
+            found.append(value.format(arch="llama", id=0, name="tool", dense="dense_2"))
+    return found
+
+
+def test_every_key_that_gguf_knows_is_read_harmless_or_refused() -> None:
+    keys = keys_of_gguf(gguf.Keys)
+    assert len(keys) > 200
+    standing = {key: standing_of(key, "llama") for key in keys}
+    for key, found in standing.items():
+        if key.startswith(HARMLESS_SPACES):
+            assert found == "harmless", key
+        if key.startswith(REFUSED_SPACES):
+            assert found == "refused", key
+    assert standing_of("llama.a_key_of_tomorrow", "llama") == "refused"
+    read = {key for key, found in standing.items() if found == "read"}
+    assert {"llama.rope.scaling.yarn_beta_fast", "llama.attention.head_count"} <= read
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.attention.scale": 0.5},
+        {"llama.logit_scale": 0.25},
+        {"llama.attn_logit_softcapping": 30.0},
+        {"llama.attention.clamp_kqv": 8.0},
+        {"llama.a_key_of_tomorrow": 7},
+        {"tokenizer.ggml.precompiled_charsmap": [1, 2]},
+        {"clip.has_vision_encoder": True},
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.yarn_ext_factor": 0.5,
+        },
+    ],
+    ids=lambda metadata: list(metadata)[-1],
+)
+def test_a_key_that_may_change_numbers_is_refused_by_name(
+    metadata: dict[str, object], tmp_path: Path
+) -> None:
+    path = gguf_files.build("llama", tmp_path, metadata=metadata).path
+    with pytest.raises(UnsupportedModel, match=re.escape(list(metadata)[-1].removeprefix("llama."))):
+        load(path)
+
+
+def test_keys_that_say_none_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    neutral = {"logit_scale": 1.0, "attention.clamp_kqv": 0.0, "attention.causal": True, "vocab_size": 300}
+    load(gguf_files.build("llama", tmp_path, metadata={f"llama.{k}": v for k, v in neutral.items()}).path)
 
 
 @pytest.mark.real_model

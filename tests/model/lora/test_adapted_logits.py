@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import checkpoints
 from tests.adapters import ATTENTION, GATED, build_adapter, merged_logits, write_adapter
 from tests.model.conftest import MODULES, NATIVE, TORCH, LoadFamily
 from tests.model.paging import PagedSequences, plain_logits
 from tests.native.isa import level_params
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhimoeConfig
 
+from stemma.config.settings import ModelSettings
 from stemma.model.causal_lm import CausalLM
+from stemma.model.loading import load_model
 from stemma.model.lora.reading import read_adapter
+from stemma.model.tiny import save_checkpoint
 from stemma.native.library import load_kernels
 
 pytest.importorskip("peft", reason="PEFT is the oracle")
@@ -32,6 +36,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 """What an adapter of each family may touch."""
 TOKENS = [random.Random(0).randrange(3, 500) for _ in range(45)]
+
+
+def test_a_router_that_returns_several_tensors_is_no_linear_layer(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's router is a subclass of a linear layer, and returns weights and choices."""
+    config = PhimoeConfig(
+        **checkpoints.base_fields(intermediate_size=48, num_local_experts=4, num_experts_per_tok=2)
+    )
+    path = save_checkpoint(checkpoints.make_model(config, 0), checkpoints.tokenizer(), tmp_path / "phimoe")
+    model = load_model(ModelSettings(path=path, dtype="float32", device="cpu"))
+    run = PagedSequences(model, [TOKENS], block_size=8)
+    run.finish(chunk=16)
+    torch.testing.assert_close(run.logits[0], plain_logits(path, TOKENS), atol=1e-4, rtol=0)
+    assert not [name for name in model.adaptable if "router" in name]
 
 
 def load_adapter(model: CausalLM, path: Path) -> object:

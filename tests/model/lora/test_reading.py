@@ -138,6 +138,8 @@ def test_embeddings_and_dora_are_named(tmp_path: Path) -> None:
 
     write_adapter(tmp_path, matrices())
     for tensor, words in (
+        ("base_model.model.lm_head.base_layer.weight", "adapts lm_head"),
+        ("base_model.model.model.embed_tokens.base_layer.weight", "adapts embed_tokens"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
         (f"base_model.model.{Q}.lora_magnitude_vector.weight", "DoRA"),
     ):

@@ -19,6 +19,7 @@ from stemma.cli.server_process import ServerProcess
 from stemma.config.settings import ModelSettings
 from stemma.model.demo import is_demo
 from stemma.model.located import located_model
+from stemma.native.library import prepare_kernels
 
 
 def command(
@@ -57,6 +58,7 @@ def _served_here(model: str) -> ServerProcess:
         settings = located_model(settings)
     name = settings.served_name
     server = ServerProcess(settings.path, ("--served-name", name) if name else ())
+    prepare_kernels()  # tells its own progress
     with open_progress("loading the model") as progress:
         server.start(on_line=progress)
     return server

@@ -13,6 +13,7 @@ from stemma.cli.demo.stage import Stage
 from stemma.cli.demo.steps import STEPS
 from stemma.cli.progress import open_progress
 from stemma.cli.server_process import ServerProcess
+from stemma.native.library import prepare_kernels
 
 _REAL_FLAGS = ("--kv-cache-memory", "140MB", "--host-cache", "280MB", "--disk-cache-size", "700MB")
 """A device tier with room for the blocks of the first steps (95), and little more."""
@@ -24,6 +25,7 @@ def command() -> None:
     """Show the prefix cache at work on a small model, in under a minute."""
     console = Console(highlight=False)
     started = time.perf_counter()
+    prepare_kernels()
     with open_progress("preparing the model (once on a machine)"):
         from stemma.model.demo import demo_model
 

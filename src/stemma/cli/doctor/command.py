@@ -116,7 +116,7 @@ def describe(report: Report) -> list[str]:
         ("cores", f"{processor.num_cores}, usable {processor.num_usable_cores}{quota}"),
         ("features", " ".join(kernels.features) or "none that kernels use"),
         ("kernels", f"{kernels.level or 'none'}: {kernels.reason}{origin}"),
-        ("levels here", ", ".join(kernels.levels)),
+        ("levels here", _levels_line(kernels)),
         ("int8 products", kernels.int8_products),
         ("compiler", compiler),
         ("threads", f"{report.threads.num_threads} ({report.threads.origin}){environment}"),
@@ -140,6 +140,11 @@ def _settings(config: Path | None, flags: dict[str, Any]) -> Settings:
         if flags.get("model") is not None:
             raise
         return load_settings(file=config, environ=os.environ, flags={**flags, "model": "demo"})
+
+
+def _levels_line(kernels: KernelReport) -> str:
+    highest = f"{', '.join(kernels.levels)}: highest of this processor {kernels.levels[-1]}"
+    return f"{highest}, of this wheel {kernels.wheel_levels[-1]}" if kernels.wheel_levels else highest
 
 
 def _gpu_line(gpu: Gpu) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from stemma.engine.sampling.schemas import advice, rewritten
 from stemma.errors import InvalidRequest, ModelError
 from stemma.model.foreign import foreign_code
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
@@ -302,7 +303,7 @@ class GrammarCompiler:
             raise InvalidRequest(f"{spec.param}: {error}", param=spec.param) from error
         matcher = LLMatcher(cutter.tokenizer, source, log_level=0)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:500]
+            reason = advice(" ".join(matcher.get_error().split())[:500])
             raise InvalidRequest(f"{spec.param}: {reason}", param=spec.param)
         return Grammar(matcher, self._room, cutter)
 
@@ -348,7 +349,9 @@ def _source(spec: GrammarSpec) -> str:
 def _from_schema(schema: str) -> str:
     from llguidance import LLMatcher
 
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_SPACE}))
+    return str(
+        LLMatcher.grammar_from_json_schema(rewritten(schema), overrides={"whitespace_pattern": JSON_SPACE})
+    )
 
 
 def _after_reasoning(source: str, reasoning: Reasoning) -> str:

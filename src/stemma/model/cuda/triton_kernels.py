@@ -288,7 +288,7 @@ def reduce_kernel(
             shared_places = ((member * tl.num_programs(1) + kv_head) * GROUP + row).to(tl.int64)
             shared_places = shared_places * NUM_SHARED + tl.arange(0, NUM_SHARED)
             # Members have one query, so `row` is below GROUP; nothing is read for others.
-            is_member = (shared_places >= 0) & (member >= 0)
+            is_member = member * NUM_SHARED + tl.arange(0, NUM_SHARED) >= 0
             shared_weights = tl.load(shared_weight + shared_places, mask=is_member, other=float("-inf"))
             highest = tl.maximum(highest, tl.max(shared_weights, 0))
         safe = tl.where(highest == float("-inf"), 0.0, highest)

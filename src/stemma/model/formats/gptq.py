@@ -1,7 +1,9 @@
 """GPTQ checkpoints (AutoGPTQ, GPTQModel): codes of 2, 3, 4 or 8 bits, packed along the inputs.
 
-Value = scale * (code - zero point). Version 1 of the format stores zero points less one. With `desc_act`,
-groups are made of inputs that lie apart (`g_idx`); such weights are dequantized at load.
+Value = scale * (code - zero point). Version 1 of the format stores zero points less one: its writers subtract
+from whole words of 32 bits, so that a zero point of 0 borrows from the next one, and its readers add in the
+same way. With `desc_act`, groups are made of inputs that lie apart (`g_idx`); such weights are dequantized at
+load.
 """
 
 from __future__ import annotations
@@ -77,8 +79,22 @@ def _weight(tensors: CheckpointTensors, stem: str, bits: int, added: int) -> Qua
             f"{where} {list(packed.shape)} of {bits} bits doesn't fit scales {list(scales.shape)} and qzeros "
             f"{list(packed_zeros.shape)}; correct bits in config.json"
         )
+    if added:
+        packed_zeros = _add_ones(packed_zeros, bits)
     codes: torch.Tensor = unpack_from_int32(packed, bits, torch.Size((inputs, outputs)), packed_dim=0)
     zeros: torch.Tensor = unpack_from_int32(packed_zeros, bits, torch.Size((num_groups, outputs)))
-    half = 1 << (bits - 1)
-    zeros = ((zeros.int() + half + added) & (2 * half - 1)) - half  # 0 is stored as the largest code
     return make_weight(where, codes.T, scales.T, zeros.T, bits)
+
+
+def _add_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Add 1 to each code of words [groups, outputs * bits / 32] (int32), modulo 2^32 in each word.
+
+    32 codes of 3 bits lie in three words: a 1 stands where a code begins.
+    """
+    period = 3 if bits == 3 else 1
+    ones = sum(1 << at for at in range(0, 32 * period, bits))
+    added = torch.tensor([ones >> 32 * word & 0xFFFFFFFF for word in range(period)]).repeat(
+        words.shape[1] // period
+    )
+    total = (words.long() + added) & 0xFFFFFFFF
+    return (total - (total >> 31 << 32)).int()

@@ -126,8 +126,9 @@ def _find_linears(hf_model: nn.Module, run: Callable[[int], None]) -> dict[str, 
     hooks = []
 
     def record(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            called.setdefault(name, []).append(output.numel() // output.shape[-1])
+        def hook(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> None:
+            if isinstance(output, torch.Tensor):  # routers have features too, and return choices and weights
+                called.setdefault(name, []).append(output.numel() // output.shape[-1])
 
         return hook
 

@@ -32,6 +32,8 @@ _FORMAT = b"stemma adapter 1"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE_VOCABULARY = ("lm_head", "embed_tokens")
+"""Layers of which PEFT saves a copy beside the matrices of an adapter."""
 _REFUSED = {
     "lora_embedding_": "embeddings of adapters aren't served",
     "lora_magnitude_vector": "DoRA isn't served",
@@ -117,6 +119,12 @@ def _pair_up(
     """Return the two tensors of every layer that the file has any for. Raises AdapterError."""
     halves: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
+        target = next((each for each in _WHOLE_VOCABULARY if f".{each}." in name), None)
+        if target is not None:
+            raise AdapterError(
+                f"{path} adapts {target}: adapters of embeddings and of the output head aren't served. "
+                f"Train it without {target} among its target_modules. {served(linears)}"
+            )
         suffix = next((each for each in (_DOWN, _UP) if name.endswith(each)), None)
         reason = next((why for part, why in _REFUSED.items() if part in name), None)
         if suffix is None or not name.startswith(_PREFIX) or reason is not None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.gguf.header import GGUFHeader, shown
+from stemma.model.formats.gguf.keys import NEUTRAL, YARN_KEYS, standing_of
 from stemma.model.formats.gguf.tensors import raw_data
 from stemma.model.llama_config import LlamaConfig
 
@@ -37,9 +38,26 @@ class _Fields:
     def __init__(self, header: GGUFHeader) -> None:
         self.header = header
         self._prefix = header.architecture + "."
+        self._used: set[str] = set()
+
+    def check_all_used(self) -> None:
+        """Raise UnsupportedModel for a key that nobody asked for and that may change numbers."""
+        for key, value in self.header.metadata.items():
+            standing = standing_of(key, self.header.architecture)
+            name = key.removeprefix(self._prefix)
+            if standing == "harmless" or (standing == "read" and name in self._used):
+                continue
+            if type(value) in (int, float, bool) and value == NEUTRAL.get(name, 0):
+                continue
+            raise UnsupportedModel(
+                f"{self.header.path}: {key} is {shown(value)}, which isn't read for "
+                f"{self.header.architecture} and may change answers. "
+                "Give the directory of the original checkpoint"
+            )
 
     def get(self, key: str) -> Any:
         """Return a value as the file has it, or None."""
+        self._used.add(key)
         return self.header.metadata.get(self._prefix + key)
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -91,7 +109,10 @@ def read_config(header: GGUFHeader) -> PreTrainedConfig:
             f"{header.path} holds the architecture {shown(header.architecture)}; read from GGUF are "
             f"{', '.join(_FAMILIES)}. Give the directory of the original checkpoint"
         )
-    return make(_Fields(header))
+    fields = _Fields(header)
+    config = make(fields)
+    fields.check_all_used()
+    return config
 
 
 def _base(fields: _Fields) -> dict[str, Any]:
@@ -155,6 +176,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     """Return `rope_parameters` of a model with one kind of rotary embedding."""
     theta = fields.number("rope.freq_base", 10_000.0)
     kind = fields.get("rope.scaling.type") or "none"
+    yarn = _yarn(fields)
     if ROTARY_FACTORS in fields.header.tensors:
         if kind not in ("none", "linear") or fields.get("rope.scaling.factor") not in (None, 1.0):
             raise UnsupportedModel(f"{fields.header.path} scales its rotary embedding twice")
@@ -170,10 +192,45 @@ def _rope(fields: _Fields) -> dict[str, Any]:
             "rope_theta": theta,
             "factor": factor,
             "original_max_position_embeddings": fields.whole("rope.scaling.original_context_length"),
+            **yarn,
         }
     raise UnsupportedModel(
         f"{fields.header.path} scales its rotary embedding by {shown(kind)}; read are none, linear and yarn"
     )
+
+
+def _yarn(fields: _Fields) -> dict[str, float]:
+    """Return what YaRN's own keys say, as llama.cpp computes with them; it looks at them with YaRN alone.
+
+    Cosines and sines are multiplied with 0.1 ln(factor) + 1, divided by the same with the logarithm's
+    multiplier where there is one, times the file's factors of attention.
+    """
+    factor = fields.number("rope.scaling.factor", 1.0)
+    multiplier = fields.get("rope.scaling.yarn_log_multiplier") or 0.0
+    blend = fields.get("rope.scaling.yarn_ext_factor")
+    if fields.get("rope.scaling.type") != "yarn":
+        for key in YARN_KEYS:
+            fields.get(key)
+        return {}
+    if blend is not None and (type(blend) not in (int, float) or (blend >= 0.0 and blend != 1.0)):
+        raise UnsupportedModel(
+            f"{fields.header.path}: rope.scaling.yarn_ext_factor is {shown(blend)}; only 1, YaRN as "
+            "published, is read. Give the directory of the original checkpoint"
+        )
+    if type(multiplier) not in (int, float) or not math.isfinite(multiplier) or multiplier < 0.0:
+        raise ModelError(
+            f"{fields.header.path}: rope.scaling.yarn_log_multiplier is {shown(multiplier)}, must be a "
+            "number from 0 up; download it again"
+        )
+    stretch = 0.1 * math.log(max(1.0, factor))
+    return {
+        "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        "attention_factor": (1.0 + stretch)
+        / (1.0 + multiplier * stretch)
+        * fields.number("rope.scaling.yarn_attn_factor", 1.0)
+        * fields.number("rope.scaling.attn_factor", 1.0),
+    }
 
 
 def _factors(fields: _Fields, theta: float) -> dict[str, Any]:
@@ -273,6 +330,13 @@ def _gemma3(fields: _Fields) -> PreTrainedConfig:
 
     config = _dense(fields)
     local = fields.number("rope.freq_base_swa", 10_000.0)
+    pattern = fields.get("attention.sliding_window_pattern")
+    layer_types = _layer_types(config["num_hidden_layers"], 6)
+    if pattern not in (None, 6, [kind == "sliding_attention" for kind in layer_types]):
+        raise UnsupportedModel(
+            f"{fields.header.path}: attention.sliding_window_pattern is {shown(pattern)}; read is 6, "
+            "Gemma 3's own"
+        )
     config["rope_parameters"] = {
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
@@ -281,7 +345,7 @@ def _gemma3(fields: _Fields) -> PreTrainedConfig:
         architectures=["Gemma3ForCausalLM"],
         hidden_activation="gelu_pytorch_tanh",
         sliding_window=fields.whole("attention.sliding_window"),
-        layer_types=_layer_types(config["num_hidden_layers"], 6),
+        layer_types=layer_types,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
         query_pre_attn_scalar=_query_scalar(config, _GEMMA3_27B_LAYERS),

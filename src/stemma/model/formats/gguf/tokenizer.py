@@ -14,11 +14,14 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
     GGUF_TOKENIZER_MAPPING,
     convert_gguf_tokenizer,
+    gemma_tokenizer,
+    select_tokenizer_builder,
 )
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.gguf.header import GGUFHeader, shown
+from stemma.model.formats.gguf.merges import merges_of
 
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "exaone"})
 """Vocabularies that split as GPT-2's does once every digit stands alone."""
@@ -43,6 +46,7 @@ def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
     """
     fields = _fields(header)
     with foreign_code(f"can't build the tokenizer of {header.path}"):
+        _add_merges(header.architecture, fields)
         backend, _ = convert_gguf_tokenizer(header.architecture, fields)
         split = fields.get("pre_tokenizer_type")
         if split in _DIGITS_APART:
@@ -65,6 +69,19 @@ def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
     template = header.metadata.get("tokenizer.chat_template")
     tokenizer.chat_template = template if isinstance(template, str) else None
     return tokenizer
+
+
+def _add_merges(architecture: str, fields: dict[str, Any]) -> None:
+    """Add the merges that a file of scores doesn't have, as transformers would make them, but sooner."""
+    if "merges" in fields:
+        return
+    tokens, scores = fields["tokens"], fields["scores"]
+    if select_tokenizer_builder(architecture, fields["tokenizer_type"]) is gemma_tokenizer:
+        # Its runs of spaces are respelled there, and tokens rank by their place.
+        tokens = ["\u2581" * len(text) if " " in text and not text.strip() else text for text in tokens]
+        scores = [-place for place in range(len(tokens))]
+    if not any(" " in text for text in tokens):  # else a pair's own space isn't the only one
+        fields["merges"] = merges_of(tokens, scores)
 
 
 def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
