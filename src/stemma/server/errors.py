@@ -23,6 +23,7 @@ from stemma.errors import (
     GenerationFailed,
     InvalidRequest,
     NotFound,
+    OverBudget,
     Overloaded,
     PromptTooLong,
     RateLimited,
@@ -47,7 +48,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def _retry_headers(error: StemmaError) -> dict[str, str]:
-    if isinstance(error, Overloaded | RateLimited):
+    if isinstance(error, OverBudget):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, ShuttingDown | EngineFailed):
         return {"retry-after": str(RETRY_AFTER_DRAIN_S)}
@@ -64,7 +65,7 @@ _OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
     (WrongMediaType, 415, "invalid_request_error", "wrong_media_type"),
     (TookTooLong, 408, "invalid_request_error", "timeout"),
     (InvalidRequest, 400, "invalid_request_error", None),
-    (Overloaded, 429, "rate_limit_error", "queue_full"),
+    (Overloaded, 503, "server_error", "queue_full"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (ShuttingDown, 503, "server_error", "shutting_down"),
     (EngineFailed, 503, "server_error", "engine_failed"),

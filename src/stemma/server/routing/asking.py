@@ -14,7 +14,7 @@ from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask
 from stemma.errors import StemmaError
 from stemma.model.tokenizer import Tokenizer
-from stemma.server.requests.workers import WorkerThreads
+from stemma.workers import WorkerThreads
 from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
