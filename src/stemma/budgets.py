@@ -1,8 +1,8 @@
 """Budgets: what strangers make a process hold or compute, bounded over all of them and for each tenant.
 
 Who takes from a budget gives back; who would exceed it gets one of two errors, both worth a retry:
-`RateLimited` if the owner's share is used up, `Overloaded` if the budget of all is. Used by the engine (compiled
-grammars) and by the server, whose `server/admission` lists them all.
+`RateLimited` if the owner's share is used up, `Overloaded` if the budget of all is. Used by the engine
+(compiled grammars) and by the server, whose `server/admission` lists them all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from stemma.errors import Overloaded, RateLimited
 
+TENANT_SHARE = 0.5
+"""Part of a budget that one tenant may hold."""
 RETRY_AFTER_S = 1.0
 """What is told where nobody knows when something is given back."""
 

@@ -183,6 +183,9 @@ class SchedulerSettings(SettingsModel):
     256 (64 with `memory_limit`, which counts a row of logits for each)."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests in the queue before new ones are refused as Overloaded."""
+    grammar_memory: ByteSize = 256 * 2**20
+    """Memory of compiled grammars, those that requests use and the latest that they used; a tenant may take
+    half of it."""
     order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
     """Which waiting request starts next: first come first served, or the one with most cached tokens."""
     ageing_s: float = Field(default=5.0, gt=0.0)

@@ -28,10 +28,10 @@ from stemma.server.operator.watches import Watches
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.template_process import TemplateProcess
-from stemma.workers import WorkerThreads
 from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.rates import RateLimits
 from stemma.types import Tier
+from stemma.workers import WorkerThreads
 
 T = TypeVar("T")
 Maintenance = Literal["paused", "ready"]

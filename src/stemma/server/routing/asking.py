@@ -14,10 +14,10 @@ from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask
 from stemma.errors import StemmaError
 from stemma.model.tokenizer import Tokenizer
-from stemma.workers import WorkerThreads
 from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
+from stemma.workers import WorkerThreads
 
 _log = logging.getLogger(__name__)
 
