@@ -29,9 +29,12 @@ MAX_STUCK = 8
 
 
 class _Job:
-    def __init__(self, work: Callable[[], Any], limit_s: float, what: str, owner: str) -> None:
+    def __init__(
+        self, work: Callable[[], Any], limit_s: float, what: str, owner: str, budget: Budget | None
+    ) -> None:
         self.work = work
         self.owner = owner
+        self.budget = budget
         self.what = what
         self.limit_s = limit_s
         self.loop = asyncio.get_running_loop()
@@ -78,16 +81,26 @@ class WorkerThreads:
         self._num_threads = num_threads
         self._has_started = False
 
-    async def run(self, work: Callable[[], T], *, limit_s: float, what: str, owner: str = "") -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        *,
+        limit_s: float,
+        what: str,
+        owner: str = "",
+        is_bounded: bool = True,
+    ) -> T:
         """Return what `work` returns. Raises TookTooLong if it takes more than `limit_s`.
 
-        Raises Overloaded or RateLimited if too much waits already, of all or of `owner`.
+        Raises Overloaded or RateLimited if too much waits already, of all or of `owner`. Work that isn't
+        bounded, since it ends what was admitted before, is never refused for that.
         """
+        budget = self.budget if is_bounded else None
         if len(self._stuck) >= MAX_STUCK:
             raise Overloaded(f"too much {what} hangs; try again later")
-        if self.budget is not None:
-            self.budget.take(1, owner, retry_after_s=self._wait_s())
-        job = _Job(work, limit_s, what, owner)
+        if budget is not None:
+            budget.take(1, owner, retry_after_s=self._wait_s())
+        job = _Job(work, limit_s, what, owner, budget)
         self._jobs.put(owner, job)
         if not self._has_started:
             self._has_started = True
@@ -125,8 +138,8 @@ class WorkerThreads:
     def _perform(self, job: _Job) -> bool:
         """Do a job; return whether this thread still has its place."""
         me = threading.current_thread()
-        if self.budget is not None:
-            self.budget.give_back(1, job.owner)
+        if job.budget is not None:
+            job.budget.give_back(1, job.owner)
         if job.future.cancelled():
             return True
         result: Any = None

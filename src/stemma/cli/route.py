@@ -77,7 +77,8 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
     """Serve a proxy's application on the address that the settings name, until a signal."""
     import uvicorn
 
-    from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
+    from stemma.server.transport.acceptor import AdmittingServer
+    from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
     from stemma.server.transport.planes import listen, url_of
 
     quiet_logs()
@@ -90,9 +91,9 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
             http=make_protocol(settings),
             ws="none",
             server_header=False,
-            backlog=ACCEPT_BURST,
         )
-        proxy = uvicorn.Server(config)
+        [sockets] = open_sockets(settings)
+        proxy = AdmittingServer(config, sockets, settings.header_timeout_s)
         console = Console(soft_wrap=True, highlight=False)
         console.print(ready_line(url_of(listener), "Ctrl-C stops"))
         proxy.run(sockets=[listener])

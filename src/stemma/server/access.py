@@ -19,6 +19,7 @@ from starlette.requests import Request
 from stemma.config.settings import ServerSettings
 from stemma.config.words import read_key
 from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
+from stemma.server.admission.caller import caller
 from stemma.server.tenants.keyfile import KeyFile, Tenant
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Access:
                 self.check_admin(request)
             else:
                 request.state.tenant = _tenant(request, self.keys)
+                caller().tenant = request.state.tenant.name
             return
         if self.api_key is not None:
             _check_key(request, self.api_key)

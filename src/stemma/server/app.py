@@ -36,7 +36,7 @@ from stemma.server.operator.dashboard import live, pages, tree
 from stemma.server.operator.metrics import ServerMetrics
 from stemma.server.operator.request_log import log_request
 from stemma.server.operator.tracing import Tracing, TracingMiddleware
-from stemma.server.transport.headers import HeaderGuard
+from stemma.server.transport.headers import Entrance
 
 ROUTERS = (
     openai_chat.router,
@@ -120,7 +120,7 @@ def create_app(
         )
     if tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=tracing)
-    app.add_middleware(HeaderGuard)
+    app.add_middleware(Entrance)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
     return app

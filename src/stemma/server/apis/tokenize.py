@@ -83,14 +83,18 @@ async def detokenize(request: Request) -> Response:
     if highest >= tokenizer.vocab_size:
         raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
     with admitted(context, request):
-        text = await context.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await context.tokenize_in_thread(
+            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
     return json_response({"prompt": text})
 
 
 async def _encode(context: ServerContext, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     check_length(context, len(text), param)
     tokenizer = context.engine.tokenizer
-    ids = await context.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    ids = await context.tokenize_in_thread(
+        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    )
     found: list[int] = ids.tolist()
     return found
 

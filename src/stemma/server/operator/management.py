@@ -74,7 +74,7 @@ async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format."""
     context = context_of(request)
     stats = await context.engine.stats()
-    text = context.metrics.render(stats)
+    text = context.metrics.render(stats, context.admission.states())
     for names in context.metric_aliases:
         text += render_aliases(names, context.metrics, stats, context.engine.model_name)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -29,6 +29,7 @@ def request_line(record: RequestRecord) -> str:
     """Return the line. Names that clients choose are shown without blanks and control characters."""
     pairs: list[tuple[str, object]] = [
         ("request", _clean(record.request_id)),
+        ("x_request_id", record.x_request_id or "-"),
         ("api", record.api),
         ("outcome", record.outcome),
     ]

@@ -149,6 +149,7 @@ class TracingMiddleware:
 def _attributes(record: RequestRecord) -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
         "stemma.request_id": record.request_id,
+        "stemma.x_request_id": record.x_request_id,
         "stemma.api": record.api,
         "stemma.outcome": record.outcome,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,

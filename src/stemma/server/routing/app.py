@@ -15,7 +15,7 @@ from stemma.server.access import has_key
 from stemma.server.errors import json_response
 from stemma.server.routing.prompts import GENERATING
 from stemma.server.routing.relay import Relay, RouteOptions
-from stemma.server.transport.headers import HeaderGuard
+from stemma.server.transport.headers import Entrance
 
 
 class Proxy(Protocol):
@@ -69,7 +69,7 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
-    app.add_middleware(HeaderGuard)
+    app.add_middleware(Entrance)
     app.add_route("/health", health, methods=["GET"])
     for path in GENERATING:
         app.add_route(path, generate, methods=["POST"])

@@ -71,6 +71,7 @@ async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
         "started_at": context.started_at,
         "failure": context.engine.failure,
         "engine": engine_as_json(stats),
+        "budgets": [asdict(state) for state in context.admission.states()],
         "tenants": [{"name": name, **asdict(sums)} for name, sums in sorted(watches.tenants.items()) if name],
         "under_way": [_watch_as_json(watch) for watch in under_way],
         "ended": [_record_as_json(record) for record in ended],
