@@ -39,6 +39,9 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64MiB",
+    body_memory: Annotated[
+        str, typer.Option(help="Bodies passed on at once; one key may hold half.")
+    ] = "512MiB",
     max_connections: Annotated[int, typer.Option(min=1, help="Open connections.")] = 1024,
     admin_key: Annotated[
         str | None,
@@ -62,7 +65,7 @@ def command(
         host=host, port=port, max_connections=max_connections, max_body_bytes=parse_size(max_body_bytes)
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
-    options = RouteOptions(host, settings.max_body_bytes, key)
+    options = RouteOptions(host, settings.max_body_bytes, key, parse_size(body_memory))
     if server and (prefill or decode):
         raise ConfigError("give --server, or --prefill and --decode")
     if server:

@@ -131,7 +131,7 @@ class ServerContext:
         )
 
     async def parse_in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work`, which reads a large body, off the event loop. The budget of bodies bounds what waits."""
+        """Run `work`, which reads a large body, off the event loop. The budget of bodies bounds it."""
         return await self._parser.run(
             work, limit_s=_PARSE_TIMEOUT_S, what="reading the body", owner=caller().tenant
         )

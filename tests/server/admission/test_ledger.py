@@ -82,10 +82,13 @@ async def test_output_tokens_are_reserved_and_what_was_not_used_comes_back(
 async def test_one_tenant_holds_half_of_the_sequences(engine: ScriptedEngine, tmp_path: Path) -> None:
     rig = Rig(engine, tmp_path, "", max_waiting=1)
     engine.script.delay_s = 0.2
-    tasks = [asyncio.create_task(rig.ask("ada", {**PROMPT, "n": 32})) for _ in range(4)]
+    tasks = [asyncio.create_task(rig.ask("ada", {**PROMPT, "prompt": [1, 2], "n": 32})) for _ in range(4)]
     while (await rig.held())["sequences"] < 128:
+        assert not any(one.done() and one.result().status_code != 200 for one in tasks), tasks
         await asyncio.sleep(0.01)
-    mine, others = await asyncio.gather(rig.ask("ada", PROMPT), rig.ask("bob", PROMPT))
+    mine, others = await asyncio.gather(
+        *(rig.ask(name, {**PROMPT, "prompt": [1, 2]}) for name in ("ada", "bob"))
+    )
     assert (mine.status_code, others.status_code) == (429, 200)
     assert "sequences" in mine.json()["error"]["message"]
     await asyncio.gather(*tasks)

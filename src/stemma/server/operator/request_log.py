@@ -29,10 +29,11 @@ def request_line(record: RequestRecord) -> str:
     """Return the line. Names that clients choose are shown without blanks and control characters."""
     pairs: list[tuple[str, object]] = [
         ("request", _clean(record.request_id)),
-        ("x_request_id", record.x_request_id or "-"),
         ("api", record.api),
         ("outcome", record.outcome),
     ]
+    if record.x_request_id:
+        pairs.append(("x_request_id", record.x_request_id))
     if record.tenant:
         pairs.append(("tenant", _clean(record.tenant)))
     pairs.append(("prompt_tokens", record.num_prompt_tokens))

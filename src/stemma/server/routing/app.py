@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -42,6 +43,8 @@ class Proxy(Protocol):
 def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
     """Return the application; it closes the proxy's HTTP client at its end."""
 
+    proxy.relay.ask_for_keys(proxy.urls)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
@@ -64,6 +67,7 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
         up = await asyncio.gather(*(proxy.relay.is_healthy(url) for url in proxy.urls))
         body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
         if has_key(request, options.admin_key):
+            body["budgets"] = [asdict(proxy.relay.bodies.state())]
             body |= {"servers": dict(zip(proxy.urls, up, strict=True)), **proxy.describe()}
         return json_response(body, 200 if any(up) else 503)
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stemma.server.access import host_name
 from stemma.server.admission.caller import Caller, begin_call
 from stemma.server.errors import json_response
+from stemma.server.routes import IS_HEAD
 
 _MAX_LENGTH_DIGITS = 18
 
@@ -48,7 +49,10 @@ class Entrance:
             if wrong := _wrong_header(scope):
                 await _refusal(wrong)(scope, receive, named)
             else:
-                await self._app(scope, receive, named)
+                # HEAD answers where GET does; uvicorn, which knows better, sends no body.
+                is_head = scope["method"] == "HEAD"
+                inner = {**scope, "method": "GET", IS_HEAD: True} if is_head else scope
+                await self._app(inner, receive, named)
         finally:
             one.holding.close()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,24 +21,25 @@ from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_me
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import StoredResponse
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
+from stemma.server.errors import json_response, openai_error, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.retention import Retention, retained
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
 from stemma.types import DEFAULT_PRIORITY, FinishReason, as_tokens
 
-router = APIRouter(route_class=OpenAIRoute)
+router = Router(openai_error)
 
 STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Priority of the blocks of stored conversations, which are likely to be continued."""
 
 
-@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+@router.post("/v1/responses", TENANT, openapi_extra=takes(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
     context = context_of(request)
@@ -62,7 +62,7 @@ async def create_response(request: Request) -> Response:
     return json_response(await reply.whole(result))
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", TENANT)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
     context = context_of(request)
@@ -72,7 +72,7 @@ async def get_response(request: Request, response_id: str) -> Response:
     return Response(found.response, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", TENANT)
 async def delete_response(request: Request, response_id: str) -> Response:
     """Drop a stored response. Later responses that continue it are kept."""
     context = context_of(request)

@@ -11,14 +11,14 @@ from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import NotFound
-from stemma.server.errors import OpenRoute
+from stemma.server.errors import openai_error
+from stemma.server.routes import PUBLIC, Router
 
-router = APIRouter(route_class=OpenRoute)
+router = Router(openai_error)
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _FILES = frozenset({"style.css", "app.js", "charts.js", "tree.js", "feed.js"})
 _HEADERS = {
@@ -33,13 +33,13 @@ _HEADERS = {
 NO_PLOTLY = "charts need plotly: pip install 'stemma[dashboard]'"
 
 
-@router.get("/dashboard")
+@router.get("/dashboard", PUBLIC)
 async def page(request: Request) -> Response:
     """The page itself."""
     return _asset("index.html")
 
 
-@router.get("/dashboard/{name}")
+@router.get("/dashboard/{name}", PUBLIC)
 async def asset(request: Request) -> Response:
     """Its style, its scripts, and plotly's script out of the installed package."""
     name = request.path_params["name"]
