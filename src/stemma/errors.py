@@ -13,8 +13,9 @@ StemmaError
  +-- ClientDisconnected        nobody waits for the answer any more
  +-- GenerationFailed          the engine failed on a request it had accepted: HTTP 500 (424 in the TGI shape)
  +-- EngineFailed              a thread of the engine failed; the server stops: HTTP 503
- +-- Overloaded                the queue is full: HTTP 429/503 with Retry-After
- +-- RateLimited               a tenant's limit is reached: HTTP 429 with Retry-After
+ +-- OverBudget                too much is asked for at once; worth a retry: HTTP status with Retry-After
+ |    +-- Overloaded           the server's budget is used up, or its queue is full: HTTP 503
+ |    +-- RateLimited          a tenant's is: HTTP 429
  +-- ShuttingDown              the server drains: HTTP 503
  +-- ConfigError               a setting is unknown, malformed or contradicts another
  +-- ModelError                a checkpoint can't be loaded
@@ -106,20 +107,20 @@ class EngineFailed(StemmaError):
     """A thread of the engine failed: it serves nothing any more, and the server stops."""
 
 
-class Overloaded(StemmaError):
-    """The waiting queue is full; try again after `retry_after_s`."""
+class OverBudget(StemmaError):
+    """More is asked for than may be held or computed at once; ask again after `retry_after_s` seconds."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(StemmaError):
-    """A tenant asks for more than its limits allow; it may ask again after `retry_after_s` seconds."""
+class Overloaded(OverBudget):
+    """What all clients together may hold is in use, such as the places of the waiting queue."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+
+class RateLimited(OverBudget):
+    """A tenant asks for more than its own limits allow."""
 
 
 class ShuttingDown(StemmaError):

@@ -21,10 +21,12 @@ from stemma.engine.core.scheduler import Scheduler
 from stemma.engine.llm import engine_settings
 from stemma.engine.output import joining
 from stemma.engine.output.output import OutputProcessor
+from stemma.engine.sampling.grammar import GrammarCompiler, GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
-from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited, ShuttingDown
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
+from stemma.prefix.keys import Namespace
 from stemma.types import FinishReason
 from tests.engine.harness import greedy, prompt
 
@@ -490,3 +492,33 @@ async def test_blocks_that_rest_are_free_although_somebody_asks_for_counts_all_t
             assert time.monotonic() < deadline
     finally:
         engine.close()
+
+
+async def test_a_grammar_is_compiled_in_time_though_those_of_another_tenant_wait(checkpoint, monkeypatch):
+    """The time limit begins with the work, tenants take turns, and one tenant's queue is bounded."""
+    monkeypatch.setattr(async_engine, "GRAMMAR_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(async_engine, "MAX_WAITING_GRAMMARS", 16)
+    engine = AsyncEngine.from_settings(engine_settings(checkpoint, kv_cache_memory="2MB", block_size=16))
+    compile_one = GrammarCompiler.compile
+
+    def slow(self, spec, owner=""):
+        if spec.text.startswith("s") and threading.current_thread().name == "stemma-grammars":
+            time.sleep(0.2)
+        return compile_one(self, spec, owner)
+
+    def ask(owner: str, name: str, regex: str) -> asyncio.Task:
+        params = SamplingParams(max_tokens=2, grammar=GrammarSpec("regex", regex))
+        salted = Namespace(salt=owner, owner=owner)
+        one = GenerationRequest(name, prompt(1, 20), params, namespace=salted)
+        return asyncio.create_task(collect(engine, one))
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    flood = [ask("ada", f"a{number}", f"s{number}") for number in range(12)]
+    await asyncio.sleep(0.05)
+    outputs = await asyncio.wait_for(ask("bob", "b", "b+"), 1.0)
+    assert outputs[-1].finished
+    ended = await asyncio.gather(*flood, return_exceptions=True)
+    refused = [one for one in ended if isinstance(one, BaseException)]
+    assert all(isinstance(one, RateLimited) for one in refused), refused
+    assert 1 <= len(refused) <= 4
+    engine.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from stemma.budgets import Budget
 from stemma.config.settings import LoraSettings
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import (
@@ -59,6 +60,7 @@ class ScriptedEngine:
     also_named: tuple[str, ...] = ()
     max_model_len: int = 4096
     eos_token_ids: frozenset[int] = frozenset()
+    budgets: tuple[Budget, ...] = ()
     default_sampling: dict[str, float] = field(default_factory=dict)
     pool: None = None
     adapters: AdapterRegistry = field(

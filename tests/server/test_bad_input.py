@@ -178,7 +178,7 @@ async def test_full_queue_says_when_to_come_back(
     )
     tgi = await client.post("/", json={"inputs": "x", "stream": stream})
 
-    assert (openai.status_code, openai.headers["retry-after"]) == (429, "3")
+    assert (openai.status_code, openai.headers["retry-after"]) == (503, "3")
     assert openai.json()["error"]["code"] == "queue_full"
     assert (tgi.status_code, tgi.headers["retry-after"]) == (503, "3")
     assert tgi.json()["error_type"] == "Service Unavailable"

@@ -17,8 +17,8 @@ from stemma.errors import EngineFailed, Overloaded, TookTooLong
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from stemma.server.requests.tokenizing import AT_ONCE_CHARS
-from stemma.server.requests.workers import MAX_STUCK, WorkerThreads
 from stemma.supervision import LoggingSupervisor
+from stemma.workers import MAX_STUCK, WorkerThreads
 from tests.server.scripted_engine import ScriptedEngine
 
 USER = [{"role": "user", "content": "Hello"}]

@@ -58,9 +58,16 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def serving(tokenizer: Path, num_files: int | None = None, **server: Any) -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.server.scripted_server", str(tokenizer), "0", "1"]
-    command.append(json.dumps({"server": server}))
+def serving(
+    tokenizer: Path,
+    num_files: int | None = None,
+    *,
+    tls: dict[str, str] | None = None,
+    delay_s: float = 0.0,
+    **server: Any,
+) -> Iterator[Server]:
+    command = [sys.executable, "-m", "tests.server.scripted_server", str(tokenizer), str(delay_s), "1"]
+    command.append(json.dumps({"server": server, **({} if tls is None else {"tls": tls})}))
     environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
     def limit_files() -> None:

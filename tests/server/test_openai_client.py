@@ -88,7 +88,7 @@ def test_errors_become_the_clients_own_exceptions(sync_client: OpenAI, engine: S
         sync_client.completions.create(model="scripted", prompt="")
     assert bad.value.param == "prompt"
     engine.script.overloaded = True
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.InternalServerError):
         sync_client.completions.create(model="scripted", prompt="x")
     engine.script.overloaded = False
     engine.script.fail_after = 1

@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from stemma.config.settings import TLSSettings
+from stemma.config.settings import ServerSettings, TLSSettings
 from stemma.errors import ConfigError
+from stemma.server.access import Access
 from stemma.server.transport.dev_ca import DevCA, Issued
 from stemma.server.transport.planes import Plane, plane_of
 from stemma.server.transport.tls import ReloadableContext, load_context
@@ -247,3 +248,24 @@ def free_port() -> int:
                     return port
             except OSError:
                 continue
+
+
+def test_a_secret_that_others_can_read_is_warned_of(
+    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secrets = [files.directory / name for name in ("server.key", "password")]
+    for path in secrets:
+        path.chmod(0o600)
+    key = tmp_path / "admin.key"
+    key.write_text("s3cret")
+    key.chmod(0o600)
+    load_context(files.settings())
+    Access(ServerSettings(admin_key_file=key))
+    assert not caplog.records
+    for path in (*secrets, key):
+        path.chmod(0o644)
+    load_context(files.settings())
+    Access(ServerSettings(admin_key_file=key))
+    warned = [str(record.args[0]) for record in caplog.records if record.args]
+    assert warned == [str(path) for path in (*secrets, key)]
+    assert "s3cret" not in caplog.text

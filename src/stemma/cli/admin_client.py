@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from stemma.errors import StorageError
+from stemma.http import http_client
 
 _TIMEOUT_S = 60.0
 
@@ -19,13 +20,8 @@ def admin_get(url: str, path: str, params: Mapping[str, str], admin_key: str | N
     """
     headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
     try:
-        response = httpx.get(
-            f"{url.rstrip('/')}{path}",
-            params=dict(params),
-            headers=headers,
-            timeout=_TIMEOUT_S,
-            trust_env=False,
-        )
+        with http_client(headers=headers, timeout=_TIMEOUT_S) as client:
+            response = client.get(f"{url.rstrip('/')}{path}", params=dict(params))
         found = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StorageError(f"{url}: {error}") from error

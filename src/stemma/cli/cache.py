@@ -316,9 +316,11 @@ def _open(path: Path) -> Any:
 def _export_from_server(draft: Path, url: str, body: dict[str, Any], admin_key: str | None) -> int:
     import httpx
 
+    from stemma.http import http_client
+
     try:
         with (
-            httpx.Client(base_url=url, headers=headers(admin_key), timeout=600.0) as client,
+            http_client(base_url=url, headers=headers(admin_key), timeout=600.0) as client,
             client.stream("POST", "/admin/cache/export", json=body) as response,
         ):
             if response.status_code != 200:
@@ -339,15 +341,17 @@ def _where(salt: str, tenant: str) -> dict[str, str]:
 def _import_to_server(path: Path, url: str, where: dict[str, str], admin_key: str | None) -> int:
     import httpx
 
+    from stemma.http import http_client
+
     with _open(path) as file:
         try:
-            response = httpx.post(
-                f"{url}/admin/cache/import",
-                params=where,
-                content=file,
-                headers={**headers(admin_key), "content-type": "application/octet-stream"},
-                timeout=600.0,
-            )
+            with http_client(headers=headers(admin_key), timeout=600.0) as client:
+                response = client.post(
+                    f"{url}/admin/cache/import",
+                    params=where,
+                    content=file,
+                    headers={"content-type": "application/octet-stream"},
+                )
         except httpx.HTTPError as error:
             raise StorageError(f"{url}: {error}") from error
     if response.status_code != 200:

@@ -10,6 +10,7 @@ import httpx
 import typer
 
 from stemma.errors import ConfigError, StorageError
+from stemma.http import http_client
 
 AdminKey = Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")]
 
@@ -19,9 +20,8 @@ def call(
 ) -> dict[str, Any]:
     """Ask a server; return its answer. Raises StorageError with the server's message."""
     try:
-        response = httpx.request(
-            method, f"{url.rstrip('/')}{path}", json=body, headers=headers(admin_key), timeout=600.0
-        )
+        with http_client(headers=headers(admin_key), timeout=600.0) as client:
+            response = client.request(method, f"{url.rstrip('/')}{path}", json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise StorageError(f"{url}: {error}") from error
     if response.status_code != 200:

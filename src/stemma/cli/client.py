@@ -16,6 +16,7 @@ import httpx
 import orjson
 
 from stemma.errors import StemmaError
+from stemma.http import async_http_client
 
 TokenCounter = Callable[[str], int]
 
@@ -72,7 +73,7 @@ def make_http(base_url: str, api_key: str | None = None, timeout_s: float = 600.
     # Servers on uvicorn close a connection that was idle for 5 s: it must not be used again at that moment.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
     timeout = httpx.Timeout(timeout_s, connect=10.0)
-    return httpx.AsyncClient(base_url=root, headers=headers, limits=limits, timeout=timeout, trust_env=False)
+    return async_http_client(base_url=root, headers=headers, limits=limits, timeout=timeout)
 
 
 async def first_model(http: httpx.AsyncClient) -> str:

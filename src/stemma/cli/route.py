@@ -39,6 +39,9 @@ def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64MiB",
+    body_memory: Annotated[
+        str, typer.Option(help="Bodies passed on at once; one key may hold half.")
+    ] = "512MiB",
     max_connections: Annotated[int, typer.Option(min=1, help="Open connections.")] = 1024,
     admin_key: Annotated[
         str | None,
@@ -62,7 +65,7 @@ def command(
         host=host, port=port, max_connections=max_connections, max_body_bytes=parse_size(max_body_bytes)
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
-    options = RouteOptions(host, settings.max_body_bytes, key)
+    options = RouteOptions(host, settings.max_body_bytes, key, parse_size(body_memory))
     if server and (prefill or decode):
         raise ConfigError("give --server, or --prefill and --decode")
     if server:
@@ -77,7 +80,8 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
     """Serve a proxy's application on the address that the settings name, until a signal."""
     import uvicorn
 
-    from stemma.server.transport.connections import ACCEPT_BURST, make_protocol, quiet_logs
+    from stemma.server.transport.acceptor import AdmittingServer
+    from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
     from stemma.server.transport.planes import listen, url_of
 
     quiet_logs()
@@ -90,9 +94,9 @@ def serve_proxy(app: FastAPI, settings: ServerSettings) -> None:
             http=make_protocol(settings),
             ws="none",
             server_header=False,
-            backlog=ACCEPT_BURST,
         )
-        proxy = uvicorn.Server(config)
+        [sockets] = open_sockets(settings)
+        proxy = AdmittingServer(config, sockets, settings.header_timeout_s)
         console = Console(soft_wrap=True, highlight=False)
         console.print(ready_line(url_of(listener), "Ctrl-C stops"))
         proxy.run(sockets=[listener])

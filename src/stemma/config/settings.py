@@ -185,6 +185,9 @@ class SchedulerSettings(SettingsModel):
     256 (64 with `memory_limit`, which counts a row of logits for each)."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests in the queue before new ones are refused as Overloaded."""
+    grammar_memory: ByteSize = 256 * 2**20
+    """Memory of compiled grammars, those that requests use and the latest that they used; a tenant may take
+    half of it."""
     order: Literal["fcfs", "longest-prefix"] = "longest-prefix"
     """Which waiting request starts next: first come first served, or the one with most cached tokens."""
     ageing_s: float = Field(default=5.0, gt=0.0)
@@ -330,6 +333,8 @@ class ServerSettings(SettingsModel):
     """Whether answers are split at ``</think>``; `auto`: if the chat template contains it."""
     max_body_bytes: ByteSize = 64 * 2**20
     """Largest request body."""
+    body_memory: ByteSize = 512 * 2**20
+    """Memory of the bodies of all requests under way; a tenant may take half of it."""
     max_responses: int = Field(default=4096, ge=0)
     """Stored responses (`/v1/responses`), and as many conversations; 0: none is stored."""
     max_response_bytes: ByteSize = 128 * 2**20
@@ -337,7 +342,8 @@ class ServerSettings(SettingsModel):
     response_ttl_s: float = Field(default=3600.0, gt=0.0)
     """How long a stored response or conversation is kept after its last use."""
     max_connections: int = Field(default=1024, ge=1)
-    """Open connections; further ones are closed at once. Fewer if the process may open fewer files."""
+    """Open connections. Beyond them the oldest half-sent request or idle connection makes room for a new
+    one. Fewer if the process may open fewer files."""
     header_timeout_s: float = Field(default=10.0, gt=0.0)
     """Time limit from the connection or the last answer's end until a request's headers are complete."""
     body_timeout_s: float = Field(default=120.0, gt=0.0)

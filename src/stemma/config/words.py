@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ from pydantic import BeforeValidator
 
 from stemma.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 _MIN_SECRET_BYTES = 32
 
 
@@ -47,6 +50,16 @@ def check_key(value: Any) -> Any:
     return value
 
 
+def warn_if_others_read(path: Path) -> None:
+    """Log a warning if other users of this machine may read a file of secrets."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("others may read %s, which holds a secret: chmod 600 %s", path, path)
+
+
 def read_key(key: str | None, file: Path | None, name: str) -> str | None:
     """Return the key, from the setting or its file. Raises ConfigError; the message doesn't show the key."""
     if file is None:
@@ -55,6 +68,7 @@ def read_key(key: str | None, file: Path | None, name: str) -> str | None:
         raise ConfigError(f"give {name} or {name}_file, not both")
     try:
         text = file.read_text(encoding="utf-8").strip()
+        warn_if_others_read(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {name}_file {file}: {error}") from error
     try:
@@ -70,6 +84,7 @@ def read_secret(file: Path | None) -> bytes | None:
         return None
     try:
         secret = file.read_bytes().strip()
+        warn_if_others_read(file)
     except OSError as error:
         raise ConfigError(f"can't read {file}: {error.strerror}") from error
     if len(secret) < _MIN_SECRET_BYTES:

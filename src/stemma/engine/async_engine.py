@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from stemma.budgets import TENANT_SHARE, Budget
 from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
@@ -38,6 +39,7 @@ from stemma.engine.mailbox import Mailbox
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.output.joining import NewsQueue
 from stemma.engine.output.output import OutputProcessor
+from stemma.engine.sampling.grammar import Grammar
 from stemma.engine.supervisor import EngineSupervisor, ThreadFailure
 from stemma.errors import (
     ConfigError,
@@ -48,10 +50,12 @@ from stemma.errors import (
     Overloaded,
     ShuttingDown,
     StemmaError,
+    TookTooLong,
 )
 from stemma.model.loading import Progress
 from stemma.native.cores import usable_cores
 from stemma.supervision import Supervisor
+from stemma.workers import WorkerThreads
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,7 +65,10 @@ _REST_S = 0.05
 _JOINING_INTERVAL_S = 1 / 15
 """15 deliveries a second at least: faster than anybody reads, and steps of 33 ms or less are joined."""
 GRAMMAR_TIMEOUT_S = 10.0
-"""Time limit of compiling a grammar."""
+"""Time limit of compiling a grammar, from when that begins."""
+_GRAMMAR_THREADS = 2
+MAX_WAITING_GRAMMARS = 256
+"""Requests whose grammar waits to be compiled."""
 
 
 @dataclass(slots=True)
@@ -123,6 +130,13 @@ class AsyncEngine:
         )
         self._engine: Engine = engine
         self._processor = OutputProcessor(self.parts.tokenizer)
+        waiting = Budget(
+            "grammar_queue",
+            "grammars that wait to be compiled",
+            MAX_WAITING_GRAMMARS,
+            int(TENANT_SHARE * MAX_WAITING_GRAMMARS),
+        )
+        self._compilers = WorkerThreads(_GRAMMAR_THREADS, "stemma-grammars", self.supervisor, waiting)
         self.supervisor.start("stemma-outputs", self._run_outputs)
 
     @classmethod
@@ -144,13 +158,19 @@ class AsyncEngine:
         failure = self.supervisor.failure
         return None if failure is None else failure.reason
 
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """What requests may make this engine hold beside its queue."""
+        found = (self._compilers.budget, self._engine.grammar_budget)
+        return tuple(one for one in found if one is not None)
+
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
         output, and EngineFailed at any time.
         """
-        await self._compile(request)
+        grammar = await self._compile(request)
         subscription = self._subscribe(request, Mailbox(asyncio.get_running_loop()))
         self._arrivals.append(request)
         # Only in the loop's next turn: requests of this one, such as the beams of a round, begin in one step.
@@ -167,6 +187,7 @@ class AsyncEngine:
                     await self.pool.settle(self._call)
                 yield output
         finally:
+            del grammar  # held until here, so that the step loop finds it compiled
             del self._subscriptions[request.request_id]
             if not is_finished:
                 self._commands.put(lambda: self._abort(request.request_id))
@@ -177,8 +198,7 @@ class AsyncEngine:
         Raises what `generate` does, or the first error that ends one of them. That aborts the others, and so
         does being cancelled.
         """
-        for request in requests:
-            await self._compile(request)
+        grammars = [await self._compile(request) for request in requests]
         outputs: Mailbox[RequestOutput | StemmaError] = Mailbox(asyncio.get_running_loop())
         last: dict[str, RequestOutput] = {}
         asked: list[str] = []
@@ -199,19 +219,27 @@ class AsyncEngine:
                 await self.pool.settle(self._call)
             return [last[request_id] for request_id in asked]
         finally:
+            del grammars  # held until here, as in `generate`
             for request_id in asked:
                 del self._subscriptions[request_id]
             if left := [request_id for request_id in asked if request_id not in last]:
                 self._commands.put(partial(self._abort_all, left))
 
-    async def _compile(self, request: GenerationRequest) -> None:
-        """Compile a grammar, if the request has one, off the event loop and off the step loop, which then
-        remembers it."""
+    async def _compile(self, request: GenerationRequest) -> Grammar | None:
+        """Compile a grammar, if the request has one, off the event loop and off the step loop.
+
+        The step loop finds it as long as the caller holds it.
+        """
         if request.params.grammar is None:
-            return
+            return None
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._engine.validate, request), GRAMMAR_TIMEOUT_S)
-        except TimeoutError:
+            return await self._compilers.run(
+                partial(self._engine.compiled, request),
+                limit_s=GRAMMAR_TIMEOUT_S,
+                what="compiling the grammar",
+                owner=request.namespace.owner,
+            )
+        except TookTooLong:
             raise InvalidRequest("the grammar takes too long to compile", param="grammar") from None
 
     async def abort(self, request_id: str) -> None:
@@ -273,6 +301,7 @@ class AsyncEngine:
             return
         self._is_draining = self._is_closed = True
         self._commands.put(None)
+        self._compilers.close()
         self.supervisor.close()
         self._engine.close()
 

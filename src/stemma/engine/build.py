@@ -197,7 +197,11 @@ def _build(
         queue=open_queue(settings, model.device),
         memory=memory,
         grammars=GrammarCompiler(
-            tokenizer.transformers_tokenizer, model.vocab_size, sorted(eos_token_ids), settings.model.isa
+            tokenizer.transformers_tokenizer,
+            model.vocab_size,
+            sorted(eos_token_ids),
+            settings.model.isa,
+            max_bytes=settings.scheduler.grammar_memory,
         ),
         max_adapters=settings.lora.max_loras,
         on_close=_closing(publisher, ranks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+from stemma.budgets import Budget
 from stemma.config.settings import PoolSettings
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
@@ -41,6 +42,10 @@ class EngineClient(Protocol):
     @property
     def failure(self) -> str | None:
         """Why the engine stopped serving, if one of its threads failed; None while it serves."""
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """What requests may make the engine hold beside its queue."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.

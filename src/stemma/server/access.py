@@ -19,6 +19,7 @@ from starlette.requests import Request
 from stemma.config.settings import ServerSettings
 from stemma.config.words import read_key
 from stemma.errors import ConfigError, Forbidden, Unauthorized, WrongMediaType
+from stemma.server.admission.caller import caller
 from stemma.server.tenants.keyfile import KeyFile, Tenant
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
-_COUNTERS = ("/metrics", "/metrics-json")
-"""Sums over all tenants: who counts them learns what others do."""
 
 
 def host_name(header: str) -> str | None:
@@ -63,10 +62,8 @@ class Access:
     def check(self, request: Request) -> None:
         """Raise unless `request` carries an API key or, if there is none, no web page sent it."""
         if self.keys is not None:
-            if request.url.path in _COUNTERS:
-                self.check_admin(request)
-            else:
-                request.state.tenant = _tenant(request, self.keys)
+            request.state.tenant = _tenant(request, self.keys)
+            caller().tenant = request.state.tenant.name
             return
         if self.api_key is not None:
             _check_key(request, self.api_key)
@@ -75,6 +72,12 @@ class Access:
             _check_host(request)
             if _may_be_a_page(request):
                 _check_media_type(request, (JSON_TYPE,))
+        self._check_origin(request)
+
+    def check_page(self, request: Request) -> None:
+        """Raise for what a web page may have sent, whatever keys it has: `Host` and `Origin` alone."""
+        if self._is_local:
+            _check_host(request)
         self._check_origin(request)
 
     def check_admin(self, request: Request, media_type: str = JSON_TYPE) -> None:

@@ -21,7 +21,7 @@ from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
-from stemma.server.openapi import describe
+from stemma.server.openapi import describe, document_router
 from stemma.server.operator import (
     admin,
     admin_divergences,
@@ -37,10 +37,12 @@ from stemma.server.operator.dashboard import live, pages, tree
 from stemma.server.operator.metrics import ServerMetrics
 from stemma.server.operator.request_log import log_request
 from stemma.server.operator.tracing import Tracing, TracingMiddleware
-from stemma.server.transport.headers import HeaderGuard
+from stemma.server.routes import without_audience
+from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages
 
 ROUTERS = (
+    document_router,
     openai_chat.router,
     openai_completions.router,
     responses.router,
@@ -104,7 +106,7 @@ def create_app(
     app = FastAPI(
         title="Stemma",
         version=__version__,
-        openapi_url="/openapi.json",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
@@ -114,17 +116,19 @@ def create_app(
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)
+    if nameless := without_audience(each for router in ROUTERS for each in router.routes):
+        raise TypeError(f"routes without an audience: {', '.join(nameless)}")
     if settings.server.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.server.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-stemma-cached-tokens", "retry-after"],
+            expose_headers=["x-stemma-cached-tokens", "retry-after", "x-request-id", "request-id"],
         )
     if tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=tracing)
-    app.add_middleware(HeaderGuard)
+    app.add_middleware(Entrance)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
     return app

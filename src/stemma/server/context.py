@@ -16,6 +16,8 @@ from stemma.engine.client import EngineClient
 from stemma.errors import ConfigError, InvalidRequest
 from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.access import Access
+from stemma.server.admission.caller import caller
+from stemma.server.admission.ledger import Admission
 from stemma.server.answers.families import answer_format
 from stemma.server.apis.responses.store import OwnedStore, StoredConversation, StoredResponse
 from stemma.server.operator.explanations import Explanations
@@ -28,10 +30,9 @@ from stemma.server.operator.watches import Watches
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.template_process import TemplateProcess
-from stemma.server.requests.workers import WorkerThreads
 from stemma.server.tenants.published import PublishedPrefixes
-from stemma.server.tenants.rates import RateLimits
 from stemma.types import Tier
+from stemma.workers import WorkerThreads
 
 T = TypeVar("T")
 Maintenance = Literal["paused", "ready"]
@@ -61,7 +62,7 @@ class ServerContext:
         self.stop: Callable[[float | None], None] | None = None
         """Drains and stops the server within the given seconds; None if only its creator can stop it."""
         self.access = Access(settings.server)
-        self.rates = RateLimits()
+        self.admission = Admission(settings, engine)
         self.published = PublishedPrefixes(settings.server.public_prefixes, settings.engine.cache.block_size)
         self._quotas: dict[str, Mapping[Tier, int]] = {}
         self.watches = Watches(metrics)
@@ -95,7 +96,9 @@ class ServerContext:
         shares = self.access.keys is None and settings.engine.cache.enable_prefix_cache
         self.known_texts = KnownTexts() if shares else None
         """None where tenants may not learn of each other's prompts, or nothing is shared."""
-        self._tokenizers = WorkerThreads(TOKENIZER_THREADS, "stemma-tokenizer", engine.supervisor)
+        self._tokenizers = WorkerThreads(
+            TOKENIZER_THREADS, "stemma-tokenizer", engine.supervisor, self.admission.tokenizing
+        )
         self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
 
     async def apply_quotas(self) -> None:
@@ -113,17 +116,27 @@ class ServerContext:
             self._quotas = before
             raise
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` off the event loop; for tokenization, which takes 100s of ms on long prompts.
+    async def tokenize_in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which tokenizes a prompt, off the event loop: that takes 100s of ms on long prompts.
 
-        Raises TookTooLong after `tokenize_timeout_s`.
+        Raises TookTooLong after `tokenize_timeout_s`, and RateLimited or Overloaded if too many prompts wait.
         """
         limit_s = self.settings.server.tokenize_timeout_s
-        return await self._tokenizers.run(work, limit_s=limit_s, what="tokenizing")
+        return await self._tokenizers.run(work, limit_s=limit_s, what="tokenizing", owner=caller().tenant)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do the same with what belongs to a request that was admitted, such as its answer: never refused."""
+        limit_s = self.settings.server.tokenize_timeout_s
+        owner = caller().tenant
+        return await self._tokenizers.run(
+            work, limit_s=limit_s, what="tokenizing", owner=owner, is_bounded=False
+        )
 
     async def parse_in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work`, which reads a large body, off the event loop."""
-        return await self._parser.run(work, limit_s=_PARSE_TIMEOUT_S, what="reading the body")
+        """Run `work`, which reads a large body, off the event loop. The budget of bodies bounds it."""
+        return await self._parser.run(
+            work, limit_s=_PARSE_TIMEOUT_S, what="reading the body", owner=caller().tenant
+        )
 
     async def render_foreign(self, template: str, conversation: Conversation) -> str:
         """Render `conversation` with a client's own template; raise InvalidRequest if that isn't allowed."""

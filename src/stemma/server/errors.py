@@ -1,28 +1,22 @@
-"""Each API's own error shape, and the route classes that turn typed errors into it.
-
-A handler just raises; the route class of its plane catches `StemmaError` and answers in the plane's shape.
-Anything else is a bug: it is logged and answered with 500 (`app.py`).
-"""
+"""Each API's own shape of errors. `routes.py` turns what a handler raises into it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from fastapi.routing import APIRoute
-from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import (
     BodyTooLarge,
-    ClientDisconnected,
     EngineFailed,
     Forbidden,
     GenerationFailed,
     InvalidRequest,
     NotFound,
+    OverBudget,
     Overloaded,
     PromptTooLong,
     RateLimited,
@@ -33,8 +27,6 @@ from stemma.errors import (
     UnknownModel,
     WrongMediaType,
 )
-from stemma.server.access import BYTES_TYPE
-from stemma.server.context import context_of
 
 RETRY_AFTER_DRAIN_S = 5
 STATUS_CLIENT_CLOSED = 499
@@ -47,7 +39,7 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def _retry_headers(error: StemmaError) -> dict[str, str]:
-    if isinstance(error, Overloaded | RateLimited):
+    if isinstance(error, OverBudget):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, ShuttingDown | EngineFailed):
         return {"retry-after": str(RETRY_AFTER_DRAIN_S)}
@@ -64,7 +56,7 @@ _OPENAI: tuple[tuple[type[StemmaError], int, str, str | None], ...] = (
     (WrongMediaType, 415, "invalid_request_error", "wrong_media_type"),
     (TookTooLong, 408, "invalid_request_error", "timeout"),
     (InvalidRequest, 400, "invalid_request_error", None),
-    (Overloaded, 429, "rate_limit_error", "queue_full"),
+    (Overloaded, 503, "server_error", "queue_full"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (ShuttingDown, 503, "server_error", "shutting_down"),
     (EngineFailed, 503, "server_error", "engine_failed"),
@@ -150,80 +142,3 @@ def tgi_error(error: StemmaError) -> Response:
     """Return the response for `error` in TGI's shape."""
     status, body = tgi_error_body(error)
     return json_response(body, status, _retry_headers(error))
-
-
-class OpenRoute(APIRoute):
-    """A route that asks for no key: what it answers is no secret. Errors in OpenAI's shape."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), lambda request: None, openai_error)
-
-
-class OpenAIRoute(APIRoute):
-    """A route that answers errors in OpenAI's shape, and asks for the API key."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), _check, openai_error)
-
-
-class TGIRoute(APIRoute):
-    """A route that answers errors in TGI's shape, and asks for the API key."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), _check, tgi_error)
-
-
-class AnthropicRoute(APIRoute):
-    """A route that answers errors in Anthropic's shape, and asks for the API key."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), _check, anthropic_error)
-
-
-class AdminRoute(APIRoute):
-    """A route for whoever administers the server (`access.py`)."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), _check_admin, openai_error)
-
-
-class AdminFileRoute(APIRoute):
-    """The same, where the body is a file."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the handler, guarded."""
-        return _guarded(super().get_route_handler(), _check_admin_file, openai_error)
-
-
-def _check(request: Request) -> None:
-    context_of(request).access.check(request)
-
-
-def _check_admin(request: Request) -> None:
-    context_of(request).access.check_admin(request)
-
-
-def _check_admin_file(request: Request) -> None:
-    context_of(request).access.check_admin(request, BYTES_TYPE)
-
-
-def _guarded(
-    handler: Callable[[Request], Awaitable[Response]],
-    check: Callable[[Request], None],
-    shape: Callable[[StemmaError], Response],
-) -> Callable[[Request], Awaitable[Response]]:
-    async def guarded(request: Request) -> Response:
-        try:
-            check(request)
-            return await handler(request)
-        except ClientDisconnected:
-            return Response(status_code=STATUS_CLIENT_CLOSED)
-        except StemmaError as error:
-            return shape(error)
-
-    return guarded

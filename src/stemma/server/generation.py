@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
@@ -19,13 +19,13 @@ from stemma.errors import (
     GenerationFailed,
     InvalidRequest,
     Overloaded,
-    RateLimited,
     ShuttingDown,
     StemmaError,
     TookTooLong,
     Unauthorized,
 )
 from stemma.server.access import tenant_of
+from stemma.server.admission.ledger import Reserved
 from stemma.server.context import ServerContext
 from stemma.server.operator.explain import explained, is_asked
 from stemma.server.operator.explanations import Explanation
@@ -158,11 +158,15 @@ async def _run_several(
 
 
 def _run_as_asked(
-    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+    context: ServerContext,
+    request: Request,
+    requests: Sequence[GenerationRequest],
+    api: str,
+    reserved: Reserved,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """`run_all` for whoever asks. Every API passes here, so none can forget tenants or published prefixes."""
     if context.access.keys is not None or is_asked(request):
-        return _run_as_tenant(context, request, requests, api)
+        return _run_as_tenant(context, request, requests, api, reserved)
     return run_all(context, _located(context, requests), api)
 
 
@@ -174,62 +178,61 @@ def _located(context: ServerContext, requests: Sequence[GenerationRequest]) -> l
 
 
 async def _run_as_tenant(
-    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+    context: ServerContext,
+    request: Request,
+    requests: Sequence[GenerationRequest],
+    api: str,
+    reserved: Reserved,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`run_all` in the namespace of the tenant who asks, within the tenant's limits, and explained if asked.
-
-    Raises RateLimited before the first output.
-    """
+    """`run_all` in the namespace of the tenant who asks, and explained if asked."""
     keys, tenant = context.access.keys, tenant_of(request)
     num_generated: dict[int, int] = {}
     wants_why = is_asked(request)
     why: dict[int, CacheReport] = {}
     if keys is not None:
-        if tenant is None:
-            raise Unauthorized("this path takes no request without an API key")
+        assert tenant is not None
         await context.apply_quotas()
-        try:
-            context.rates.admit(tenant, sum(len(one.prompt_token_ids) for one in requests), len(requests))
-        except (InvalidRequest, RateLimited):
-            context.metrics.requests.labels(api, "refused").inc()
-            raise
         requests = [
             replace(one, namespace=tenant_namespace(keys.secret, tenant.name, one.namespace))
             for one in requests
         ]
     requests = _located(context, requests)
+    async with aclosing(run_all(context, requests, api)) as stream:
+        try:
+            async for index, output in stream:
+                num_generated[index] = output.num_generated_tokens
+                if wants_why:
+                    if index not in why:
+                        mine = requests[index]
+                        first = await explained(context, mine, output, quotes_cached=tenant is not None)
+                        why[index] = first.cache
+                    output = replace(output, cache=why[index])
+                yield index, output
+        finally:  # before those that are cut off are aborted
+            for index in num_generated:
+                num_generated[index] += context.engine.num_held_tokens(requests[index].request_id)
+            reserved.num_generated = sum(num_generated.values())
+
+
+def _reserve(
+    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
+) -> Reserved:
+    """Take what `requests` need of every budget. Raises RateLimited, Overloaded or InvalidRequest."""
+    tenant = tenant_of(request)
+    if tenant is None and context.access.keys is not None:
+        raise Unauthorized("this path takes no request without an API key")
     try:
-        async with aclosing(run_all(context, requests, api)) as stream:
-            try:
-                async for index, output in stream:
-                    num_generated[index] = output.num_generated_tokens
-                    if wants_why:
-                        if index not in why:
-                            mine = requests[index]
-                            first = await explained(context, mine, output, quotes_cached=tenant is not None)
-                            why[index] = first.cache
-                        output = replace(output, cache=why[index])
-                    yield index, output
-            finally:  # before those that are cut off are aborted
-                for index in num_generated:
-                    num_generated[index] += context.engine.num_held_tokens(requests[index].request_id)
-    finally:
-        if tenant is not None:
-            context.rates.ended(tenant, sum(num_generated.values()), len(requests))
+        return context.admission.reserve(tenant, requests)
+    except StemmaError:
+        context.metrics.requests.labels(api, "refused").inc()
+        raise
 
 
 @contextmanager
 def admitted(context: ServerContext, request: Request) -> Iterator[None]:
     """Count work that generates nothing (tokenizing) as one request of the tenant. Raises RateLimited."""
-    tenant = tenant_of(request)
-    if tenant is None:
+    with closing(context.admission.reserve_call(tenant_of(request))):
         yield
-        return
-    context.rates.admit(tenant, 0)
-    try:
-        yield
-    finally:
-        context.rates.ended(tenant, 0)
 
 
 class OutputStream:
@@ -239,9 +242,14 @@ class OutputStream:
     """
 
     def __init__(
-        self, first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
+        self,
+        first: tuple[int, RequestOutput],
+        rest: AsyncGenerator[tuple[int, RequestOutput], None],
+        reserved: Reserved,
     ) -> None:
+        """`reserved` is returned at the end."""
         self.first = first
+        self._reserved = reserved
         self._is_first_read = False
         self._rest = rest
 
@@ -259,29 +267,38 @@ class OutputStream:
 
     async def aclose(self) -> None:
         """Abort what is still running."""
-        await self._rest.aclose()
+        try:
+            await self._rest.aclose()
+        finally:
+            self._reserved.close()
 
 
 async def start(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> OutputStream:
     """Run `requests` and return once the first output is there; raise if the client leaves before that."""
-    stream = _run_as_asked(context, request, requests, api)
+    reserved = _reserve(context, request, requests, api)
+    stream = _run_as_asked(context, request, requests, api, reserved)
 
     async def first() -> tuple[int, RequestOutput]:
         async for item in stream:
             return item
         raise GenerationFailed("the engine ended a request without any output")
 
-    return OutputStream(await unless_disconnected(request, first()), stream)
+    try:
+        return OutputStream(await unless_disconnected(request, first()), stream, reserved)
+    except BaseException:
+        reserved.close()
+        raise
 
 
 async def run_to_end(
     context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
 ) -> list[Collected]:
     """Run `requests` and return everything at once; abort them if the client leaves."""
-    work = _collect(_run_as_asked(context, request, requests, api), len(requests))
-    return await unless_disconnected(request, work)
+    with closing(_reserve(context, request, requests, api)) as reserved:
+        stream = _run_as_asked(context, request, requests, api, reserved)
+        return await unless_disconnected(request, _collect(stream, len(requests)))
 
 
 @dataclass(slots=True)

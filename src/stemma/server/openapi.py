@@ -11,8 +11,12 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from stemma.server.access import BYTES_TYPE, JSON_TYPE
+from stemma.server.errors import json_response, openai_error
+from stemma.server.routes import PUBLIC, Router
 
 _REF = "#/components/schemas/{model}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)\}")
@@ -52,6 +56,15 @@ def takes_file() -> dict[str, Any]:
 def parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return `openapi_extra` of an endpoint that reads one parameter of the query."""
     return {"parameters": [{"name": name, "in": "query", "required": False, "schema": dict(schema)}]}
+
+
+document_router = Router(openai_error)
+
+
+@document_router.get("/openapi.json", PUBLIC, include_in_schema=False)
+async def document(request: Request) -> Response:
+    """The document."""
+    return json_response(request.app.openapi())
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.errors import ConfigError, InvalidRequest, RateLimited
 from stemma.prefix.keys import Namespace
+from stemma.server.admission.rates import RateLimits
 from stemma.server.tenants.keyfile import KeyFile, Tenant, TenantEntry, add_key, hash_of
 from stemma.server.tenants.namespace import tenant_namespace
-from stemma.server.tenants.rates import RateLimits
 from stemma.types import Tier
 
 SECRET = b"s" * 32
@@ -203,12 +203,12 @@ def test_a_file_without_permission_is_a_clear_error(tmp_path: Path):
 def test_several_prompts_count_one_by_one_and_more_than_may_ever_run_are_refused():
     limits = RateLimits(Clock())
     ada = tenant(max_concurrent=3)
-    limits.admit(ada, 1, num_prompts=2)
+    limits.admit(ada, 1, num_sequences=2)
     with pytest.raises(RateLimited):
-        limits.admit(ada, 1, num_prompts=2)
+        limits.admit(ada, 1, num_sequences=2)
     with pytest.raises(InvalidRequest):
-        limits.admit(ada, 1, num_prompts=4)
-    limits.ended(ada, 0, num_prompts=2)
+        limits.admit(ada, 1, num_sequences=4)
+    limits.ended(ada, 0, num_sequences=2)
     assert limits.num_running(ada) == 0
 
 

@@ -156,7 +156,7 @@ async def test_requests_at_once_are_counted_out_however_they_end(
     assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 500
     engine.script.fail_after = None
     engine.script.overloaded = True
-    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 429
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 503
     engine.script.overloaded = False
     assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
     many = {**COMPLETION, "prompt": ["a", "b"]}
@@ -170,7 +170,7 @@ async def test_tokens_a_minute_count_prompts_and_answers(make: Make, keys: Keys)
     assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
     refused = await client.post("/v1/completions", json=body, headers=headers)
     assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) in range(20, 31)  # 1 of 20 left, 10 needed: 27 s
+    assert int(refused.headers["retry-after"]) in range(45, 56)  # 1 of 20 left, 10 + 9 needed: 54 s
 
 
 async def test_tokens_a_minute_count_what_was_held_when_a_request_was_cut_off(
@@ -280,7 +280,7 @@ async def test_requests_that_end_badly_are_recorded_and_refused_ones_are_not(
     engine.script.fail_after = 2
     assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 500
     engine.script.overloaded = True
-    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 429
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 503
     for _ in range(200):
         rows = usage(sqlite_url(file), "tenant")
         if rows:

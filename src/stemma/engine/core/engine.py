@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from stemma.budgets import Budget
 from stemma.config.settings import SchedulerSettings
 from stemma.engine.api import DraftCount, EngineStats, GenerationRequest
 from stemma.engine.budget.working_memory import MemoryPlan
@@ -27,7 +28,7 @@ from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
 from stemma.engine.core.validation import RequestValidator
 from stemma.engine.drafts.source import num_accepted
-from stemma.engine.sampling.grammar import GrammarCompiler
+from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import num_scored_rows
 from stemma.engine.sampling.sampler import Sampler
 from stemma.engine.sampling.state import SamplingState
@@ -125,6 +126,19 @@ class Engine:
     def validate(self, request: GenerationRequest) -> None:
         """Raise InvalidRequest or PromptTooLong if the request can never be served. Any thread."""
         self._validator.validate(request)
+
+    def compiled(self, request: GenerationRequest) -> Grammar | None:
+        """Compile the request's grammar, if it has one; it stays compiled while the caller holds it.
+
+        Any thread; raises what `validate` does, RateLimited and Overloaded.
+        """
+        self._validator.validate(request)
+        return self._validator.grammar_of(request)
+
+    @property
+    def grammar_budget(self) -> Budget | None:
+        """What compiled grammars hold; None: there is no structured output."""
+        return self._validator.grammar_budget
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequest, PromptTooLong or Overloaded."""

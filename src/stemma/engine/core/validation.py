@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stemma.budgets import Budget
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
@@ -17,6 +18,11 @@ class RequestValidator:
         self._limits = limits
         self._vocab_size = vocab_size
         self._grammars = grammars
+
+    @property
+    def grammar_budget(self) -> Budget | None:
+        """What compiled grammars hold."""
+        return None if self._grammars is None else self._grammars.budget
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise InvalidRequest or PromptTooLong if the request can never be served."""
@@ -43,10 +49,13 @@ class RequestValidator:
         self.grammar_of(request)
 
     def grammar_of(self, request: GenerationRequest) -> Grammar | None:
-        """Return the request's grammar, which the compiler remembers, or None. Raises InvalidRequest."""
+        """Return the request's grammar, which is found again while somebody holds it, or None.
+
+        Raises InvalidRequest, RateLimited or Overloaded.
+        """
         spec = request.params.grammar
         if spec is None:
             return None
         if self._grammars is None:
             raise InvalidRequest("this engine has no structured output", param=spec.param)
-        return self._grammars.compile(spec)
+        return self._grammars.compile(spec, request.namespace.owner)

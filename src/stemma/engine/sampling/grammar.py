@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from stemma.engine.sampling.schemas import advice, rewritten
+from stemma.budgets import Budget
+from stemma.engine.sampling.grammar_store import BASE_BYTES, GrammarStore, LexerSize
+from stemma.engine.sampling.schemas import rewritten
 from stemma.errors import InvalidRequest, ModelError
 from stemma.model.foreign import foreign_code
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
@@ -26,7 +28,11 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
 Reasoning = Literal["none", "optional", "opened"]
 """``optional``: the answer may begin with ``<think>``; ``opened``: the prompt ends with it."""
 MAX_GRAMMAR_CHARS = 64 * 1024
-MAX_REMEMBERED_GRAMMARS = 128
+GRAMMAR_MEMORY = 256 * 2**20
+MAX_LEXER_STATES = 40_000
+"""Of one grammar, about 1 kB each (llguidance's default: 250,000)."""
+INITIAL_LEXER_FUEL = 250_000
+"""Expressions that the first mask of a grammar may make, about 80 bytes each (default: 1,000,000)."""
 MAX_REMEMBERED_CUTS = 4096
 MAX_CUT_BYTES = 64
 """Of a forced text that are looked at at once: as many tokens as are drafted."""
@@ -122,11 +128,14 @@ class GrammarState:
     What is asked about a place depends on the tokens before it alone, so draft tokens change no answer.
     """
 
-    def __init__(self, matcher: Any, room: MaskRoom, cutter: Cutter) -> None:
+    def __init__(self, grammar: Grammar, matcher: Any) -> None:
+        """`matcher`: llguidance's, this sequence's own. The grammar is in use as long as this lives."""
+        self._grammar = grammar
         self._matcher = matcher
-        self._room = room
-        self._cutter = cutter
-        self._vocab_size = room.vocab_size
+        self._room = grammar.room
+        self._cutter = grammar.cutter
+        self._size = grammar.size
+        self._vocab_size = grammar.room.vocab_size
         self._consumed: int | None = None
         """A token that isn't appended yet."""
         self._strays = False
@@ -140,7 +149,7 @@ class GrammarState:
         if not self._go(ahead):
             return None
         mask = np.zeros((self._vocab_size + 31) // 32, dtype=np.int32)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._size.compute_mask(self._matcher, mask.ctypes.data, mask.nbytes)
         self._go_back(ahead)
         return mask.view(np.uint8)
 
@@ -181,7 +190,7 @@ class GrammarState:
                 return likeliest
             token = likeliest
         else:
-            matcher.unsafe_compute_mask_ptr(room.address, room.mask.nbytes)
+            self._size.compute_mask(matcher, room.address, room.mask.nbytes)
             found = room.argmax(logits, room.mask)
             self._strays = found != likeliest
             token = likeliest if found < 0 else found
@@ -240,7 +249,7 @@ class GrammarState:
     def copy(self) -> GrammarState:
         """Return an independent state at the same place, for a sequence that forks."""
         self._take_back()
-        return GrammarState(self._matcher.deep_copy(), self._room, self._cutter)
+        return GrammarState(self._grammar, self._matcher.deep_copy())
 
 
 def unpack(mask: PackedMask, vocab_size: int) -> AllowedTokens:
@@ -248,50 +257,69 @@ def unpack(mask: PackedMask, vocab_size: int) -> AllowedTokens:
     return np.unpackbits(mask, bitorder="little")[:vocab_size].view(np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Grammar:
     """A compiled grammar; many sequences may follow it."""
 
-    _matcher: Any
-    _room: MaskRoom
-    _cutter: Cutter
+    matcher: Any
+    """llguidance's, before the first token."""
+    room: MaskRoom
+    cutter: Cutter
+    size: LexerSize
+
+    @property
+    def num_bytes(self) -> int:
+        """An upper estimate of what it holds."""
+        return self.size.num_bytes
 
     def start(self) -> GrammarState:
         """Return the state before the first token."""
-        return GrammarState(self._matcher.deep_copy(), self._room, self._cutter)
+        return GrammarState(self, self.matcher.deep_copy())
 
 
 class GrammarCompiler:
     """Compiles the grammars of one model's requests and remembers the latest. Thread-safe.
 
     `hf_tokenizer` is the checkpoint's fast tokenizer, `vocab_size` the number of logits, `isa` the level of
-    the kernels.
+    the kernels, `max_bytes` what grammars in use and remembered ones may hold.
     """
 
     def __init__(
-        self, hf_tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], isa: str = "auto"
+        self,
+        hf_tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        isa: str = "auto",
+        *,
+        max_bytes: int = GRAMMAR_MEMORY,
     ) -> None:
         self._hf_tokenizer = hf_tokenizer
         self._room = MaskRoom(vocab_size, masked_argmax_function(isa))
         self._eos_token_ids = list(eos_token_ids)
         self._cutter: Cutter | None = None
-        self._grammars: OrderedDict[tuple[str, str, str], Grammar] = OrderedDict()
+        self._store = GrammarStore(max_bytes)
         self._lock = threading.Lock()
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Return the grammar of `spec`. Raises InvalidRequest, naming the field, if it is none."""
-        key = (spec.kind, spec.text, spec.reasoning)
+    @property
+    def budget(self) -> Budget:
+        """What compiled grammars hold."""
+        return self._store.budget
+
+    def compile(self, spec: GrammarSpec, owner: str = "") -> Grammar:
+        """Return the grammar of `spec`, which is found again as long as it is used or remembered.
+
+        `owner`: the tenant. Raises InvalidRequest, naming the field, if it is none, and RateLimited or
+        Overloaded if those in use leave no room for it.
+        """
+        key = (owner, spec.kind, spec.text, spec.reasoning)
+        found: Grammar | None = self._store.find(key)
+        if found is not None:
+            return found
+        self._store.make_room(BASE_BYTES, owner)
         with self._lock:
-            grammar = self._grammars.get(key)
-            if grammar is not None:
-                self._grammars.move_to_end(key)
-                return grammar
             cutter = self._load_tokenizer(spec.param)
         grammar = self._build(spec, cutter)
-        with self._lock:
-            self._grammars[key] = grammar
-            while len(self._grammars) > MAX_REMEMBERED_GRAMMARS:
-                self._grammars.popitem(last=False)
+        self._store.keep(key, grammar)
         return grammar
 
     def _build(self, spec: GrammarSpec, cutter: Cutter) -> Grammar:
@@ -301,11 +329,17 @@ class GrammarCompiler:
             source = _after_reasoning(_source(spec), spec.reasoning)
         except ValueError as error:
             raise InvalidRequest(f"{spec.param}: {error}", param=spec.param) from error
-        matcher = LLMatcher(cutter.tokenizer, source, log_level=0)
-        if matcher.is_error():
-            reason = advice(" ".join(matcher.get_error().split())[:500])
-            raise InvalidRequest(f"{spec.param}: {reason}", param=spec.param)
-        return Grammar(matcher, self._room, cutter)
+        matcher = LLMatcher(cutter.tokenizer, source, log_level=0, limits=_limits())
+        _check(matcher, spec)
+        grammar = Grammar(matcher, self._room, cutter, LexerSize(len(source)))
+        # The first mask makes most of the lexer's states, which later ones share: not on the step loop.
+        # Where it used up what the lexer may make, only the next one fails.
+        room = np.zeros((self._room.vocab_size + 31) // 32, dtype=np.int32)
+        for _ in range(2):
+            first = matcher.deep_copy()
+            grammar.size.compute_mask(first, room.ctypes.data, room.nbytes)
+            _check(first, spec)
+        return grammar
 
     def _load_tokenizer(self, param: str) -> Cutter:
         """Return llguidance's view of the vocabulary, made at the first request that needs it."""
@@ -323,6 +357,21 @@ class GrammarCompiler:
                 raise InvalidRequest(str(error), param=param) from error
             self._cutter = Cutter(tokenizer)
         return self._cutter
+
+
+@cache
+def _limits() -> Any:
+    """Return the bounds of what one grammar may hold."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=INITIAL_LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES)
+
+
+def _check(matcher: Any, spec: GrammarSpec) -> None:
+    """Raise InvalidRequest with llguidance's reason if `matcher` has failed."""
+    if matcher.is_error():
+        reason = advice(" ".join(matcher.get_error().split("<state>")[0].split())[:500])
+        raise InvalidRequest(f"{spec.param}: {reason}", param=spec.param)
 
 
 def _source(spec: GrammarSpec) -> str:

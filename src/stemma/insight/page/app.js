@@ -64,6 +64,13 @@ function requests(shown) {
   if (focused) rows.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
 }
 
+function budgets(shown) {
+  const rows = document.createElement("tbody");
+  for (const one of shown.budgets)
+    cells(rows.insertRow(), [one.name, number(one.held), number(one.limit), number(one.num_refused), number(one.num_refused_shares)]);
+  $("budgets").tBodies[0].replaceWith(rows);
+}
+
 function tenants(shown) {
   $("tenants-part").hidden = shown.tenants.length === 0;
   const rows = document.createElement("tbody");
@@ -170,6 +177,7 @@ function take(shown) {
   $("state").classList.toggle("bad", shown.failure !== null);
   figures(shown);
   requests(shown);
+  budgets(shown);
   tenants(shown);
   charts.take(shown);
   before = shown;

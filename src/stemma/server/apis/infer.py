@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,27 +13,28 @@ from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.errors import json_response, tgi_error, tgi_error_body
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
 from stemma.server.requests.prompts import check_tokens, last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.mindie import InferParameters, InferRequest
 from stemma.server.timed import TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event
 from stemma.types import TokenArray, as_tokens
 
-router = APIRouter(route_class=TGIRoute)
+router = Router(tgi_error)
 
 
-@router.post("/infer", openapi_extra=takes(InferRequest))
+@router.post("/infer", TENANT, openapi_extra=takes(InferRequest))
 async def infer(request: Request) -> Response:
     """Continue ``inputs`` or the token ids ``input_id``."""
     return await _infer(request, validate(InferRequest, await read_object(request)))
 
 
-@router.post("/infer_token", openapi_extra=takes(InferRequest))
+@router.post("/infer_token", TENANT, openapi_extra=takes(InferRequest))
 async def infer_token(request: Request) -> Response:
     """Continue the token ids ``input_id``."""
     body = validate(InferRequest, await read_object(request))

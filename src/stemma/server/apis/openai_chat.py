@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +20,7 @@ from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
 from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
+from stemma.server.errors import json_response, openai_error, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.requests.beam import candidates
@@ -30,17 +29,18 @@ from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
 from stemma.types import FinishReason, TokenArray
 
-router = APIRouter(route_class=OpenAIRoute)
+router = Router(openai_error)
 
 _REASONING_MARK_TOKENS = 16
 """Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+@router.post("/v1/chat/completions", TENANT, openapi_extra=takes(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation."""
     context = context_of(request)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +17,7 @@ from stemma.server.answers.logprobs import CompletionLogprobs
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
+from stemma.server.errors import json_response, openai_error, openai_error_body
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.requests.beam import candidates
@@ -27,14 +26,15 @@ from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import completion_prompts, wanted_cut
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import completion_sampling
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.openai import CompletionRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
 from stemma.types import FinishReason, TokenArray
 
-router = APIRouter(route_class=OpenAIRoute)
+router = Router(openai_error)
 
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+@router.post("/v1/completions", TENANT, openapi_extra=takes(CompletionRequest))
 async def create_completion(request: Request) -> Response:
     """Continue one or many prompts; choices come prompt by prompt, n each."""
     context = context_of(request)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,17 +21,18 @@ from stemma.server.answers.usage import cache_detail
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.errors import json_response, tgi_error, tgi_error_body
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
 from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream, event
 
-router = APIRouter(route_class=TGIRoute)
+router = Router(tgi_error)
 
 NEITHER_SHAPE = {
     "error": {
@@ -42,7 +42,7 @@ NEITHER_SHAPE = {
 }
 
 
-@router.post("/generate", openapi_extra=takes(TGIRequest, VLLMGenerateRequest))
+@router.post("/generate", TENANT, openapi_extra=takes(TGIRequest, VLLMGenerateRequest))
 async def generate(request: Request) -> Response:
     """Continue ``inputs`` (TGI's shape) or ``prompt`` (vLLM's)."""
     body = await read_object(request)
@@ -53,13 +53,13 @@ async def generate(request: Request) -> Response:
     return await _generate_whole(request, validate(TGIRequest, body), in_list=False)
 
 
-@router.post("/generate_stream", openapi_extra=takes(TGIRequest))
+@router.post("/generate_stream", TENANT, openapi_extra=takes(TGIRequest))
 async def generate_stream(request: Request) -> Response:
     """Continue ``inputs``, token by token."""
     return await _generate_stream(request, validate(TGIRequest, await read_object(request)))
 
 
-@router.post("/", openapi_extra=takes(TGIRequest))
+@router.post("/", TENANT, openapi_extra=takes(TGIRequest))
 async def generate_at_root(request: Request) -> Response:
     """Continue ``inputs``; ``stream`` in the body chooses how. A whole answer comes in a list of one."""
     body = validate(TGIRequest, await read_object(request))

@@ -5,32 +5,32 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import OpenAIRoute, TGIRoute, json_response
+from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.generation import admitted
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import check_model
 from stemma.server.requests.prompts import chat_prompt, check_length
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.mindie import DetokenizeRequest, TokenizeRequest, TokenizerRequest
 from stemma.server.schemas.openai import ChatRequest
 
-router = APIRouter(route_class=OpenAIRoute)
-mindie_router = APIRouter(route_class=TGIRoute)
+router = Router(openai_error)
+mindie_router = Router(tgi_error)
 
 
-@router.get("/version")
+@router.get("/version", TENANT)
 async def server_version(request: Request) -> Response:
     """The version of Stemma."""
     return json_response({"version": version("stemma")})
 
 
-@mindie_router.post("/v1/tokenizer", openapi_extra=takes(TokenizerRequest))
+@mindie_router.post("/v1/tokenizer", TENANT, openapi_extra=takes(TokenizerRequest))
 async def mindie_tokenizer(request: Request) -> Response:
     """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
     context = context_of(request)
@@ -41,7 +41,7 @@ async def mindie_tokenizer(request: Request) -> Response:
     return json_response({"token_number": len(ids), "tokens": tokens})
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+@router.post("/tokenize", TENANT, openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of ``prompt`` or ``messages`` (vLLM), or of ``inputs`` (TGI: with texts)."""
     context = context_of(request)
@@ -72,7 +72,7 @@ async def _tokenized(context: ServerContext, body: TokenizeRequest, raw: dict[st
     }
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+@router.post("/detokenize", TENANT, openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
     context = context_of(request)
@@ -83,14 +83,18 @@ async def detokenize(request: Request) -> Response:
     if highest >= tokenizer.vocab_size:
         raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
     with admitted(context, request):
-        text = await context.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await context.tokenize_in_thread(
+            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
     return json_response({"prompt": text})
 
 
 async def _encode(context: ServerContext, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     check_length(context, len(text), param)
     tokenizer = context.engine.tokenizer
-    ids = await context.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    ids = await context.tokenize_in_thread(
+        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    )
     found: list[int] = ids.tolist()
     return found
 

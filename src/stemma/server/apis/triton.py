@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,11 +20,12 @@ from stemma.server.answers.usage import cache_detail
 from stemma.server.apis.infer import cached_header, one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import TGIRoute, json_response, tgi_error_body
+from stemma.server.errors import json_response, tgi_error, tgi_error_body
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import served_names
 from stemma.server.requests.prompts import last_tokens, text_prompt
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.mindie import (
     InferParameters,
     TritonGenerateRequest,
@@ -35,12 +35,12 @@ from stemma.server.schemas.mindie import (
 from stemma.server.timed import TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event
 
-router = APIRouter(route_class=TGIRoute, prefix="/v2")
+router = Router(tgi_error, prefix="/v2")
 PLATFORM = "stemma"
 MINDIE_NAME = "MindIE Server"
 
 _Running = dict[tuple[str, str], set[str]]
-"""(credentials, client's id) -> request ids of the engine, for `stopInfer`."""
+"""(owner, client's id) -> request ids of the engine, for `stopInfer`."""
 
 
 def server_name(context: ServerContext) -> str:
@@ -48,7 +48,7 @@ def server_name(context: ServerContext) -> str:
     return MINDIE_NAME if context.settings.requests.dialect == "mindie" else PLATFORM
 
 
-@router.get("")
+@router.get("", TENANT)
 async def server_metadata(request: Request) -> Response:
     """Name, version and, as MindIE does, limits."""
     context = context_of(request)
@@ -67,7 +67,7 @@ async def server_metadata(request: Request) -> Response:
     )
 
 
-@router.get("/models/{model}")
+@router.get("/models/{model}", TENANT)
 async def model_metadata(request: Request) -> Response:
     """Inputs and outputs of the model: token ids."""
     context = _checked(request)
@@ -83,7 +83,7 @@ async def model_metadata(request: Request) -> Response:
     )
 
 
-@router.get("/models/{model}/config")
+@router.get("/models/{model}/config", TENANT)
 async def model_config(request: Request) -> Response:
     """Limits of the model as it is served."""
     context = _checked(request)
@@ -107,7 +107,7 @@ def _gib(num_bytes: int | None, absent: int) -> int:
     return absent if num_bytes is None else num_bytes // 2**30
 
 
-@router.post("/models/{model}/infer", openapi_extra=takes(TritonInferRequest))
+@router.post("/models/{model}/infer", TENANT, openapi_extra=takes(TritonInferRequest))
 async def infer(request: Request) -> Response:
     """Continue token ids; the answer is token ids."""
     context = _checked(request)
@@ -135,7 +135,7 @@ async def infer(request: Request) -> Response:
     return infer_response(answer, binary_outputs(raw, len(outputs)), cached_header(result.cache))
 
 
-@router.post("/models/{model}/generate", openapi_extra=takes(TritonGenerateRequest))
+@router.post("/models/{model}/generate", TENANT, openapi_extra=takes(TritonGenerateRequest))
 async def generate(request: Request) -> Response:
     """Continue ``text_input``."""
     context = _checked(request)
@@ -154,7 +154,7 @@ async def generate(request: Request) -> Response:
     return json_response(answer, headers=cached_header(result.cache))
 
 
-@router.post("/models/{model}/generate_stream", openapi_extra=takes(TritonGenerateRequest))
+@router.post("/models/{model}/generate_stream", TENANT, openapi_extra=takes(TritonGenerateRequest))
 async def generate_stream(request: Request) -> Response:
     """Continue ``text_input``, piece by piece."""
     context = _checked(request)
@@ -165,12 +165,12 @@ async def generate_stream(request: Request) -> Response:
     return EventStream(source, run.outputs, cached_header(run.cache))
 
 
-@router.post("/models/{model}/stopInfer", openapi_extra=takes(TritonStopRequest))
+@router.post("/models/{model}/stopInfer", TENANT, openapi_extra=takes(TritonStopRequest))
 async def stop_infer(request: Request) -> Response:
     """End the running requests that the same client sent under ``id``; their answers end there."""
     context = _checked(request)
     body = validate(TritonStopRequest, await read_object(request))
-    running = _running(request).get((_credentials(request), body.id))
+    running = _running(request).get((context.access.owner(request), body.id))
     if not running:
         raise UnknownModel(f"no request with id {body.id!r} is running", param="id")
     for request_id in tuple(running):
@@ -248,7 +248,7 @@ def _stoppable(request: Request, client_id: str | None, generation: GenerationRe
         yield
         return
     running = _running(request)
-    key = (_credentials(request), client_id)
+    key = (context_of(request).access.owner(request), client_id)
     running.setdefault(key, set()).add(generation.request_id)
     try:
         yield
@@ -265,8 +265,3 @@ def _running(request: Request) -> _Running:
         state.triton_running = {}
     found: _Running = state.triton_running
     return found
-
-
-def _credentials(request: Request) -> str:
-    """Return who asks, so that nobody stops another's requests."""
-    return request.headers.get("authorization", "")

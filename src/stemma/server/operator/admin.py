@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, BinaryIO
 
-from fastapi import APIRouter
 from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -24,21 +23,23 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.prefix.keys import Namespace
+from stemma.server.access import BYTES_TYPE
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import AdminFileRoute, AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter, takes, takes_file
 from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.requests.body import body_chunks, read_object, validate
 from stemma.server.requests.models import check_model
 from stemma.server.requests.prompts import chat_prompt, completion_prompts
+from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.types import DEFAULT_PRIORITY, Tier, TokenArray
 
-router = APIRouter(route_class=AdminRoute, prefix="/admin/cache")
-file_router = APIRouter(route_class=AdminFileRoute, prefix="/admin/cache")
+router = Router(openai_error, prefix="/admin/cache")
+file_router = Router(openai_error, prefix="/admin/cache", media_type=BYTES_TYPE)
 _CHUNK_BYTES = 1 << 20
 
 
@@ -80,14 +81,14 @@ class UnpinRequest(RequestModel):
     pin_id: Name
 
 
-@router.get("/tiers")
+@router.get("/tiers", OPERATOR)
 async def tiers(request: Request) -> Response:
     """Counters and gauges of the tiers below the device."""
     stats = await context_of(request).engine.stats()
     return json_response({"tiers": {}} if stats.transfer is None else tiers_as_json(stats.transfer))
 
 
-@router.post("/lookup", openapi_extra=takes(PrefixRequest))
+@router.post("/lookup", OPERATOR, openapi_extra=takes(PrefixRequest))
 async def lookup(request: Request) -> Response:
     """How many tokens of a prompt are in which tier; computes and moves nothing."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
@@ -96,7 +97,7 @@ async def lookup(request: Request) -> Response:
     return json_response(_lookup_json(found))
 
 
-@router.post("/prewarm", openapi_extra=takes(PrewarmRequest))
+@router.post("/prewarm", OPERATOR, openapi_extra=takes(PrewarmRequest))
 async def prewarm(request: Request) -> Response:
     """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
     context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
@@ -125,7 +126,7 @@ async def prewarm(request: Request) -> Response:
     return json_response(answer)
 
 
-@router.post("/pin", openapi_extra=takes(PinRequest))
+@router.post("/pin", OPERATOR, openapi_extra=takes(PinRequest))
 async def pin(request: Request) -> Response:
     """Forbid eviction of a prompt's cached blocks."""
     context, body = context_of(request), validate(PinRequest, await read_object(request))
@@ -134,7 +135,7 @@ async def pin(request: Request) -> Response:
     return json_response(_pin_json(made))
 
 
-@router.post("/unpin", openapi_extra=takes(UnpinRequest))
+@router.post("/unpin", OPERATOR, openapi_extra=takes(UnpinRequest))
 async def unpin(request: Request) -> Response:
     """Permit eviction again."""
     body = validate(UnpinRequest, await read_object(request))
@@ -142,14 +143,14 @@ async def unpin(request: Request) -> Response:
     return json_response(_pin_json(gone))
 
 
-@router.get("/pins")
+@router.get("/pins", OPERATOR)
 async def pins(request: Request) -> Response:
     """All pins."""
     held = context_of(request).engine.cache_control.pins()
     return json_response({"pins": [_pin_json(one) for one in held]})
 
 
-@router.post("/flush")
+@router.post("/flush", OPERATOR)
 async def flush(request: Request) -> Response:
     """Drop every block that no request or pin holds, from device, host and disk; say what really went."""
     report = await context_of(request).engine.cache_control.flush()
@@ -163,7 +164,7 @@ async def flush(request: Request) -> Response:
     )
 
 
-@router.post("/export", openapi_extra=takes(PrefixRequest))
+@router.post("/export", OPERATOR, openapi_extra=takes(PrefixRequest))
 async def export(request: Request) -> Response:
     """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
@@ -185,6 +186,7 @@ async def export(request: Request) -> Response:
 
 @file_router.post(
     "/import",
+    OPERATOR,
     openapi_extra=takes_file() | parameter("cache_salt", {"type": "string", "maxLength": MAX_SALT_CHARS}),
 )
 async def import_(request: Request) -> Response:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,16 +14,18 @@ from stemma.errors import InvalidRequest
 from stemma.insight.divergence.report import Divergence, DivergenceReport, find_divergences, sentence
 from stemma.insight.divergence.whatif import CacheShape
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
+from stemma.server.routes import OPERATOR, Router
 
-router = APIRouter(route_class=AdminRoute)
+router = Router(openai_error)
 DEFAULT_WINDOW_S = 86400.0
 _MAX_WINDOW_S = 366 * 86400.0
 
 
 @router.get(
     "/admin/divergences",
+    OPERATOR,
     openapi_extra=parameter("window_s", {"type": "number", "minimum": 1, "maximum": _MAX_WINDOW_S}),
 )
 async def divergences(request: Request) -> Response:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import NotFound
 from stemma.server.context import context_of
-from stemma.server.errors import AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
 from stemma.server.operator.explain import for_operator
+from stemma.server.routes import OPERATOR, Router
 
-router = APIRouter(route_class=AdminRoute)
+router = Router(openai_error)
 
 
-@router.get("/admin/explain", openapi_extra=parameter("request", {"type": "string"}))
+@router.get("/admin/explain", OPERATOR, openapi_extra=parameter("request", {"type": "string"}))
 async def explain(request: Request) -> Response:
     """Explain the request with the id ``request``, or the last one; the last 1024 are known."""
     context = context_of(request)

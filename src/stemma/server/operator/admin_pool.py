@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,13 +14,14 @@ from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.errors import ConfigError, InvalidRequest, NotFound, StorageError
 from stemma.memory.tiers.pool.pool_store import PoolStatus
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
+from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
 
-router = APIRouter(route_class=AdminRoute)
+router = Router(openai_error)
 
 
 class AttachRequest(RequestModel):
@@ -37,13 +37,13 @@ class AttachRequest(RequestModel):
     deadline_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
 
 
-@router.get("/admin/pool")
+@router.get("/admin/pool", OPERATOR)
 async def show_pool(request: Request) -> Response:
     """Whether a pool is attached, whether it answers, and what became of its blocks."""
     return json_response(_shown(_pool_of(request).status()))
 
 
-@router.post("/admin/pool", openapi_extra=takes(AttachRequest))
+@router.post("/admin/pool", OPERATOR, openapi_extra=takes(AttachRequest))
 async def attach_pool(request: Request) -> Response:
     """Attach a pool that the server was started with: ``{"name": "redis", "write": "write_back"}``."""
     context = context_of(request)
@@ -60,7 +60,7 @@ async def attach_pool(request: Request) -> Response:
     return json_response(_shown(pool.status()))
 
 
-@router.delete("/admin/pool")
+@router.delete("/admin/pool", OPERATOR)
 async def detach_pool(request: Request) -> Response:
     """Detach the pool, once queued writes are done; what is in it stays there."""
     if not await context_of(request).engine.detach_pool():

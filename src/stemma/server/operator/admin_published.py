@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,16 +14,17 @@ from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
 from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.operator.admin import prompt_tokens
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import check_model
+from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Messages, Name
 from stemma.server.tenants.published import Published
 
-router = APIRouter(route_class=AdminRoute, prefix="/admin/cache")
+router = Router(openai_error, prefix="/admin/cache")
 
 
 class PublishRequest(RequestModel):
@@ -51,7 +51,7 @@ class UnpublishRequest(RequestModel):
     publish_id: Name
 
 
-@router.post("/publish", openapi_extra=takes(PublishRequest))
+@router.post("/publish", OPERATOR, openapi_extra=takes(PublishRequest))
 async def publish(request: Request) -> Response:
     """Let all tenants share the whole blocks of a prompt, and compute them."""
     context, body = context_of(request), validate(PublishRequest, await read_object(request))
@@ -64,14 +64,14 @@ async def publish(request: Request) -> Response:
     return json_response(answer | {"num_cached_tokens": await _prewarm(context, made, adapter)})
 
 
-@router.post("/unpublish", openapi_extra=takes(UnpublishRequest))
+@router.post("/unpublish", OPERATOR, openapi_extra=takes(UnpublishRequest))
 async def unpublish(request: Request) -> Response:
     """Share a prefix no longer. Its blocks are found by nobody from then on, and evicted with time."""
     body = validate(UnpublishRequest, await read_object(request))
     return json_response(_as_json(await context_of(request).published.remove(body.publish_id)))
 
 
-@router.get("/published")
+@router.get("/published", OPERATOR)
 async def published(request: Request) -> Response:
     """All published prefixes, without their tokens."""
     known = context_of(request).published

@@ -65,6 +65,7 @@ async def as_json(
     cache = note.cache
     shown: dict[str, Any] = {
         "request": note.request_id,
+        "x_request_id": note.x_request_id,
         "prompt_tokens": cache.num_prompt_tokens,
         "cached_tokens": cache.num_cached_tokens,
         "computed_tokens": cache.num_prompt_tokens - cache.num_cached_tokens,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.prefix.index import MAX_FOLLOWING
+from stemma.server.admission.caller import caller
 
 MAX_EXPLANATIONS = 1024
 MAX_EXPLANATION_BYTES = 4 << 20
@@ -28,6 +29,8 @@ class Explanation:
     """Prompt tokens that lead to the place, `MAX_FOLLOWING` at most."""
     yours: tuple[int, ...]
     """Prompt tokens from there on, `MAX_FOLLOWING` at most."""
+    x_request_id: str = ""
+    """Of the HTTP request that it came with."""
 
     @classmethod
     def of(cls, request: GenerationRequest, cache: CacheReport) -> Explanation:
@@ -41,6 +44,7 @@ class Explanation:
             num_common_tokens=at,
             before=tuple(prompt[max(0, at - MAX_FOLLOWING) : at].tolist()),
             yours=tuple(prompt[at : at + MAX_FOLLOWING].tolist()),
+            x_request_id=caller().x_request_id,
         )
 
     @property
@@ -48,7 +52,7 @@ class Explanation:
         """About how much memory it takes."""
         cached = self.cache.parting.cached_token_ids if self.cache.parting is not None else ()
         num_items = len(self.before) + len(self.yours) + len(cached)
-        return _BASE_BYTES + _BYTES_PER_ITEM * num_items + len(self.request_id)
+        return _BASE_BYTES + _BYTES_PER_ITEM * num_items + len(self.request_id) + len(self.x_request_id)
 
 
 class Explanations:
@@ -74,8 +78,16 @@ class Explanations:
             self.num_bytes -= self._notes.popitem(last=False)[1].num_bytes
 
     def find(self, request_id: str) -> Explanation | None:
-        """Return the note of a request; of a completion of several prompts that of the first."""
-        return self._notes.get(request_id) or self._notes.get(f"{request_id}-0")
+        """Return the note of a request, or of the newest one with this `x-request-id`.
+
+        Of a completion of several prompts that of the first.
+        """
+        found = self._notes.get(request_id) or self._notes.get(f"{request_id}-0")
+        if found is None:
+            found = next(
+                (one for one in reversed(self._notes.values()) if one.x_request_id == request_id), None
+            )
+        return found
 
     def last(self) -> Explanation | None:
         """Return the newest note."""

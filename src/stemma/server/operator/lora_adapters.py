@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from stemma.errors import AdapterError, InvalidRequest, NotFound
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute
+from stemma.server.errors import openai_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
+from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
 
-router = APIRouter(route_class=AdminRoute)
+router = Router(openai_error)
 _MAX_PATH = 4096
 
 
@@ -40,7 +40,7 @@ class UnloadAdapterRequest(RequestModel):
     lora_name: Name
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", OPERATOR, openapi_extra=takes(LoadAdapterRequest))
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in ``lora_path`` as ``lora_name``."""
     context = context_of(request)
@@ -56,7 +56,7 @@ async def load_adapter(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterRequest))
+@router.post("/v1/unload_lora_adapter", OPERATOR, openapi_extra=takes(UnloadAdapterRequest))
 async def unload_adapter(request: Request) -> Response:
     """Serve ``lora_name`` no more; requests under way end as they began."""
     context = context_of(request)

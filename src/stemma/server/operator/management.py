@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute, OpenAIRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
 from stemma.server.operator.metric_aliases import render_aliases
 from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.requests.models import check_model, served_names
+from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, Router
 
-open_router = APIRouter()
+open_router = Router(openai_error)
 """Needs no API key: load balancers ask it."""
-router = APIRouter(route_class=OpenAIRoute)
-admin_router = APIRouter(route_class=AdminRoute, prefix="/admin")
+router = Router(openai_error)
+admin_router = Router(openai_error, prefix="/admin")
 
 
-@open_router.get("/health")
+@open_router.get("/health", PUBLIC)
 async def health(request: Request) -> Response:
     """200 while requests are taken; 503 once the engine has failed, with the reason, or the server drains."""
     context = context_of(request)
@@ -54,13 +54,13 @@ def _model_cards(context: ServerContext) -> list[dict[str, Any]]:
     ]
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", TENANT)
 async def list_models(request: Request) -> Response:
     """The model that is served, and its adapters."""
     return json_response({"object": "list", "data": _model_cards(context_of(request))})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", TENANT)
 async def get_model(request: Request) -> Response:
     """The served model or one of its adapters, or 404."""
     context, name = context_of(request), request.path_params["name"]
@@ -69,18 +69,18 @@ async def get_model(request: Request) -> Response:
     return json_response(next((card for card in named if card["id"] == name), model))
 
 
-@router.get("/metrics")
+@router.get("/metrics", SUMS)
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format."""
     context = context_of(request)
     stats = await context.engine.stats()
-    text = context.metrics.render(stats)
+    text = context.metrics.render(stats, context.admission.states())
     for names in context.metric_aliases:
         text += render_aliases(names, context.metrics, stats, context.engine.model_name)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-@admin_router.get("/stats")
+@admin_router.get("/stats", OPERATOR)
 async def engine_stats(request: Request) -> Response:
     """The engine's counters and gauges as JSON."""
     stats = await context_of(request).engine.stats()
@@ -95,6 +95,7 @@ async def engine_stats(request: Request) -> Response:
 
 @admin_router.get(
     "/cache/tree",
+    OPERATOR,
     openapi_extra=parameter("max_tokens", {"type": "integer", "minimum": 1, "maximum": 1000}),
 )
 async def draw_tree(request: Request) -> Response:

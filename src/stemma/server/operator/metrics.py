@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from stemma.budgets import BudgetState
 from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
 from stemma.server.operator.tier_metrics import tier_metrics
 from stemma.server.requests.ignored_hints import IgnoredHints
@@ -28,6 +29,7 @@ class _EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.latest: EngineStats | None = None
+        self.budgets: Sequence[BudgetState] = ()
 
     def collect(self) -> Iterable[Metric]:
         stats = self.latest
@@ -84,6 +86,22 @@ class _EngineCollector(Collector):
         yield misses
         if stats.transfer is not None:
             yield from tier_metrics(stats.transfer)
+        yield from budget_metrics(self.budgets)
+
+
+def budget_metrics(budgets: Sequence[BudgetState]) -> Iterable[Metric]:
+    """Yield what is held of each budget, its limit, and the requests that it refused."""
+    held = GaugeMetricFamily("stemma_budget_held", "Units in use of each budget", labels=["budget"])
+    limit = GaugeMetricFamily("stemma_budget_limit", "Units that may be in use", labels=["budget"])
+    refused = CounterMetricFamily(
+        "stemma_budget_refused", "Requests refused, by whose part was used up", labels=["budget", "part"]
+    )
+    for one in budgets:
+        held.add_metric([one.name], one.held)
+        limit.add_metric([one.name], one.limit)
+        refused.add_metric([one.name, "all"], one.num_refused)
+        refused.add_metric([one.name, "tenant"], one.num_refused_shares)
+    yield from (held, limit, refused)
 
 
 class Throughput:
@@ -184,9 +202,9 @@ class ServerMetrics:
         """Return what the registry holds."""
         return self._registry.collect()
 
-    def render(self, stats: EngineStats) -> bytes:
+    def render(self, stats: EngineStats, budgets: Sequence[BudgetState] = ()) -> bytes:
         """Return everything in Prometheus' text format."""
-        self._engine.latest = stats
+        self._engine.latest, self._engine.budgets = stats, budgets
         return generate_latest(self._registry)
 
 

@@ -11,19 +11,19 @@ import ipaddress
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
 from stemma.server.context import Maintenance, ServerContext, context_of
-from stemma.server.errors import AdminRoute, TGIRoute, json_response
+from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object
+from stemma.server.routes import OPERATOR, TENANT, Router
 
-router = APIRouter(route_class=TGIRoute)
-command_router = APIRouter(route_class=AdminRoute)
+router = Router(tgi_error)
+command_router = Router(openai_error)
 
 STATUS_READY, STATUS_NORMAL, STATUS_ABNORMAL, STATUS_PAUSED = 0, 1, 2, 3
 """The original's numbers; 4, while it starts, is never seen: nothing listens before."""
@@ -101,7 +101,7 @@ class RolesV2(BaseModel):
     peers: Annotated[list[list[RoleNodeV2]], Field(max_length=_MAX_PEERS)] | None = None
 
 
-@router.get("/v1/engine-server/running-status")
+@router.get("/v1/engine-server/running-status", TENANT)
 async def running_status(request: Request) -> Response:
     """Whether the engine runs, as the original's number, and the failures."""
     context = context_of(request)
@@ -117,7 +117,7 @@ async def running_status(request: Request) -> Response:
     return json_response({"status": STATUS_ABNORMAL, "errors": [error]})
 
 
-@command_router.post("/v1/engine-server/fault-handling-command", openapi_extra=takes(FaultCommand))
+@command_router.post("/v1/engine-server/fault-handling-command", OPERATOR, openapi_extra=takes(FaultCommand))
 async def fault_handling_command(request: Request) -> Response:
     """Pause the engine, or start it again: ``{"cmd": 0}`` pauses, 1 sets up again, 2 starts, 3 pauses."""
     try:
@@ -149,13 +149,13 @@ async def _execute(context: ServerContext, command: int) -> bool:
     return True
 
 
-@command_router.post("/v1/role/{role}", openapi_extra=takes(RolesV1))
+@command_router.post("/v1/role/{role}", OPERATOR, openapi_extra=takes(RolesV1))
 async def role_v1(request: Request) -> Response:
     """Say whether the server has this role: prefill, decode or flex."""
     return await _role(request, RolesV1, ("prefill", "decode", "flex"))
 
 
-@command_router.post("/v2/role/{role}", openapi_extra=takes(RolesV2))
+@command_router.post("/v2/role/{role}", OPERATOR, openapi_extra=takes(RolesV2))
 async def role_v2(request: Request) -> Response:
     """The same, with the later shape of the body; prefill or decode."""
     return await _role(request, RolesV2, ("prefill", "decode"))

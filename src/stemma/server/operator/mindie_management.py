@@ -7,21 +7,21 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import EngineStats
 from stemma.errors import Forbidden, InvalidRequest, UnknownModel
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute, TGIRoute, json_response
+from stemma.server.errors import json_response, openai_error, tgi_error
 from stemma.server.requests.models import served_names
+from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, Router
 from stemma.types import Tier
 
-open_router = APIRouter()
+open_router = Router(openai_error)
 """Health needs no API key: load balancers ask it."""
-router = APIRouter(route_class=TGIRoute)
-stop_router = APIRouter(route_class=AdminRoute)
+router = Router(tgi_error)
+stop_router = Router(openai_error)
 
 MAX_TIMED_S = 600
 DEFAULT_TIMED_S = 600
@@ -30,7 +30,7 @@ _BUSY = "Service is alive but busy"
 _TIMED = re.compile(r"-([1-9][0-9]{0,2})")
 
 
-@open_router.get("/v2/health/live")
+@open_router.get("/v2/health/live", PUBLIC)
 async def live(request: Request) -> Response:
     """200 while the process can serve, busy or not; 500 once the engine has failed."""
     context = context_of(request)
@@ -43,13 +43,13 @@ async def live(request: Request) -> Response:
     return Response()
 
 
-@open_router.get("/v2/health/ready")
+@open_router.get("/v2/health/ready", PUBLIC)
 async def ready(request: Request) -> Response:
     """200 while new requests are taken at once; 503 when the queue is full or the server drains."""
     return await _readiness(context_of(request))
 
 
-@open_router.get("/v2/models/{model}/ready")
+@open_router.get("/v2/models/{model}/ready", PUBLIC)
 async def model_ready(request: Request) -> Response:
     """The same for the one model; 404 for others."""
     context = context_of(request)
@@ -88,8 +88,8 @@ async def _is_busy(context: ServerContext) -> bool:
     return stats.num_waiting >= context.settings.engine.scheduler.max_waiting
 
 
-@open_router.get("/health/timed")
-@open_router.get("/health/timed{suffix}")
+@open_router.get("/health/timed", PUBLIC)
+@open_router.get("/health/timed{suffix}", PUBLIC)
 async def timed_health(request: Request) -> Response:
     """200 if the step loop answers within N seconds: ``/health/timed-N``; 600 without a number."""
     context = context_of(request)
@@ -110,7 +110,7 @@ async def timed_health(request: Request) -> Response:
     return json_response({"status": "healthy"})
 
 
-@router.get("/v2/models/{model}/getSlotCount")
+@router.get("/v2/models/{model}/getSlotCount", SUMS)
 async def slot_count(request: Request) -> Response:
     """How many requests may run at once, how many more may, and the tokens that fit."""
     context = context_of(request)
@@ -136,7 +136,7 @@ def _available_blocks(stats: EngineStats) -> int:
     return min(stats.num_blocks, stats.num_free_blocks + stats.num_cached_blocks)
 
 
-@router.get("/info")
+@router.get("/info", TENANT)
 async def info(request: Request) -> Response:
     """The fields of TGI's `/info` that apply here."""
     context = context_of(request)
@@ -171,7 +171,7 @@ async def info(request: Request) -> Response:
     )
 
 
-@router.get("/v1/config")
+@router.get("/v1/config", TENANT)
 async def config(request: Request) -> Response:
     """Sizes of the model as it is served."""
     context = context_of(request)
@@ -190,8 +190,8 @@ async def config(request: Request) -> Response:
     )
 
 
-@router.get("/v1/status")
-@router.get("/v2/status")
+@router.get("/v1/status", SUMS)
+@router.get("/v2/status", SUMS)
 async def status(request: Request) -> Response:
     """Role, requests and blocks."""
     context = context_of(request)
@@ -222,7 +222,7 @@ async def status(request: Request) -> Response:
     )
 
 
-@router.get("/metrics-json")
+@router.get("/metrics-json", SUMS)
 async def metrics_json(request: Request) -> Response:
     """Mean times in ms, requests and blocks, as MindIE's coordinator reads them."""
     context = context_of(request)
@@ -243,7 +243,7 @@ async def metrics_json(request: Request) -> Response:
     return json_response({"resultType": "vector", "result": result})
 
 
-@stop_router.get("/stopService")
+@stop_router.get("/stopService", OPERATOR, has_head=False)
 async def stop_service(request: Request) -> Response:
     """Drain and stop, as SIGTERM does; ``?mode=Force`` gives running requests 5 s."""
     if request.headers.get("sec-fetch-site", "none") != "none":

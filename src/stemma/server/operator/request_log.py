@@ -32,6 +32,8 @@ def request_line(record: RequestRecord) -> str:
         ("api", record.api),
         ("outcome", record.outcome),
     ]
+    if record.x_request_id:
+        pairs.append(("x_request_id", record.x_request_id))
     if record.tenant:
         pairs.append(("tenant", _clean(record.tenant)))
     pairs.append(("prompt_tokens", record.num_prompt_tokens))

@@ -48,6 +48,7 @@ class Tracing:
         Raises ConfigError if the packages are missing.
         """
         try:
+            import requests  # the exporter's own
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -55,7 +56,9 @@ class Tracing:
         except ImportError as error:
             raise ConfigError(_INSTALL) from error
         provider = TracerProvider(resource=Resource.create({"service.name": "stemma"}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        session = requests.Session()
+        session.trust_env = False  # as all our calls (http.py)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, session=session)))
         return cls(provider)
 
     def capture(self) -> Context:
@@ -149,6 +152,7 @@ class TracingMiddleware:
 def _attributes(record: RequestRecord) -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
         "stemma.request_id": record.request_id,
+        "stemma.x_request_id": record.x_request_id,
         "stemma.api": record.api,
         "stemma.outcome": record.outcome,
         "gen_ai.usage.input_tokens": record.num_prompt_tokens,

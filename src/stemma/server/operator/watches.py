@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.server.admission.caller import caller
 from stemma.server.operator.metrics import ServerMetrics, cached_share
 from stemma.types import FinishReason
 
@@ -46,6 +47,8 @@ class RequestRecord:
     load_s: float = 0.0
     """Of that: the wait for lower tiers."""
     first_token_s: float | None = None
+    x_request_id: str = ""
+    """Of the HTTP request that it came with."""
     trace_context: object = None
     """What `Watches.capture` returned when it arrived."""
 
@@ -102,6 +105,7 @@ class RequestWatch:
         self.request = request
         self.api = api
         self._trace_context = watches.capture()
+        self._x_request_id = caller().x_request_id
         self.arrived_at = watches.wall()
         """Seconds since 1970."""
         self._arrived = self._metrics.clock()
@@ -164,6 +168,7 @@ class RequestWatch:
                 queue_s=None if last is None else last.queue_wait_s,
                 load_s=0.0 if last is None else last.load_s,
                 first_token_s=None if self._first is None else self._first - self._arrived,
+                x_request_id=self._x_request_id,
                 trace_context=self._trace_context,
             )
         )

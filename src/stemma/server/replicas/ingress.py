@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from stemma.cluster.replica_calls import CallRouter, RoutedCall
 from stemma.config.cluster import ClusterFile
+from stemma.http import async_http_client
 from stemma.model.located import located_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.access import Access
@@ -50,11 +51,16 @@ class Ingress:
         settings = cluster.settings
         self._block_size = settings.engine.cache.block_size
         self._encoder = PromptEncoder(Tokenizer(located_model(settings.engine.model).path))
+        access = Access(settings.server)
         self._options = RouteOptions(
-            settings.server.host, settings.server.max_body_bytes, Access(settings.server).admin_key
+            settings.server.host,
+            settings.server.max_body_bytes,
+            access.admin_key,
+            settings.server.body_memory,
+            access,
         )
         transport = ReplicaTransport(replicas)
-        client = httpx.AsyncClient(transport=transport, timeout=httpx.Timeout(READ_TIMEOUT_S))
+        client = async_http_client(transport=transport, timeout=httpx.Timeout(READ_TIMEOUT_S))
         self.relay = Relay(client, self._options)
         self._router: CallRouter | None = None
         self.num_requests = 0

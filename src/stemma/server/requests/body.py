@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest
+from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, WrongMediaType
 from stemma.server.access import tenant_of
+from stemma.server.admission.caller import caller
 from stemma.server.context import context_of
 from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.json_input import parse_json
@@ -36,17 +37,29 @@ async def read_bytes(request: Request) -> bytes:
 
 
 async def body_chunks(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body as it comes; raise BodyTooLarge beyond `max_body_bytes`."""
+    """Yield the body as it comes; raise BodyTooLarge beyond `max_body_bytes`.
+
+    What came is held until the request is answered. Raises RateLimited or Overloaded if bodies hold too much.
+    """
     limit = context_of(request).settings.server.max_body_bytes
     tenant = tenant_of(request)
     if tenant is not None and tenant.entry.max_body_bytes is not None:
         limit = min(limit, tenant.entry.max_body_bytes)
+    bodies, one = context_of(request).admission.bodies, caller()
+    limit = min(limit, bodies.most(one.tenant))
     async for chunk in limited_chunks(request, limit):
+        one.holding.take(bodies, len(chunk), one.tenant)
         yield chunk
 
 
 async def limited_chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body as it comes; raise BodyTooLarge beyond `limit` bytes, at once if it is declared."""
+    """Yield the body as it comes; raise BodyTooLarge beyond `limit` bytes, at once if it is declared.
+
+    Raises WrongMediaType for a compressed body.
+    """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise WrongMediaType(f"send the body as it is, not with 'Content-Encoding: {coding[:32]}'")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise BodyTooLarge(f"the body has {declared} bytes; the limit is {limit}")

@@ -121,4 +121,4 @@ async def conversation_tokens(
         )
         return tokenize(context, text, add_special_tokens=False, salt=salt)
 
-    return await context.in_thread(render_and_tokenize)
+    return await context.tokenize_in_thread(render_and_tokenize)

@@ -28,7 +28,7 @@ async def tokenized(
         tokens = known.find(tokenizer, text, salt, add_special_tokens=add_special_tokens, most_new_chars=most)
         if tokens is not None:
             return tokens
-    return await context.in_thread(
+    return await context.tokenize_in_thread(
         partial(tokenize, context, text, add_special_tokens=add_special_tokens, salt=salt)
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from stemma.server.access import has_key
 from stemma.server.errors import json_response
 from stemma.server.routing.prompts import GENERATING
 from stemma.server.routing.relay import Relay, RouteOptions
-from stemma.server.transport.headers import HeaderGuard
+from stemma.server.transport.headers import Entrance
 
 
 class Proxy(Protocol):
@@ -42,6 +43,8 @@ class Proxy(Protocol):
 def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
     """Return the application; it closes the proxy's HTTP client at its end."""
 
+    proxy.relay.ask_for_keys(proxy.urls)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
@@ -64,12 +67,13 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
         up = await asyncio.gather(*(proxy.relay.is_healthy(url) for url in proxy.urls))
         body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
         if has_key(request, options.admin_key):
+            body["budgets"] = [asdict(proxy.relay.bodies.state())]
             body |= {"servers": dict(zip(proxy.urls, up, strict=True)), **proxy.describe()}
         return json_response(body, 200 if any(up) else 503)
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
-    app.add_middleware(HeaderGuard)
+    app.add_middleware(Entrance)
     app.add_route("/health", health, methods=["GET"])
     for path in GENERATING:
         app.add_route(path, generate, methods=["POST"])

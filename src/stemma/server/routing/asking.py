@@ -14,10 +14,12 @@ from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask
 from stemma.errors import StemmaError
 from stemma.model.tokenizer import Tokenizer
-from stemma.server.requests.workers import WorkerThreads
+from stemma.server.admission.caller import caller
+from stemma.server.admission.ledger import shared
 from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
+from stemma.workers import WorkerThreads
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ TOKENIZE_TIMEOUT_S = 5.0
 _CHARS_PER_TOKEN = 4
 """What a prompt costs whose tokens aren't known."""
 _NUM_ENCODERS = 2
+_MAX_WAITING = 256
 
 
 def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) -> Ask:
@@ -43,7 +46,8 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._threads = WorkerThreads(_NUM_ENCODERS, "stemma-route-tokenizer", LoggingSupervisor())
+        waiting = shared("tokenizing_queue", "prompts that wait to be tokenized", _MAX_WAITING)
+        self._threads = WorkerThreads(_NUM_ENCODERS, "stemma-route-tokenizer", LoggingSupervisor(), waiting)
 
     async def tokens(self, body: Mapping[str, Any]) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
@@ -55,7 +59,9 @@ class PromptEncoder:
             return None
         encode = partial(_encode, self._tokenizer, text, messages, body.get("tools"))
         try:
-            return await self._threads.run(encode, limit_s=TOKENIZE_TIMEOUT_S, what="tokenizing")
+            return await self._threads.run(
+                encode, limit_s=TOKENIZE_TIMEOUT_S, what="tokenizing", owner=caller().tenant
+            )
         except StemmaError as error:
             _log.warning("a prompt's place in the caches isn't known: %s", error)
             return None

@@ -37,11 +37,11 @@ from stemma.server.routing.relay import (
     Relay,
     Relayed,
     RouteOptions,
-    http_client,
     kept_headers,
     nobody_answers,
     path_of,
     read_body,
+    relay_client,
 )
 from stemma.types import TokenArray
 
@@ -270,5 +270,5 @@ def create_fleet_app(
     if any(server.events for server in servers) and find_spec("zmq") is None:
         raise ConfigError("KV events need ZMQ: pip install 'stemma[events]'")
     options = options or RouteOptions()
-    fleet = Fleet(servers, router, Relay(client or http_client(), options), tokenizer=tokenizer)
+    fleet = Fleet(servers, router, Relay(client or relay_client(), options), tokenizer=tokenizer)
     return create_proxy_app(fleet, options)

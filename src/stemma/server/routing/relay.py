@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -20,12 +20,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from stemma.budgets import Holding
 from stemma.config.settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, StemmaError
+from stemma.http import async_http_client
 from stemma.server.access import Access
+from stemma.server.admission.caller import caller
+from stemma.server.admission.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
 from stemma.server.requests.body import limited_chunks
 from stemma.server.requests.json_input import parse_json
+from stemma.server.routing.keys import AskedKeys, Keys, OwnKeys
 from stemma.server.transport.disconnect import unless_disconnected
 from stemma.server.transport.planes import Plane, plane_of
 
@@ -62,6 +67,10 @@ class RouteOptions:
     max_body_bytes: int = 64 * 2**20
     admin_key: str | None = None
     """Shows the servers' URLs on `/health`."""
+    body_memory: int = 512 * 2**20
+    """Bytes of bodies that are passed on at once; one key may hold half of them."""
+    access: Access | None = None
+    """The servers' own keys, where they are known; None: a server is asked."""
 
 
 class Relayed(StreamingResponse):
@@ -85,21 +94,44 @@ class Relay:
         self.num_broken_streams = 0
         self._options = options
         self._access = Access(ServerSettings(host=options.host))
+        self.bodies = shared("body_bytes", "bytes of request bodies", options.body_memory)
+        self._keys: Keys | None = None if options.access is None else OwnKeys(options.access)
+
+    def ask_for_keys(self, urls: Sequence[str]) -> None:
+        """Ask these servers for keys, where the proxy doesn't know them."""
+        self._keys = self._keys or AskedKeys(self.client, urls)
 
     async def answered(
         self, request: Request, work: Callable[[Request, bytes], Coroutine[Any, Any, Response]]
     ) -> Response:
-        """Read the body and do the work on it; its errors, and a client that leaves, become responses."""
+        """Check who asks, read the body and do the work on it.
+
+        Its errors, and a client that leaves, become responses. A body counts until its answer begins.
+        """
+        held = Holding()
         try:
+            self._access.check_page(request)
             if not {"authorization", "x-api-key"} & set(request.headers):
                 self._access.check(request)
-            chunks = limited_chunks(request, self._options.max_body_bytes)
-            content = b"".join([chunk async for chunk in chunks])
+            if self._keys is not None and (refusal := await self._keys.refusal(request)) is not None:
+                return refusal
+            content = await self._read(request, held)
             return await unless_disconnected(request, work(request, content))
         except ClientDisconnected:
             return Response(status_code=STATUS_CLIENT_CLOSED)
         except StemmaError as error:
             return openai_error(error)
+        finally:
+            held.close()
+
+    async def _read(self, request: Request, held: Holding) -> bytes:
+        owner = caller().tenant
+        limit = min(self._options.max_body_bytes, self.bodies.most(owner))
+        chunks = []
+        async for chunk in limited_chunks(request, limit):
+            held.take(self.bodies, len(chunk), owner)
+            chunks.append(chunk)
+        return b"".join(chunks)
 
     async def ask(
         self,
@@ -170,10 +202,10 @@ class Relay:
             await upstream.aclose()
 
 
-def http_client() -> httpx.AsyncClient:
+def relay_client() -> httpx.AsyncClient:
     """Return the client that a proxy asks its servers with."""
     timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    return async_http_client(timeout=timeout, limits=httpx.Limits(max_connections=None))
 
 
 def nobody_answers() -> Response:
@@ -183,7 +215,8 @@ def nobody_answers() -> Response:
 
 def kept_headers(request: Request) -> dict[str, str]:
     """Return the headers that are passed on."""
-    return {name: value for name, value in request.headers.items() if name in _KEPT_HEADERS}
+    kept = {name: value for name, value in request.headers.items() if name in _KEPT_HEADERS}
+    return {**kept, "x-request-id": caller().x_request_id}
 
 
 def path_of(request: Request) -> str:

@@ -33,11 +33,11 @@ from stemma.server.routing.relay import (
     Relay,
     Relayed,
     RouteOptions,
-    http_client,
     kept_headers,
     nobody_answers,
     path_of,
     read_body,
+    relay_client,
 )
 
 _log = logging.getLogger(__name__)
@@ -229,4 +229,4 @@ def create_groups_app(
 ) -> FastAPI:
     """Return the proxy in front of several groups. Raises ConfigError if one lacks either kind of server."""
     options = options or RouteOptions()
-    return create_proxy_app(Groups(groups, Relay(client or http_client(), options)), options)
+    return create_proxy_app(Groups(groups, Relay(client or relay_client(), options)), options)

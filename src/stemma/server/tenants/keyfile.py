@@ -31,6 +31,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from stemma.config.sizes import ByteSize
+from stemma.config.words import warn_if_others_read
 from stemma.errors import ConfigError
 from stemma.types import Tier
 
@@ -91,6 +92,7 @@ class KeyFile:
         self._stamp = _stamp(path)
         self._next_look = clock() + LOOK_EVERY_S
         self._secret, self._by_hash = _read(path)
+        warn_if_others_read(path)
 
     def reload(self) -> None:
         """Read the file again. Raises ConfigError and keeps what it has if the file can't be used."""

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import logging
 import resource
+import socket
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from stemma.budgets import Budget
 from stemma.config.settings import ServerSettings
+from stemma.server.admission.sockets import OpenSocket, OpenSockets
 
 logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 * 1024
@@ -28,7 +30,11 @@ _ANSWERED_BODY_TIMEOUT_S = 5.0
 """Time limit for the rest of a body whose request is answered already."""
 _REPEAT_AFTER_S = 10.0
 ACCEPT_BURST = 64
-"""Connections accepted in one turn of the event loop, by which the limit may be exceeded for a moment."""
+"""Connections accepted in one turn of the event loop; as many may be closing."""
+_SIDE_PORT_PART = 8
+"""A port of management or metrics has one connection for so many of the main one's."""
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.02, 1.0
 
 
 def raise_file_limit() -> int:
@@ -45,13 +51,23 @@ def connection_limit(wanted: int, num_files: int) -> int:
     return max(1, min(wanted, num_files - ACCEPT_BURST - min(_RESERVED_FILES, num_files // 2)))
 
 
+def open_sockets(settings: ServerSettings, num_ports: int = 1) -> list[OpenSockets]:
+    """Return the sockets of each port, the main one's first. Raises the process' limit of open files."""
+    limit = connection_limit(settings.max_connections, raise_file_limit())
+    beside = max(1, limit // _SIDE_PORT_PART)
+    limits = [max(1, limit - (num_ports - 1) * beside), *(beside for _ in range(num_ports - 1))]
+    names = ["connections", *(f"connections_{number}" for number in range(2, num_ports + 1))]
+    return [
+        OpenSockets(Budget(*one)) for one in zip(names, ("connections",) * num_ports, limits, strict=True)
+    ]
+
+
 def make_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
     """Return the protocol class for uvicorn's `http` option, with the limits of `settings`."""
 
     class LimitedProtocol(GuardedProtocol):
         header_timeout_s = settings.header_timeout_s
         body_timeout_s = settings.body_timeout_s
-        max_connections = connection_limit(settings.max_connections, raise_file_limit())
 
     return LimitedProtocol
 
@@ -61,28 +77,53 @@ class GuardedProtocol(HttpToolsProtocol):
 
     header_timeout_s: float
     body_timeout_s: float
-    max_connections: int
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, opened: OpenSocket, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._opened = opened
         self._deadline: asyncio.TimerHandle | None = None
         self._is_reading_headers = False
         self._num_header_bytes = 0
         self._body_is_open = False
+        self._peer_is_done = False
+        """Whether the client has closed its half of the connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close a connection beyond the limit; else start the deadline of the headers."""
+        """Start the deadline of the headers."""
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            logger.warning("more than %d connections: closing new ones", self.max_connections)
-            transport.abort()
-            return
+        self._opened.close = transport.abort
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
         self._stop_clock()
+        self._opened.ended()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more: it has left, or it has closed its half and waits for its answer.
+
+        Return whether to keep the other half. Whoever has left answers an interim response with a reset.
+        """
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered or self._body_is_open or self.scheme == "https":
+            return False
+        self._peer_is_done = True
+        if not self.cycle.response_started and self.scope["http_version"] != "1.0":
+            self.transport.write(_PROBE)
+        self.loop.call_later(_FIRST_PROBE_S, self._look_for_reset, _FIRST_PROBE_S)
+        return True
+
+    def _look_for_reset(self, waited_s: float) -> None:
+        """Abort if the client has left: the loop doesn't watch a connection that has been read to its end."""
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        wait_s = min(_LAST_PROBE_S, 2 * waited_s)
+        self.loop.call_later(wait_s, self._look_for_reset, wait_s)
 
     def data_received(self, data: bytes) -> None:
         """Parse; refuse headers that are too large."""
@@ -114,17 +155,25 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_is_open = False
         self._num_header_bytes = 0
         self._stop_clock()
+        self._opened.works()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Don't wait long for the rest of a body that nobody reads."""
         super().on_response_complete()
-        if self._body_is_open and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._body_is_open:
             self._start_clock(min(self.body_timeout_s, _ANSWERED_BODY_TIMEOUT_S))
+        elif self.cycle.response_complete:
+            self._opened.idles()
+            if self._peer_is_done:
+                self.transport.close()
 
     def _wait_for_headers(self) -> None:
         self._is_reading_headers = True
         self._num_header_bytes = 0
+        self._opened.waits()
         self._start_clock(self.header_timeout_s)
 
     def _start_clock(self, limit_s: float) -> None:
@@ -167,23 +216,7 @@ class RepeatFilter(logging.Filter):
 
 def quiet_logs() -> None:
     """Bound what malformed requests and floods of connections write into the log."""
-    for name in ("uvicorn.error", __name__):
+    for name in ("uvicorn.error", __name__, "stemma.server.transport.acceptor"):
         log = logging.getLogger(name)
         if not any(isinstance(one, RepeatFilter) for one in log.filters):
             log.addFilter(RepeatFilter())
-
-
-class LoopErrors:
-    """Exception handler of the event loop: without files to accept with, one line in a while says so."""
-
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """Write what asyncio reports."""
-        if "socket.accept" not in str(context.get("message", "")):
-            loop.default_exception_handler(dict(context))
-            return
-        if time.monotonic() - self._last >= _REPEAT_AFTER_S:
-            self._last = time.monotonic()
-            logger.error("no connection can be accepted: %s", context.get("exception"))

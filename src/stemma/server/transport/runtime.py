@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
-import socket
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -22,11 +21,13 @@ from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.client import EngineClient
 from stemma.engine.core import tally
 from stemma.server.access import Access
+from stemma.server.admission.sockets import OpenSockets
 from stemma.server.app import create_app
 from stemma.server.context import ServerContext
 from stemma.server.operator import request_log
-from stemma.server.transport.connections import ACCEPT_BURST, LoopErrors, make_protocol, quiet_logs
-from stemma.server.transport.planes import BACKLOG, Listeners, PlaneFilter, PlaneListener
+from stemma.server.transport.acceptor import AdmittingServer
+from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
+from stemma.server.transport.planes import Listeners, PlaneFilter, PlaneListener
 
 EXIT_CLEAN = 0
 EXIT_CUT_OFF = 1
@@ -37,11 +38,17 @@ _CLOSE_TIMEOUT_S = 5
 """Time after the drain for clients to read the end of their answers."""
 
 
-class _PortServer(uvicorn.Server):
+class _PortServer(AdmittingServer):
     """uvicorn's server on one port. Signals and the app's lifespan belong to the main port's."""
 
     def __init__(
-        self, app: ASGIApp, port: PlaneListener, settings: ServerSettings, *, is_main: bool = False
+        self,
+        app: ASGIApp,
+        port: PlaneListener,
+        settings: ServerSettings,
+        sockets: OpenSockets,
+        *,
+        is_main: bool = False,
     ) -> None:
         config = uvicorn.Config(
             PlaneFilter(app, port.planes),
@@ -53,17 +60,10 @@ class _PortServer(uvicorn.Server):
             http=make_protocol(settings),
             ws="none",
             server_header=False,
-            backlog=ACCEPT_BURST,
         )
         config.load()
         config.ssl = port.tls
-        super().__init__(config)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening; the kernel may queue more connections than are accepted in one turn."""
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)
+        super().__init__(config, sockets, settings.header_timeout_s)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -74,8 +74,15 @@ class _PortServer(uvicorn.Server):
 class _DrainingServer(_PortServer):
     """The main port's, except that the first signal drains before it stops."""
 
-    def __init__(self, app: ASGIApp, port: PlaneListener, context: ServerContext, settings: Settings) -> None:
-        super().__init__(app, port, settings.server, is_main=True)
+    def __init__(
+        self,
+        app: ASGIApp,
+        port: PlaneListener,
+        context: ServerContext,
+        settings: Settings,
+        sockets: OpenSockets,
+    ) -> None:
+        super().__init__(app, port, settings.server, sockets, is_main=True)
         self.exit_code = EXIT_CLEAN
         self._context = context
         self._timeout_s = settings.server.drain_timeout_s
@@ -128,13 +135,18 @@ def serve(
     show_wanted_logs(settings)
     app = create_app(engine, settings)
     main = listeners.main
-    server = _DrainingServer(app, main, app.state.context, settings)
-    app.state.context.stop = server.stop
-    others = [(_PortServer(app, port, settings.server), port.listener) for port in listeners.ports[1:]]
+    sockets, *beside = open_sockets(settings.server, len(listeners.ports))
+    context: ServerContext = app.state.context
+    context.admission.add(*(one.budget for one in (sockets, *beside)))
+    server = _DrainingServer(app, main, context, settings, sockets)
+    context.stop = server.stop
+    others = [
+        (_PortServer(app, port, settings.server, own), port.listener)
+        for port, own in zip(listeners.ports[1:], beside, strict=True)
+    ]
 
     async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(LoopErrors())
-        _reload_on_hangup(listeners, app.state.context.access)
+        _reload_on_hangup(listeners, context.access)
         tasks = [asyncio.create_task(other.serve(sockets=[listener])) for other, listener in others]
         on_ready(main.url)
         try:

@@ -59,6 +59,12 @@ class EventStream(Response):
         self._outputs = outputs
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
+    async def aclose(self) -> None:
+        """End without sending anything."""
+        await self._source.aclose()
+        if self._outputs is not None:
+            await self._outputs.aclose()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: D102 (ASGI's own signature)
         pump = asyncio.ensure_future(self._pump(send, scope.get(DIRECT_SEND, send)))
         gone = asyncio.ensure_future(until_disconnected(receive))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stemma.config.settings import TLSSettings
+from stemma.config.words import warn_if_others_read
 from stemma.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ def load_context(settings: TLSSettings) -> ssl.SSLContext:
     for path in (settings.cert, settings.key, *(settings.ca or ()), *(settings.crl or ())):
         _require(path)
     _load_pair(context, settings)
+    for secret in (settings.key, settings.key_password_file):
+        if secret is not None:
+            warn_if_others_read(secret)
     for path in settings.ca or ():
         _load_authority(context, path, "CA certificate")
     if settings.ca:

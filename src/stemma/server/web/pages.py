@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import NotFound
-from stemma.server.errors import OpenRoute
+from stemma.server.errors import openai_error
+from stemma.server.routes import PUBLIC, Router
 from stemma.server.web.assets import asset
 
-router = APIRouter(route_class=OpenRoute)
+router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _SWAGGER = "fastapi_offline"
 _FILES = {
@@ -24,20 +24,20 @@ _FILES = {
 """Path -> package and file."""
 
 
-@router.get("/")
+@router.get("/", PUBLIC)
 async def chat_page(request: Request) -> Response:
     """A page to chat on, which shows what each turn reused."""
     return asset(_PAGES, "chat.html")
 
 
-@router.get("/docs")
+@router.get("/docs", PUBLIC)
 async def docs_page(request: Request) -> Response:
     """The API's description, to read and to try; nothing in it comes from another host."""
     return asset(_PAGES, "docs.html")
 
 
-@router.get("/chat/{name}")
-@router.get("/docs/{name}")
+@router.get("/chat/{name}", PUBLIC)
+@router.get("/docs/{name}", PUBLIC)
 async def page_file(request: Request, name: str) -> Response:
     """Their styles and scripts."""
     found = _FILES.get(request.url.path)

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +17,7 @@ from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AnthropicRoute, anthropic_error_body, json_response
+from stemma.server.errors import anthropic_error, anthropic_error_body, json_response
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.operator.explain import explanation_of
@@ -26,15 +25,16 @@ from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import hinted
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import EventStream, event
 from stemma.types import FinishReason, RetentionRange
 
-router = APIRouter(route_class=AnthropicRoute)
+router = Router(anthropic_error)
 
 
-@router.post("/v1/messages", openapi_extra=takes(MessagesRequest))
+@router.post("/v1/messages", TENANT, openapi_extra=takes(MessagesRequest))
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
@@ -57,7 +57,7 @@ async def create_message(request: Request) -> Response:
     return json_response(reply.whole(result))
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=takes(CountTokensRequest))
+@router.post("/v1/messages/count_tokens", TENANT, openapi_extra=takes(CountTokensRequest))
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a conversation becomes."""
     context = context_of(request)

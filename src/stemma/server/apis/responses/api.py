@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +23,7 @@ from stemma.server.apis.responses.listing import item_page, whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import OpenAIRoute, json_response, openai_error_body
+from stemma.server.errors import json_response, openai_error, openai_error_body
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
@@ -32,12 +31,13 @@ from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import Retention, retained
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ConversationName, InputTokensRequest, ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
 from stemma.types import DEFAULT_PRIORITY, FinishReason, TokenArray, as_tokens
 
-router = APIRouter(route_class=OpenAIRoute)
+router = Router(openai_error)
 
 KNOWN_INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
 """What `include` may ask for that a model without tools of its own could give; here it has no effect."""
@@ -45,7 +45,7 @@ STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Priority of the blocks of stored conversations, which are likely to be continued."""
 
 
-@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
+@router.post("/v1/responses", TENANT, openapi_extra=takes(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
     context = context_of(request)
@@ -68,7 +68,7 @@ async def create_response(request: Request) -> Response:
     return json_response(await reply.whole(result))
 
 
-@router.post("/v1/responses/input_tokens", openapi_extra=takes(InputTokensRequest))
+@router.post("/v1/responses/input_tokens", TENANT, openapi_extra=takes(InputTokensRequest))
 async def count_input(request: Request) -> Response:
     """Count the tokens of the prompt that ``input`` becomes, after the conversation that it goes on from."""
     context = context_of(request)
@@ -81,7 +81,7 @@ async def count_input(request: Request) -> Response:
     return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", TENANT)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List what a stored response was given to, the newest first unless ``order=asc``."""
     context = context_of(request)
@@ -91,7 +91,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     return json_response(item_page(orjson.loads(found.input_items), request))
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", TENANT)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
     context = context_of(request)
@@ -101,7 +101,7 @@ async def get_response(request: Request, response_id: str) -> Response:
     return Response(found.response, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", TENANT)
 async def delete_response(request: Request, response_id: str) -> Response:
     """Drop a stored response. Later responses that continue it are kept."""
     context = context_of(request)

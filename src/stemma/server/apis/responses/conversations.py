@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,17 +16,18 @@ from stemma.server.apis.responses.listing import item_page, place_of, whole_item
 from stemma.server.apis.responses.output import new_id
 from stemma.server.apis.responses.store import Item, StoredConversation
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import OpenAIRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
+from stemma.server.routes import TENANT, Router
 from stemma.server.schemas.bounds import MAX_MESSAGES
 from stemma.server.schemas.responses import ConversationItems, ConversationRequest
 from stemma.types import TokenArray
 
-router = APIRouter(route_class=OpenAIRoute)
+router = Router(openai_error)
 
 
-@router.post("/v1/conversations", openapi_extra=takes(ConversationRequest))
+@router.post("/v1/conversations", TENANT, openapi_extra=takes(ConversationRequest))
 async def create(request: Request) -> Response:
     """Begin a conversation, with items or empty."""
     context = context_of(request)
@@ -41,13 +41,13 @@ async def create(request: Request) -> Response:
     return _answer(conversation_id, entry)
 
 
-@router.get("/v1/conversations/{conversation_id}")
+@router.get("/v1/conversations/{conversation_id}", TENANT)
 async def get(request: Request, conversation_id: str) -> Response:
     """Return when a conversation began, and its metadata."""
     return _answer(conversation_id, _found(context_of(request), request, conversation_id))
 
 
-@router.post("/v1/conversations/{conversation_id}", openapi_extra=takes(ConversationRequest))
+@router.post("/v1/conversations/{conversation_id}", TENANT, openapi_extra=takes(ConversationRequest))
 async def update(request: Request, conversation_id: str) -> Response:
     """Replace a conversation's metadata."""
     context = context_of(request)
@@ -58,7 +58,7 @@ async def update(request: Request, conversation_id: str) -> Response:
     return _answer(conversation_id, entry)
 
 
-@router.delete("/v1/conversations/{conversation_id}")
+@router.delete("/v1/conversations/{conversation_id}", TENANT)
 async def delete(request: Request, conversation_id: str) -> Response:
     """Drop a conversation. Responses that were part of it are kept."""
     context = context_of(request)
@@ -67,7 +67,7 @@ async def delete(request: Request, conversation_id: str) -> Response:
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-@router.post("/v1/conversations/{conversation_id}/items", openapi_extra=takes(ConversationItems))
+@router.post("/v1/conversations/{conversation_id}/items", TENANT, openapi_extra=takes(ConversationItems))
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Add items at the end of a conversation."""
     context = context_of(request)
@@ -85,20 +85,20 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     )
 
 
-@router.get("/v1/conversations/{conversation_id}/items")
+@router.get("/v1/conversations/{conversation_id}/items", TENANT)
 async def list_items(request: Request, conversation_id: str) -> Response:
     """List a conversation's items, the newest first unless ``order=asc``."""
     return json_response(item_page(_found(context_of(request), request, conversation_id).items(), request))
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}")
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Return one item."""
     items = _found(context_of(request), request, conversation_id).items()
     return json_response(items[place_of(items, item_id)])
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Take one item out of a conversation."""
     context = context_of(request)

@@ -8,20 +8,20 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import EngineStats
 from stemma.errors import InvalidRequest, Overloaded
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
 from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.operator.watches import RequestRecord, RequestWatch
+from stemma.server.routes import OPERATOR, Router
 from stemma.server.transport.sse import EventStream, event
 
-router = APIRouter(route_class=AdminRoute)
+router = Router(openai_error)
 MAX_STREAMS = 16
 MAX_UNDER_WAY, MAX_ENDED = 100, 500
 """Requests in one snapshot."""
@@ -29,13 +29,13 @@ EVERY_S = 1.0
 _SINCE = {"type": "integer", "minimum": 0, "maximum": 2**53}
 
 
-@router.get("/admin/live/now", openapi_extra=parameter("since", _SINCE))
+@router.get("/admin/live/now", OPERATOR, openapi_extra=parameter("since", _SINCE))
 async def now(request: Request) -> Response:
     """One snapshot; of requests that ended, those whose number is above ``since``."""
     return json_response(await snapshot(context_of(request), _since(request)))
 
 
-@router.get("/admin/live", openapi_extra=parameter("since", _SINCE))
+@router.get("/admin/live", OPERATOR, openapi_extra=parameter("since", _SINCE))
 async def live(request: Request) -> Response:
     """A snapshot each second as server-sent events, until the client leaves or the server stops."""
     context = context_of(request)
@@ -71,6 +71,7 @@ async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
         "started_at": context.started_at,
         "failure": context.engine.failure,
         "engine": engine_as_json(stats),
+        "budgets": [asdict(state) for state in context.admission.states()],
         "tenants": [{"name": name, **asdict(sums)} for name, sums in sorted(watches.tenants.items()) if name],
         "under_way": [_watch_as_json(watch) for watch in under_way],
         "ended": [_record_as_json(record) for record in ended],

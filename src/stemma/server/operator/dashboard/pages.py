@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import NotFound
-from stemma.server.errors import OpenRoute
+from stemma.server.errors import openai_error
+from stemma.server.routes import PUBLIC, Router
 from stemma.server.web.assets import asset
 
-router = APIRouter(route_class=OpenRoute)
+router = Router(openai_error)
 _PAGES = "stemma.insight.page"
 _FILES = frozenset({"style.css", "app.js", "charts.js", "tree.js", "feed.js"})
 NO_PLOTLY = "charts need plotly: pip install 'stemma[dashboard]'"
 
 
-@router.get("/dashboard")
+@router.get("/dashboard", PUBLIC)
 async def page(request: Request) -> Response:
     """The page itself."""
     return asset(_PAGES, "index.html")
 
 
-@router.get("/dashboard/{name}")
+@router.get("/dashboard/{name}", PUBLIC)
 async def page_file(request: Request) -> Response:
     """Its style, its scripts, and plotly's script out of the installed package."""
     name = request.path_params["name"]

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.core.tree_outline import MAX_NODES, TreeOutline
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import AdminRoute, json_response
+from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
+from stemma.server.routes import OPERATOR, Router
 
-router = APIRouter(route_class=AdminRoute)
+router = Router(openai_error)
 _MAX_TEXTS = 2000
 """Nodes, nearest to the roots first, whose first words are shown."""
 
 
 @router.get(
     "/admin/tree",
+    OPERATOR,
     openapi_extra=parameter("max_nodes", {"type": "integer", "minimum": 1, "maximum": MAX_NODES}),
 )
 async def tree(request: Request) -> Response:

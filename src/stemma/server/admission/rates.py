@@ -1,7 +1,8 @@
 """How much a tenant may ask for: requests and tokens a minute, and requests at once.
 
-Requests and tokens are token buckets that hold one minute's worth and fill evenly. A request needs room for
-its prompt; what it generates is charged when it ends, and may leave the bucket in debt.
+Requests and tokens are token buckets that hold one minute's worth and fill evenly. Each sequence (`n`,
+`best_of`, beams, several prompts) counts as a request. A request needs room for its prompt and for the
+longest answers that it may get; when it ends, what they didn't use comes back.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ class Bucket:
         missing = min(amount, self._size) - self._level
         return max(0.0, missing / self._per_s)
 
+    @property
+    def size(self) -> float:
+        """What it holds when it is full."""
+        return self._size
+
     def take(self, amount: float) -> None:
-        """Take `amount`, if need be into debt."""
+        """Take `amount`, if need be into debt; less than 0 is given back."""
         self._level -= amount
 
 
@@ -47,6 +53,14 @@ class _Usage:
     requests: Bucket | None
     tokens: Bucket | None
     num_running: int = 0
+    num_reserved: int = 0
+
+
+def _charged(bucket: Bucket | None, num_prompt_tokens: int, num_reserved_tokens: int) -> int:
+    """Return what is taken at first: no more than the bucket holds is reserved for answers."""
+    if bucket is None:
+        return num_prompt_tokens
+    return num_prompt_tokens + min(num_reserved_tokens, int(bucket.size))
 
 
 class RateLimits:
@@ -56,8 +70,10 @@ class RateLimits:
         self._clock = clock
         self._usage: dict[str, tuple[TenantEntry, _Usage]] = {}
 
-    def admit(self, tenant: Tenant, num_prompt_tokens: int, num_prompts: int = 1) -> None:
-        """Count a request that begins, or one of several prompts, each of which counts as a request.
+    def admit(
+        self, tenant: Tenant, num_prompt_tokens: int, num_sequences: int = 1, num_reserved_tokens: int = 0
+    ) -> None:
+        """Count a request that begins, with the tokens that its answers may need.
 
         Raises RateLimited if the tenant must wait, and InvalidRequest if waiting would not help. Then nothing
         is counted.
@@ -65,29 +81,38 @@ class RateLimits:
         entry, now = tenant.entry, self._clock()
         usage = self._of(tenant, now)
         for most in (entry.max_concurrent, entry.requests_per_minute):
-            if most is not None and num_prompts > most:
-                raise InvalidRequest(f"{num_prompts} prompts at once; your limit is {most}", param="prompt")
-        if entry.max_concurrent is not None and usage.num_running + num_prompts > entry.max_concurrent:
-            running = f"{usage.num_running} requests of yours are running"
+            if most is not None and num_sequences > most:
+                raise InvalidRequest(
+                    f"{num_sequences} sequences (prompts times n) at once; your limit is {most}", param="n"
+                )
+        if entry.max_concurrent is not None and usage.num_running + num_sequences > entry.max_concurrent:
+            running = f"{usage.num_running} sequences of yours are running"
             raise RateLimited(f"{running}; your limit is {entry.max_concurrent}", BUSY_RETRY_S)
+        num_tokens = _charged(usage.tokens, num_prompt_tokens, num_reserved_tokens)
         for bucket, amount, what in (
-            (usage.requests, num_prompts, f"{entry.requests_per_minute} requests"),
-            (usage.tokens, num_prompt_tokens, f"{entry.tokens_per_minute} tokens"),
+            (usage.requests, num_sequences, f"{entry.requests_per_minute} requests"),
+            (usage.tokens, num_tokens, f"{entry.tokens_per_minute} tokens"),
         ):
             if bucket is not None and (wait_s := bucket.wait_s(amount, now)) > 0:
                 raise RateLimited(f"your limit is {what} a minute", wait_s)
         if usage.requests is not None:
-            usage.requests.take(num_prompts)
+            usage.requests.take(num_sequences)
         if usage.tokens is not None:
-            usage.tokens.take(num_prompt_tokens)
-        usage.num_running += num_prompts
+            usage.tokens.take(num_tokens)
+        usage.num_running += num_sequences
+        if usage.tokens is not None:
+            usage.num_reserved += num_tokens - num_prompt_tokens
 
-    def ended(self, tenant: Tenant, num_output_tokens: int, num_prompts: int = 1) -> None:
-        """Count an admitted request out, and what it generated."""
+    def ended(
+        self, tenant: Tenant, num_output_tokens: int, num_sequences: int = 1, num_reserved_tokens: int = 0
+    ) -> None:
+        """Count an admitted request out: what it generated is charged, what was reserved comes back."""
         usage = self._of(tenant, self._clock())
-        usage.num_running = max(0, usage.num_running - num_prompts)
+        usage.num_running = max(0, usage.num_running - num_sequences)
         if usage.tokens is not None:
-            usage.tokens.take(num_output_tokens)
+            back = min(usage.num_reserved, _charged(usage.tokens, 0, num_reserved_tokens))
+            usage.num_reserved -= back
+            usage.tokens.take(num_output_tokens - back)
 
     def num_running(self, tenant: Tenant) -> int:
         """Return how many requests of `tenant` are running."""

@@ -1,0 +1,1 @@
+"""The ledger of admission: what strangers may make a server hold or compute, and its bounds."""

@@ -1,0 +1,32 @@
+"""Who asks: known to all code that works for one HTTP request, without being passed on."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from stemma.budgets import Holding
+
+
+@dataclass(slots=True)
+class Caller:
+    """One HTTP request's id, tenant, and what it has taken from the budgets until it is answered."""
+
+    x_request_id: str = ""
+    """As the client sent it in `x-request-id`, or made by us."""
+    tenant: str = ""
+    """Known once the key was checked; empty: there are no tenants."""
+    holding: Holding = field(default_factory=Holding)
+
+
+_current: ContextVar[Caller] = ContextVar("caller")
+
+
+def caller() -> Caller:
+    """Return who the running code works for; nobody in particular outside of a request."""
+    return _current.get(None) or Caller()
+
+
+def begin_call(one: Caller) -> None:
+    """Let the code that this task runs from now on work for `one`."""
+    _current.set(one)
