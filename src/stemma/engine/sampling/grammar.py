@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from stemma.budgets import Budget
 from stemma.engine.sampling.grammar_store import BASE_BYTES, GrammarStore, LexerSize
-from stemma.engine.sampling.schemas import rewritten
+from stemma.engine.sampling.schemas import advice, rewritten
 from stemma.errors import InvalidRequest, ModelError
 from stemma.model.foreign import foreign_code
 from stemma.native.masks import MaskedArgmax, masked_argmax_function
