@@ -166,6 +166,7 @@ def _dense(fields: _Fields) -> dict[str, Any]:
             "which "
             "GGUF files aren't read; give the directory of the original checkpoint"
         )
+    fields.get("expert_used_count")  # of no experts: nothing
     width = fields.whole("feed_forward_length")
     if width != fields.shape("blk.0.ffn_up.weight")[0]:
         raise ModelError(f"{fields.header.path}: feed_forward_length is {width}, its tensors have another")
