@@ -113,7 +113,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = context
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    app.openapi = partial(describe, app, [each for router in ROUTERS for each in router.routes])  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)
     if nameless := without_audience(each for router in ROUTERS for each in router.routes):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from stemma.server.access import BYTES_TYPE, JSON_TYPE
-from stemma.server.errors import json_response, openai_error
-from stemma.server.routes import PUBLIC, Router
+from stemma.server.errors import anthropic_error, json_response, openai_error, tgi_error
+from stemma.server.routes import PUBLIC, AudienceRoute, Router
 
 _REF = "#/components/schemas/{model}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)\}")
@@ -26,6 +26,8 @@ _ERRORS: Mapping[str, str] = {
     "400": "A field doesn't fit; the error names it",
     "401": "The key is missing or wrong",
     "403": "Not for this peer, host or origin",
+    "405": "Not with this method",
+    "409": "It contradicts what is there already",
     "404": "Unknown model or path",
     "408": "It took too long",
     "413": "The body is too large",
@@ -35,6 +37,24 @@ _ERRORS: Mapping[str, str] = {
     "429": "The queue is full",
     "500": "The engine failed on it",
     "503": "Busy, draining, or failed",
+    "529": "The queue is full (Anthropic's shape)",
+}
+_ERROR_NAMES: Mapping[Any, str] = {
+    openai_error: "OpenAIError",
+    anthropic_error: "AnthropicError",
+    tgi_error: "TGIError",
+}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+_TEXT = {"type": "string"}
+_ERROR_SCHEMAS: Mapping[str, Any] = {
+    "OpenAIError": _object(error=_object(message=_TEXT, type=_TEXT)),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(message=_TEXT, type=_TEXT)),
+    "TGIError": {"type": "object"},
 }
 
 
@@ -67,18 +87,33 @@ async def document(request: Request) -> Response:
     return json_response(request.app.openapi())
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the document, made once."""
+def _answers(route: AudienceRoute) -> dict[str, Any]:
+    """Return what a route may answer, by status."""
+    done: dict[str, Any] = {"description": "Done"}
+    if route.sends:
+        done["content"] = {kind: {"schema": {}} for kind in route.sends}
+    names = {
+        *(_ERROR_NAMES[shape] for shape in route.shapes),
+        "OpenAIError",
+    }  # the latter from before a route is known
+    schema = {"anyOf": [{"$ref": _REF.format(model=name)} for name in sorted(names)]}
+    error = {"content": {JSON_TYPE: {"schema": schema}}}
+    return {"200": done} | {status: {"description": what, **error} for status, what in _ERRORS.items()}
+
+
+def describe(app: FastAPI, routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Return the document, made once. `routes` are those that the application includes."""
     if app.openapi_schema is not None:
         return app.openapi_schema
-    routes = [route for route in app.routes if isinstance(route, APIRoute)]
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     _, made = models_json_schema([(model, "validation") for model in _bodies.values()], ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(made.get("$defs", {}))
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    answered = {text: {"description": what} for text, what in _ERRORS.items()}
+    components["schemas"].update(_ERROR_SCHEMAS)
     for route in routes:
+        if not isinstance(route, AudienceRoute):
+            continue
         in_path = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in _PATH_PARAMETER.findall(route.path_format)
@@ -87,7 +122,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             operation = document["paths"].get(route.path_format, {}).get(method.lower())
             if operation is not None:
                 operation["parameters"] = [*operation.get("parameters", ()), *in_path]
-                operation["responses"] = {"200": {"description": "Done"}} | answered
+                operation["responses"] = _answers(route)
                 operation["security"] = [{}, {"key": []}]
     app.openapi_schema = document
     return document

@@ -22,6 +22,7 @@ from stemma.server.access import JSON_TYPE
 from stemma.server.context import context_of
 from stemma.server.errors import STATUS_CLIENT_CLOSED
 
+EVENTS_TYPE, TEXT_TYPE = "text/event-stream", "text/plain"
 IS_HEAD = "stemma.head"
 """In a request's scope: GET stands for HEAD, so only the head of the answer is sent."""
 Handler = Callable[..., Awaitable[Response]]
@@ -53,14 +54,27 @@ PUBLIC, TENANT, SUMS, OPERATOR = Audience.PUBLIC, Audience.TENANT, Audience.SUMS
 class Router(APIRouter):
     """The routes of one part of the server. A route without an audience can't be made."""
 
-    def __init__(self, shape: Shape, *, prefix: str = "", media_type: str = JSON_TYPE) -> None:
-        """`shape` makes the response of an error; `media_type` is that of an operator's bodies."""
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        prefix: str = "",
+        media_type: str = JSON_TYPE,
+        other_shapes: tuple[Shape, ...] = (),
+    ) -> None:
+        """`shape` makes the response of an error; `media_type` is that of an operator's bodies.
+
+        `other_shapes`: those that its handlers answer with by themselves, for the OpenAPI document.
+        """
         super().__init__(prefix=prefix)
-        self._shape = shape
+        self._shapes = (shape, *other_shapes)
         self._media_type = media_type
 
     def get(self, path: str, audience: Audience, **options: Any) -> Callable[[Handler], Handler]:  # type: ignore[override]
-        """Make a route for GET, and for HEAD, which is answered as GET is."""
+        """Make a route for GET, and for HEAD, which is answered as GET is.
+
+        Of `options`, `sends` names the types of its answers where they aren't JSON alone.
+        """
         return self._made(path, "GET", audience, options)
 
     def post(self, path: str, audience: Audience, **options: Any) -> Callable[[Handler], Handler]:  # type: ignore[override]
@@ -74,14 +88,15 @@ class Router(APIRouter):
     def _made(
         self, path: str, method: str, audience: Audience, options: dict[str, Any]
     ) -> Callable[[Handler], Handler]:
-        shape, media_type = self._shape, self._media_type
+        shapes, media_type = self._shapes, self._media_type
         has_head = bool(options.pop("has_head", True)) and method == "GET"
+        sends = tuple(options.pop("sends", (JSON_TYPE,)))
 
         class Route(AudienceRoute):
             pass
 
-        Route.audience, Route.shape, Route.media_type = audience, staticmethod(shape), media_type
-        Route.has_head = has_head
+        Route.audience, Route.shapes, Route.media_type = audience, shapes, media_type
+        Route.has_head, Route.sends = has_head, sends
 
         def add(handler: Handler) -> Handler:
             # FastAPI keeps the class of a route where it includes a router into another.
@@ -95,13 +110,16 @@ class AudienceRoute(APIRoute):
     """A route that checks who asks before its handler runs; made by `Router`."""
 
     audience: Audience
-    shape: Callable[[StemmaError], Response]
+    shapes: tuple[Shape, ...]
+    """Of its errors: that of its API first, then those that the handler writes."""
     media_type: str
     has_head: bool
+    sends: tuple[str, ...]
+    """Types of what it answers where it succeeds, for the OpenAPI document; none: it may be empty."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         """Return the handler, guarded."""
-        handler, shape = super().get_route_handler(), self.shape
+        handler, shape = super().get_route_handler(), self.shapes[0]
 
         async def guarded(request: Request) -> Response:
             is_head = bool(request.scope.get(IS_HEAD))

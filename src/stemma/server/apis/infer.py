@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail
 from stemma.server.context import ServerContext, context_of, new_request_id
@@ -19,7 +20,7 @@ from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
 from stemma.server.requests.prompts import check_tokens, last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import InferParameters, InferRequest
 from stemma.server.timed import TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event
@@ -28,7 +29,7 @@ from stemma.types import TokenArray, as_tokens
 router = Router(tgi_error)
 
 
-@router.post("/infer", TENANT, openapi_extra=takes(InferRequest))
+@router.post("/infer", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(InferRequest))
 async def infer(request: Request) -> Response:
     """Continue ``inputs`` or the token ids ``input_id``."""
     return await _infer(request, validate(InferRequest, await read_object(request)))

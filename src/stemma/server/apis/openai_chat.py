@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, SequenceDelta
 from stemma.errors import StemmaError
+from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.chat import AnswerReader, delta_of, message_of, tool_use
 from stemma.server.answers.events import CallStart, Content, Event, Reasoning
@@ -29,7 +30,7 @@ from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
 from stemma.types import FinishReason, TokenArray
@@ -40,7 +41,7 @@ _REASONING_MARK_TOKENS = 16
 """Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
-@router.post("/v1/chat/completions", TENANT, openapi_extra=takes(ChatRequest))
+@router.post("/v1/chat/completions", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation."""
     context = context_of(request)

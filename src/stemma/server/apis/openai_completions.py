@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
 from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.logprobs import CompletionLogprobs
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
@@ -26,7 +27,7 @@ from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import completion_prompts, wanted_cut
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import completion_sampling
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import CompletionRequest
 from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
 from stemma.types import FinishReason, TokenArray
@@ -34,7 +35,9 @@ from stemma.types import FinishReason, TokenArray
 router = Router(openai_error)
 
 
-@router.post("/v1/completions", TENANT, openapi_extra=takes(CompletionRequest))
+@router.post(
+    "/v1/completions", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(CompletionRequest)
+)
 async def create_completion(request: Request) -> Response:
     """Continue one or many prompts; choices come prompt by prompt, n each."""
     context = context_of(request)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, StemmaError
+from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR
@@ -28,7 +29,7 @@ from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
 from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 from stemma.server.transport.sse import EventStream, event
 
@@ -42,7 +43,9 @@ NEITHER_SHAPE = {
 }
 
 
-@router.post("/generate", TENANT, openapi_extra=takes(TGIRequest, VLLMGenerateRequest))
+@router.post(
+    "/generate", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(TGIRequest, VLLMGenerateRequest)
+)
 async def generate(request: Request) -> Response:
     """Continue ``inputs`` (TGI's shape) or ``prompt`` (vLLM's)."""
     body = await read_object(request)
@@ -53,13 +56,13 @@ async def generate(request: Request) -> Response:
     return await _generate_whole(request, validate(TGIRequest, body), in_list=False)
 
 
-@router.post("/generate_stream", TENANT, openapi_extra=takes(TGIRequest))
+@router.post("/generate_stream", TENANT, sends=(EVENTS_TYPE,), openapi_extra=takes(TGIRequest))
 async def generate_stream(request: Request) -> Response:
     """Continue ``inputs``, token by token."""
     return await _generate_stream(request, validate(TGIRequest, await read_object(request)))
 
 
-@router.post("/", TENANT, openapi_extra=takes(TGIRequest))
+@router.post("/", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(TGIRequest))
 async def generate_at_root(request: Request) -> Response:
     """Continue ``inputs``; ``stream`` in the body chooses how. A whole answer comes in a list of one."""
     body = validate(TGIRequest, await read_object(request))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
 from stemma.errors import InvalidRequest, StemmaError, UnknownModel
+from stemma.server.access import BYTES_TYPE, JSON_TYPE
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail
 from stemma.server.apis.infer import cached_header, one_sequence, token_prompt
@@ -25,7 +26,7 @@ from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import served_names
 from stemma.server.requests.prompts import last_tokens, text_prompt
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import (
     InferParameters,
     TritonGenerateRequest,
@@ -107,7 +108,9 @@ def _gib(num_bytes: int | None, absent: int) -> int:
     return absent if num_bytes is None else num_bytes // 2**30
 
 
-@router.post("/models/{model}/infer", TENANT, openapi_extra=takes(TritonInferRequest))
+@router.post(
+    "/models/{model}/infer", TENANT, sends=(JSON_TYPE, BYTES_TYPE), openapi_extra=takes(TritonInferRequest)
+)
 async def infer(request: Request) -> Response:
     """Continue token ids; the answer is token ids."""
     context = _checked(request)
@@ -154,7 +157,12 @@ async def generate(request: Request) -> Response:
     return json_response(answer, headers=cached_header(result.cache))
 
 
-@router.post("/models/{model}/generate_stream", TENANT, openapi_extra=takes(TritonGenerateRequest))
+@router.post(
+    "/models/{model}/generate_stream",
+    TENANT,
+    sends=(EVENTS_TYPE,),
+    openapi_extra=takes(TritonGenerateRequest),
+)
 async def generate_stream(request: Request) -> Response:
     """Continue ``text_input``, piece by piece."""
     context = _checked(request)

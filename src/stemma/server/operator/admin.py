@@ -164,7 +164,7 @@ async def flush(request: Request) -> Response:
     )
 
 
-@router.post("/export", OPERATOR, openapi_extra=takes(PrefixRequest))
+@router.post("/export", OPERATOR, sends=(BYTES_TYPE,), openapi_extra=takes(PrefixRequest))
 async def export(request: Request) -> Response:
     """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))

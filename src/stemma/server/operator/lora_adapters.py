@@ -18,7 +18,7 @@ from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import openai_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
-from stemma.server.routes import OPERATOR, Router
+from stemma.server.routes import OPERATOR, TEXT_TYPE, Router
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import Name
 
@@ -40,7 +40,7 @@ class UnloadAdapterRequest(RequestModel):
     lora_name: Name
 
 
-@router.post("/v1/load_lora_adapter", OPERATOR, openapi_extra=takes(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", OPERATOR, sends=(TEXT_TYPE,), openapi_extra=takes(LoadAdapterRequest))
 async def load_adapter(request: Request) -> Response:
     """Serve the adapter in ``lora_path`` as ``lora_name``."""
     context = context_of(request)
@@ -56,7 +56,9 @@ async def load_adapter(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", OPERATOR, openapi_extra=takes(UnloadAdapterRequest))
+@router.post(
+    "/v1/unload_lora_adapter", OPERATOR, sends=(TEXT_TYPE,), openapi_extra=takes(UnloadAdapterRequest)
+)
 async def unload_adapter(request: Request) -> Response:
     """Serve ``lora_name`` no more; requests under way end as they began."""
     context = context_of(request)

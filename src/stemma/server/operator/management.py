@@ -16,7 +16,7 @@ from stemma.server.openapi import parameter
 from stemma.server.operator.metric_aliases import render_aliases
 from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.requests.models import check_model, served_names
-from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, Router
+from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
 
 open_router = Router(openai_error)
 """Needs no API key: load balancers ask it."""
@@ -69,7 +69,7 @@ async def get_model(request: Request) -> Response:
     return json_response(next((card for card in named if card["id"] == name), model))
 
 
-@router.get("/metrics", SUMS)
+@router.get("/metrics", SUMS, sends=(TEXT_TYPE,))
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format."""
     context = context_of(request)
@@ -96,6 +96,7 @@ async def engine_stats(request: Request) -> Response:
 @admin_router.get(
     "/cache/tree",
     OPERATOR,
+    sends=(TEXT_TYPE,),
     openapi_extra=parameter("max_tokens", {"type": "integer", "minimum": 1, "maximum": 1000}),
 )
 async def draw_tree(request: Request) -> Response:

@@ -23,7 +23,7 @@ from stemma.server.requests.body import read_object
 from stemma.server.routes import OPERATOR, TENANT, Router
 
 router = Router(tgi_error)
-command_router = Router(openai_error)
+command_router = Router(openai_error, other_shapes=(tgi_error,))
 
 STATUS_READY, STATUS_NORMAL, STATUS_ABNORMAL, STATUS_PAUSED = 0, 1, 2, 3
 """The original's numbers; 4, while it starts, is never seen: nothing listens before."""

@@ -18,10 +18,10 @@ from stemma.server.requests.models import served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, Router
 from stemma.types import Tier
 
-open_router = Router(openai_error)
+open_router = Router(openai_error, other_shapes=(tgi_error,))
 """Health needs no API key: load balancers ask it."""
 router = Router(tgi_error)
-stop_router = Router(openai_error)
+stop_router = Router(openai_error, other_shapes=(tgi_error,))
 
 MAX_TIMED_S = 600
 DEFAULT_TIMED_S = 600
@@ -30,7 +30,7 @@ _BUSY = "Service is alive but busy"
 _TIMED = re.compile(r"-([1-9][0-9]{0,2})")
 
 
-@open_router.get("/v2/health/live", PUBLIC)
+@open_router.get("/v2/health/live", PUBLIC, sends=())
 async def live(request: Request) -> Response:
     """200 while the process can serve, busy or not; 500 once the engine has failed."""
     context = context_of(request)
@@ -43,13 +43,13 @@ async def live(request: Request) -> Response:
     return Response()
 
 
-@open_router.get("/v2/health/ready", PUBLIC)
+@open_router.get("/v2/health/ready", PUBLIC, sends=())
 async def ready(request: Request) -> Response:
     """200 while new requests are taken at once; 503 when the queue is full or the server drains."""
     return await _readiness(context_of(request))
 
 
-@open_router.get("/v2/models/{model}/ready", PUBLIC)
+@open_router.get("/v2/models/{model}/ready", PUBLIC, sends=())
 async def model_ready(request: Request) -> Response:
     """The same for the one model; 404 for others."""
     context = context_of(request)

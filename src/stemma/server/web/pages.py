@@ -24,20 +24,20 @@ _FILES = {
 """Path -> package and file."""
 
 
-@router.get("/", PUBLIC)
+@router.get("/", PUBLIC, sends=("text/html",))
 async def chat_page(request: Request) -> Response:
     """A page to chat on, which shows what each turn reused."""
     return asset(_PAGES, "chat.html")
 
 
-@router.get("/docs", PUBLIC)
+@router.get("/docs", PUBLIC, sends=("text/html",))
 async def docs_page(request: Request) -> Response:
     """The API's description, to read and to try; nothing in it comes from another host."""
     return asset(_PAGES, "docs.html")
 
 
-@router.get("/chat/{name}", PUBLIC)
-@router.get("/docs/{name}", PUBLIC)
+@router.get("/chat/{name}", PUBLIC, sends=("text/css", "text/javascript"))
+@router.get("/docs/{name}", PUBLIC, sends=("text/css", "text/javascript"))
 async def page_file(request: Request, name: str) -> Response:
     """Their styles and scripts."""
     found = _FILES.get(request.url.path)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import CacheReport
 from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
+from stemma.server.access import JSON_TYPE
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
@@ -25,7 +26,7 @@ from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import hinted
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.transport.sse import EventStream, event
@@ -34,7 +35,7 @@ from stemma.types import FinishReason, RetentionRange
 router = Router(anthropic_error)
 
 
-@router.post("/v1/messages", TENANT, openapi_extra=takes(MessagesRequest))
+@router.post("/v1/messages", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(MessagesRequest))
 async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from stemma.engine.api import RequestOutput
 from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaError
+from stemma.server.access import JSON_TYPE
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
@@ -31,7 +32,7 @@ from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
 from stemma.server.requests.retention import Retention, retained
-from stemma.server.routes import TENANT, Router
+from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ConversationName, InputTokensRequest, ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
@@ -45,7 +46,7 @@ STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Priority of the blocks of stored conversations, which are likely to be continued."""
 
 
-@router.post("/v1/responses", TENANT, openapi_extra=takes(ResponsesRequest))
+@router.post("/v1/responses", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
     context = context_of(request)

@@ -18,7 +18,7 @@ from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
 from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.operator.watches import RequestRecord, RequestWatch
-from stemma.server.routes import OPERATOR, Router
+from stemma.server.routes import EVENTS_TYPE, OPERATOR, Router
 from stemma.server.transport.sse import EventStream, event
 
 router = Router(openai_error)
@@ -35,7 +35,7 @@ async def now(request: Request) -> Response:
     return json_response(await snapshot(context_of(request), _since(request)))
 
 
-@router.get("/admin/live", OPERATOR, openapi_extra=parameter("since", _SINCE))
+@router.get("/admin/live", OPERATOR, sends=(EVENTS_TYPE,), openapi_extra=parameter("since", _SINCE))
 async def live(request: Request) -> Response:
     """A snapshot each second as server-sent events, until the client leaves or the server stops."""
     context = context_of(request)

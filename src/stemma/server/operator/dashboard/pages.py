@@ -22,13 +22,13 @@ _FILES = frozenset({"style.css", "app.js", "charts.js", "tree.js", "feed.js"})
 NO_PLOTLY = "charts need plotly: pip install 'stemma[dashboard]'"
 
 
-@router.get("/dashboard", PUBLIC)
+@router.get("/dashboard", PUBLIC, sends=("text/html",))
 async def page(request: Request) -> Response:
     """The page itself."""
     return asset(_PAGES, "index.html")
 
 
-@router.get("/dashboard/{name}", PUBLIC)
+@router.get("/dashboard/{name}", PUBLIC, sends=("text/css", "text/javascript"))
 async def page_file(request: Request) -> Response:
     """Its style, its scripts, and plotly's script out of the installed package."""
     name = request.path_params["name"]
