@@ -91,7 +91,7 @@ def served(shared_server: Served) -> Iterator[Served]:
     assert stats["num_free_blocks"] == stats["num_blocks"]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
