@@ -277,7 +277,7 @@ async def test_requests_of_one_turn_of_the_event_loop_begin_in_one_step(engine, 
 
     def noting(self, **kwargs):
         plan = schedule(self, **kwargs)
-        plans.append(len(plan.items))
+        plans.append(len(plan))
         return plan
 
     monkeypatch.setattr(core, "validate", slowly)
