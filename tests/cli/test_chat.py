@@ -33,6 +33,8 @@ class ScriptedServer:
             for number in range(2000):
                 yield f"{number} "
                 time.sleep(0.02)
+        if question.startswith("evil"):
+            yield "\x1b]0;owned\x07\x1b[2Jgood\x9b2J"
         yield question.upper()
 
 
@@ -159,6 +161,19 @@ def test_commands(chat: Terminal, scripted: ScriptedServer) -> None:
     assert [messages(body) for body in scripted.bodies] == [["hello"], ["/etc/hosts is what?"]]
     chat.type("/exit\r")
     assert chat.wait() == 0
+
+
+def test_an_answer_cannot_command_the_terminal(scripted: ScriptedServer, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "stemma", "chat", scripted.url],
+        input="evil\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )
+    assert "good" in run.stdout
+    assert not {"\x1b", "\x07", "\x9b"} & set(run.stdout)
 
 
 def test_a_pipe(scripted: ScriptedServer, tmp_path: Path) -> None:

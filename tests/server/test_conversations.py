@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,25 @@ async def test_tenants_see_only_their_own(engine: ScriptedEngine, settings: Sett
             assert (await client.request(method, where, headers=second)).status_code == 404
         body = {"input": "x", "conversation": made["id"]}
         assert (await client.post("/v1/responses", json=body, headers=second)).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_is_given_although_its_conversation_is_gone(
+    client: httpx.AsyncClient, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    made = (await client.post("/v1/conversations", json={})).json()
+    generate = engine.generate
+
+    async def deleting(request: Any) -> Any:
+        async for output in generate(request):
+            await client.delete(f"/v1/conversations/{made['id']}")
+            yield output
+
+    monkeypatch.setattr(engine, "generate", deleting)
+    body = {"input": "one", "conversation": made["id"], "max_output_tokens": 5, "stream": stream}
+    answer = await client.post("/v1/responses", json=body)
+    assert answer.status_code == 200
+    last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+    told = json.loads(last)["response"] if stream else answer.json()
+    assert texts(told["output"]) != [""]
+    assert told["conversation"] is None

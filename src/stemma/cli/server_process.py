@@ -59,7 +59,12 @@ class ServerProcess:
         """
         prepare_kernels()  # here, where what it says is seen: the server's own words go to the log
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",  # a log may hold any bytes, and a reader that dies would block the server
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         is_ready = threading.Event()

@@ -16,6 +16,9 @@ from stemma.cli.chat.questions import Questions
 from stemma.cli.chat.slash_commands import COMMANDS, command_of
 from stemma.cli.client import Answer, RequestFailed, stream_answer
 
+_SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters would let a model's text move the cursor, or more, of whoever reads it."""
+
 
 class ChatSession:
     """Asks for questions, shows answers as they come, and what of each prompt was reused."""
@@ -75,7 +78,7 @@ class ChatSession:
 
         def show(text: str) -> None:
             pieces.append(text)
-            self._console.out(text, end="", highlight=False)
+            self._console.out(text.translate(_SHOWN), end="", highlight=False)
 
         body = self._conversation.body(self._model, question)
         asking = asyncio.ensure_future(stream_answer(self._http, "/v1/chat/completions", body, on_text=show))

@@ -257,15 +257,27 @@ class _Reply:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = await self._usage(progress)
         held = np.concatenate((self._turn.generation.prompt_token_ids, as_tokens(progress.token_ids)))
+        self._add_to_conversation(progress, response, held)
         if _is_stored(self._context, self._body):
             given = orjson.dumps(self._input_items)
             messages = [*self._history, *chat_messages(progress.items.items)]
             entry = StoredResponse(orjson.dumps(response), orjson.dumps(messages), held, given)
             self._context.responses.put(self._owner, response["id"], entry)
-        if (conversation := _conversation_id(self._body)) is not None:
-            turn = [*whole_items(self._body.input), *progress.items.items]
-            add_turn(self._context, self._owner, conversation, turn, held)
         return response
+
+    def _add_to_conversation(self, progress: _Progress, response: dict[str, Any], held: TokenArray) -> None:
+        """Add the turn to the conversation that it went on from, if it goes on from one.
+
+        Where it can't be added, since it was deleted meanwhile or holds too much, the answer is given all the
+        same and says so: its `conversation` is null.
+        """
+        if (name := _conversation_id(self._body)) is None:
+            return
+        turn = [*whole_items(self._body.input), *progress.items.items]
+        try:
+            add_turn(self._context, self._owner, name, turn, held)
+        except InvalidRequest:
+            response["conversation"] = None
 
     async def _usage(self, progress: _Progress) -> dict[str, Any]:
         usage = progress.meter.usage()
