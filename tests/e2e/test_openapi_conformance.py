@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.e2e.conftest import Served
 from tests.generated_requests import document_of, send_generated
 
-NUM_EXAMPLES = 3
+NUM_EXAMPLES = 2
 """Of each operation and mode; `test_fuzz.py` sends more, to a real engine."""
 CHECKS = [content_type_conformance, response_schema_conformance, status_code_conformance]
 

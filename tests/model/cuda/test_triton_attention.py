@@ -112,8 +112,8 @@ SHARED_CASES = {
 @pytest.mark.parametrize(
     ("shape", "dtype", "way"),
     [
-        (Shape(14, 2, 64, block_size=8), torch.float32, "plain"),
-        (Shape(14, 2, 64, block_size=8), torch.bfloat16, "soft cap"),
+        pytest.param(Shape(14, 2, 64, block_size=8), torch.float32, "plain", marks=pytest.mark.slow),
+        pytest.param(Shape(14, 2, 64, block_size=8), torch.bfloat16, "soft cap", marks=pytest.mark.slow),
         (Shape(4, 4, 24, block_size=8), torch.float32, "plain"),
         (Shape(4, 1, 8, block_size=8), torch.float16, "window"),
     ],
@@ -235,6 +235,7 @@ def test_decoders_equal_torch(family: str, load_family) -> None:
         torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.slow  # the interpreter takes two minutes; the parts of it run above
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "deepseek-v3"])
 def test_decoders_share_prefixes(family: str, load_family, monkeypatch) -> None:
     """A whole model whose decodes share blocks: beside a chunk, then recorded, as groups come and go."""

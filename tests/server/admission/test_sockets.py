@@ -104,13 +104,13 @@ def test_silent_tls_connections_cost_nothing_and_end(tokenizer_path: Path, tmp_p
 def test_a_client_that_closes_its_half_gets_its_answers(tokenizer_path: Path) -> None:
     body = json.dumps({"prompt": "ab", "max_tokens": 3}).encode()
     asked = HALF + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    for sent, num_answers in (
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 1),
-        (b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n", 1),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3, 3),
-        (asked, 1),
-    ):
-        with serving(tokenizer_path) as server, ExitStack() as stack:
+    with serving(tokenizer_path) as server, ExitStack() as stack:
+        for sent, num_answers in (
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 1),
+            (b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n", 1),
+            (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3, 3),
+            (asked, 1),
+        ):
             connection = connect(server, stack, sent)
             connection.shutdown(socket.SHUT_WR)
             assert read_all(connection).count(b" 200 OK") == num_answers
