@@ -27,8 +27,9 @@ $(VENV)/.model: $(VENV)/.base
 demo: $(VENV)/.base $(VENV)/.model
 	$(BIN)/stemma demo
 
+# Two processes: much of the tests' time is waiting. The files of a process run in turn, each in one process.
 test: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest -m ''

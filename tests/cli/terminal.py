@@ -67,6 +67,12 @@ class Terminal:
         return bool(piece)
 
 
+def _as_a_terminals() -> None:
+    """Make the pty the command's terminal, and let Ctrl-C reach it: whoever runs the tests may ignore it."""
+    ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def terminal(command: Sequence[str], environment: dict[str, str] | None = None) -> Iterator[Terminal]:
     """Run ``stemma COMMAND`` on a pty of 100 x 40 characters."""
@@ -79,7 +85,7 @@ def terminal(command: Sequence[str], environment: dict[str, str] | None = None) 
         stderr=slave,
         env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
         start_new_session=True,
-        preexec_fn=lambda: ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_as_a_terminals,
     )
     os.close(slave)
     try:
