@@ -50,6 +50,43 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 @contextmanager
+def scripted_server(
+    tokenizer_path: Path,
+    delay_s: float = 0.0,
+    drain_s: float = 5.0,
+    settings: dict[str, Any] | None = None,
+    *,
+    log: IO[str] | None = None,
+    num_files: int | None = None,
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server with `settings` beside the usual ones; it may open `num_files` files."""
+    arguments = [str(tokenizer_path), str(delay_s), str(drain_s), json.dumps(settings or {})]
+    command = [sys.executable, "-m", "tests.server.scripted_server", *arguments]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+    def limit_files() -> None:
+        if num_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        preexec_fn=limit_files,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@contextmanager
 def serving(
     tokenizer: Path,
     num_files: int | None = None,
@@ -58,45 +95,9 @@ def serving(
     delay_s: float = 0.0,
     **server: Any,
 ) -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.server.scripted_server", str(tokenizer), str(delay_s), "1"]
-    command.append(json.dumps({"server": server, **({} if tls is None else {"tls": tls})}))
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-
-    def limit_files() -> None:
-        if num_files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
-
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            preexec_fn=limit_files,
-        )
-        try:
-            assert process.stdout is not None
-            yield Server(process, process.stdout.readline().strip(), log)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-
-
-@contextmanager
-def scripted_server(
-    tokenizer_path: Path, delay_s: float, drain_s: float
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    arguments = [str(tokenizer_path), str(delay_s), str(drain_s)]
-    command = [sys.executable, "-m", "tests.server.scripted_server", *arguments]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    settings = {"server": server, **({} if tls is None else {"tls": tls})}
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        scripted_server(tokenizer, delay_s, 1.0, settings, log=log, num_files=num_files) as (process, url),
+    ):
+        yield Server(process, url, log)

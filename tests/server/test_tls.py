@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import ssl
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +18,8 @@ from stemma.server.access import Access
 from stemma.server.transport.dev_ca import DevCA, Issued
 from stemma.server.transport.planes import Plane, plane_of
 from stemma.server.transport.tls import ReloadableContext, load_context
+from tests.server.scripted_process import scripted_server
 
-ROOT = Path(__file__).parents[2]
 HOSTS = ("127.0.0.1", "localhost")
 
 
@@ -70,22 +65,6 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-@contextmanager
-def running(tokenizer_path: Path, settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.server.scripted_server", str(tokenizer_path), "0", "5"]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    process = subprocess.Popen(
-        [*command, json.dumps(settings)], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def ask(url: str, context: ssl.SSLContext) -> httpx.Response:
     with httpx.Client(verify=context) as client:
         return client.post(f"{url}/generate", json={"inputs": "ab"})
@@ -102,7 +81,7 @@ def is_refused_soon(url: str, context: ssl.SSLContext) -> bool:
 
 def test_mutual_tls_with_an_encrypted_key_revocation_and_reload(tokenizer_path: Path, files: Files) -> None:
     tls = json.loads(files.settings().model_dump_json())
-    with running(tokenizer_path, {"tls": tls}) as (process, url):
+    with scripted_server(tokenizer_path, settings={"tls": tls}) as (process, url):
         assert url.startswith("https://127.0.0.1:")
         known = files.client_context(files.client)
         assert ask(url, known).status_code == 200
@@ -221,7 +200,8 @@ def test_planes_have_ports_and_certificates_of_their_own(tokenizer_path: Path, f
     port = free_port()
     tls = json.loads(files.settings(crl=None).model_dump_json())
     planes = {"management_port": port, "metrics_port": port + 1}
-    with running(tokenizer_path, {"planes": planes, "management_tls": tls}) as (process, url):
+    settings = {"planes": planes, "management_tls": tls}
+    with scripted_server(tokenizer_path, settings=settings) as (process, url):
         management, metrics = f"https://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
         assert httpx.get(f"{url}/v1/models").status_code == 200
         wrong_port = httpx.get(f"{url}/admin/stats")

@@ -132,9 +132,9 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 YARN_KEYS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "plain": ({}, {}),
     "betas": ({"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}, {"beta_fast": 16.0, "beta_slow": 2.0}),
-    "log multiplier": ({"yarn_log_multiplier": 0.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}),
     "factor of attention": ({"attn_factor": 1.5}, {"attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0)}),
-    "yarn_attn_factor": ({"yarn_attn_factor": 0.8}, {"attention_factor": 0.8 * (0.1 * math.log(4.0) + 1.0)}),
+    "the checkpoint's factor": ({"yarn_attn_factor": 0.8}, {"attention_factor": 0.8}),
+    "both factors": ({"yarn_attn_factor": 0.8, "attn_factor": 1.5}, {"attention_factor": 1.2}),
     "published blend": ({"yarn_ext_factor": 1.0}, {}),
 }
 """Keys of the file, and what transformers' config says of the same."""
@@ -200,6 +200,7 @@ def test_every_key_that_gguf_knows_is_read_harmless_or_refused() -> None:
             "llama.rope.scaling.factor": 4.0,
             "llama.rope.scaling.yarn_ext_factor": 0.5,
         },
+        {"llama.rope.scaling.yarn_log_multiplier": 0.1},
     ],
     ids=lambda metadata: list(metadata)[-1],
 )

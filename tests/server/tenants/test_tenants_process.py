@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import sqlalchemy as sa
+from tests.server.scripted_process import scripted_server
 
 from stemma.server.tenants.keyfile import add_key
 
-ROOT = Path(__file__).parents[3]
 BODY = {"model": "scripted", "prompt": "a b c", "max_tokens": 4}
-
-
-@contextmanager
-def server(tokenizer_path: Path, **settings: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    arguments = [str(tokenizer_path), "0.002", "5", json.dumps({"server": settings})]
-    command = [sys.executable, "-m", "tests.server.scripted_server", *arguments]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.mark.slow
 def test_a_hangup_reads_the_keys_again(tokenizer_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     first = add_key(path, "ada")
-    with server(tokenizer_path, api_keys_file=str(path)) as (process, url):
+    settings = {"server": {"api_keys_file": str(path)}}
+    with scripted_server(tokenizer_path, 0.002, settings=settings) as (process, url):
 
         def status(key: str) -> int:
             headers = {"authorization": f"Bearer {key}"}
@@ -65,7 +46,7 @@ def test_every_answer_seen_whole_is_in_the_ledger_of_a_killed_server(
     file = tmp_path / "usage.db"
     seen: list[str] = []
     lock = threading.Lock()
-    with server(tokenizer_path, ledger=str(file)) as (process, url):
+    with scripted_server(tokenizer_path, 0.002, settings={"server": {"ledger": str(file)}}) as (process, url):
 
         def ask(stream: bool) -> None:
             with httpx.Client() as client:

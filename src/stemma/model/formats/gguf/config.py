@@ -201,13 +201,12 @@ def _rope(fields: _Fields) -> dict[str, Any]:
 
 
 def _yarn(fields: _Fields) -> dict[str, float]:
-    """Return what YaRN's own keys say, as llama.cpp computes with them; it looks at them with YaRN alone.
+    """Return what YaRN's own keys say; they are looked at with YaRN alone.
 
-    Cosines and sines are multiplied with 0.1 ln(factor) + 1, divided by the same with the logarithm's
-    multiplier where there is one, times the file's factors of attention.
+    llama.cpp's converter copies a checkpoint's `attention_factor`, `beta_fast` and `beta_slow`: they mean
+    what transformers means by them. llama.cpp itself computes without them in these families. Its own
+    `attn_factor` multiplies cosines and sines.
     """
-    factor = fields.number("rope.scaling.factor", 1.0)
-    multiplier = fields.get("rope.scaling.yarn_log_multiplier") or 0.0
     blend = fields.get("rope.scaling.yarn_ext_factor")
     if fields.get("rope.scaling.type") != "yarn":
         for key in YARN_KEYS:
@@ -218,18 +217,11 @@ def _yarn(fields: _Fields) -> dict[str, float]:
             f"{fields.header.path}: rope.scaling.yarn_ext_factor is {shown(blend)}; only 1, YaRN as "
             "published, is read. Give the directory of the original checkpoint"
         )
-    if type(multiplier) not in (int, float) or not math.isfinite(multiplier) or multiplier < 0.0:
-        raise ModelError(
-            f"{fields.header.path}: rope.scaling.yarn_log_multiplier is {shown(multiplier)}, must be a "
-            "number from 0 up; download it again"
-        )
-    stretch = 0.1 * math.log(max(1.0, factor))
+    published = 1.0 + 0.1 * math.log(max(1.0, fields.number("rope.scaling.factor", 1.0)))
     return {
         "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
-        "attention_factor": (1.0 + stretch)
-        / (1.0 + multiplier * stretch)
-        * fields.number("rope.scaling.yarn_attn_factor", 1.0)
+        "attention_factor": fields.number("rope.scaling.yarn_attn_factor", published)
         * fields.number("rope.scaling.attn_factor", 1.0),
     }
 

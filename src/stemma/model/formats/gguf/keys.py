@@ -19,7 +19,7 @@ _ARCHITECTURE_READ = frozenset(
         *(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "value_length")),
         *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.sliding_window_pattern"),
         *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type"),
-        *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier"),
+        *("rope.scaling.factor", "rope.scaling.original_context_length"),
         *("rope.scaling.yarn_ext_factor", *YARN_KEYS),
     }
 )
