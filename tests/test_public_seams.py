@@ -1,8 +1,12 @@
-"""Tests and benchmarks use only public names of stemma. Ruff (SLF) sees accesses; this, what ruff can't."""
+"""Tests and benchmarks use only public names of stemma, and no test module is imported by another.
+
+Ruff (SLF) sees accesses to private names; this, what ruff can't.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +32,47 @@ def private_names(source: str) -> Iterator[str]:
         else:
             continue
         yield from filter(is_private, names)
+
+
+def imported_tests(source: str) -> Iterator[str]:
+    """Yield test modules that are imported, or named in a string that another process runs."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module]
+            if node.level or module.split(".")[0] == "tests":
+                names += [f"{module}.{one.name}" for one in node.names if one.name.startswith("test_")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"\btests(?:\.\w+)+", node.value)
+        else:
+            continue
+        yield from (name for name in names if any(part.startswith("test_") for part in name.split(".")))
+
+
+def test_helpers_stand_in_modules_of_their_own() -> None:
+    """A test module's names are its own: what two need stands in a module that says what it is."""
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path.name != Path(__file__).name and (names := list(imported_tests(path.read_text())))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from tests.engine.test_llm import ask", "tests.engine.test_llm"),
+        ("import tests.engine.test_llm as llm", "tests.engine.test_llm"),
+        ("from tests.engine import test_llm", "tests.engine.test_llm"),
+        ("from .test_llm import ask", "test_llm"),
+        ("run('-c', 'from tests.engine.test_llm import *')", "tests.engine.test_llm"),
+    ],
+)
+def test_imports_of_tests_that_it_finds(source: str, module: str) -> None:
+    assert list(imported_tests(source)) == [module]
 
 
 def test_no_private_name_is_imported_or_patched() -> None:

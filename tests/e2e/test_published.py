@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from stemma.cli import make_app
 from stemma.server.tenants.keyfile import add_key
 from tests.e2e.conftest import BLOCK_SIZE, Served, start_server
-from tests.e2e.test_tenants import Tenant, random_prompt
+from tests.e2e.tenant import Tenant, random_prompt
 
 HEAD_BLOCKS = 4
 

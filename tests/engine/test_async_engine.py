@@ -28,6 +28,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
 from stemma.prefix.keys import Namespace
 from stemma.types import FinishReason
+from tests.engine.generating import collect, request
 from tests.engine.harness import greedy, prompt
 
 
@@ -68,14 +69,6 @@ def engine(checkpoint, request):
     engine = AsyncEngine.from_settings(settings)
     yield engine
     engine.close()
-
-
-def request(name: str, tokens: np.ndarray, params: SamplingParams | None = None) -> GenerationRequest:
-    return GenerationRequest(name, tokens, params or greedy(6))
-
-
-async def collect(engine: AsyncEngine, req: GenerationRequest) -> list:
-    return [output async for output in engine.generate(req)]
 
 
 async def test_streams_tokens_as_they_come(engine):

@@ -16,7 +16,7 @@ import pytest
 import stemma.memory.tiers.disk.disk_store as disk_store
 from stemma.types import Tier
 from tests.engine.harness import Harness, greedy, prompt
-from tests.engine.test_tiers import cached, disk, expected, round_of, serve
+from tests.engine.tier_rounds import cached, disk, expected, round_of, serve
 
 __all__ = ["expected", "serve"]  # fixtures
 

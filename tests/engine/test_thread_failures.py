@@ -23,8 +23,8 @@ from stemma.errors import EngineFailed, IntegrityError, ShuttingDown
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.loads import Load
 from stemma.types import FinishReason
+from tests.engine.generating import collect, request
 from tests.engine.harness import greedy, prompt
-from tests.engine.test_async_engine import collect, request
 
 CACHE = {"kv_cache_memory": "2MB", "block_size": 16}
 

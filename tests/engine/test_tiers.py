@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stemma.config.settings import TierSettings
@@ -17,39 +16,27 @@ from stemma.errors import StorageError, StorageLocked
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import FinishReason, Tier
-from tests.engine.harness import Answer, Harness, greedy, prompt
+from tests.engine.harness import Harness, greedy, prompt
+from tests.engine.tier_rounds import (
+    BLOCK_SIZE,
+    PROMPTS,
+    TIMEOUT_S,
+    Serve,
+    cached,
+    disk,
+    expected,
+    round_of,
+    serve,
+)
 from tests.memory.faulty_files import FaultyFiles
 
-BLOCK_SIZE = 16
-TIMEOUT_S = 30.0
-Serve = Callable[..., Harness]
+__all__ = ["expected", "serve"]  # fixtures
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapping"])
 def harness(harness: Callable[..., Harness], request: pytest.FixtureRequest) -> Callable[..., Harness]:
     """All of these tests run with steps in turn, and with steps that overlap."""
     return partial(harness, overlaps=request.param)
-
-
-@pytest.fixture
-def serve(harness: Callable[..., Harness]) -> Iterator[Serve]:
-    """Return a maker of engines with tiers; all are closed at the end."""
-    made: list[Harness] = []
-
-    def make(*, num_blocks: int = 12, max_num_seqs: int = 8, **tiers: object) -> Harness:
-        # Computing these tiny blocks may well beat loading them, depending on what else the machine does.
-        settings = TierSettings(load_when="always", **tiers)
-        one = harness(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, tiers=settings)
-        made.append(one)
-        return one
-
-    yield make
-    for one in made:
-        one.engine.close()
-
-
-def disk(one: Harness) -> DiskStore:
-    return next(store for store in one.cache.below.stores if isinstance(store, DiskStore))
 
 
 def break_disk(one: Harness) -> FaultyFiles:
@@ -60,39 +47,6 @@ def break_disk(one: Harness) -> FaultyFiles:
     block_bytes, policy = healthy.block_bytes, LRUPolicy()
     one.tiers.attach(DiskStore(root, one.key_space, block_bytes, 10_000_000, policy, time.time, files=files))
     return files
-
-
-@pytest.fixture(scope="module")
-def expected(harness: Callable[..., Harness]) -> Callable[[np.ndarray], list[int]]:
-    """Return what an engine without any cache answers."""
-    off = harness(num_blocks=64, block_size=BLOCK_SIZE, enable_prefix_cache=False)
-    memory: dict[bytes, list[int]] = {}
-
-    def answer(tokens: np.ndarray) -> list[int]:
-        if tokens.tobytes() not in memory:
-            memory[tokens.tobytes()] = off.serve(tokens, greedy(4)).token_ids[0]
-        return memory[tokens.tobytes()]
-
-    return answer
-
-
-PROMPTS = [prompt(seed, 100) for seed in range(5)]
-"""Six full blocks each; the device holds twelve blocks, so at most one of them survives the next."""
-
-
-def round_of(one: Harness, expected: Callable[[np.ndarray], list[int]]) -> list[Answer]:
-    answers = []
-    for tokens in PROMPTS:
-        answer = one.serve(tokens, greedy(4))
-        assert answer.token_ids[0] == expected(tokens)
-        answers.append(answer)
-    one.cache.below.drain(TIMEOUT_S)
-    one.cache.check()
-    return answers
-
-
-def cached(answers: list[Answer], tier: Tier) -> list[int]:
-    return [answer.cache.cached_by_tier.get(tier, 0) for answer in answers]
 
 
 def test_a_working_set_larger_than_the_device_is_served_from_the_host(serve, expected) -> None:

@@ -11,7 +11,7 @@ from stemma.memory.tiers.block_store import PutResult
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.prefix.eviction.lru import LRUPolicy
 from tests.contracts.block_store_suite import BLOCK_BYTES, chain
-from tests.memory.tiers.test_disk_store import SPACE, size_for
+from tests.memory.tiers.small_disks import SPACE, size_for
 
 CAPACITY = 32
 

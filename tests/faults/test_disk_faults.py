@@ -26,7 +26,7 @@ from tests.contracts.block_store_suite import BLOCK_BYTES, chain, keys, read
 from tests.faults.disk_writer import CAPACITY
 from tests.memory.faulty_files import FaultyFiles
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk_store import SLOT_BYTES, allocated_bytes, make_disk, size_for
+from tests.memory.tiers.small_disks import SLOT_BYTES, allocated_bytes, make_disk, size_for
 
 EVERYTHING = [key for name in range(40) for key in keys(chain(name, 5))]
 
@@ -239,7 +239,10 @@ def in_child(work: str, root: Path) -> subprocess.CompletedProcess[str]:
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from tests.memory.tiers.test_disk_store import *\n"
+        "from stemma.errors import StorageError\n"
+        "from stemma.memory.tiers.block_store import PutResult, ReadResult\n"
+        "from tests.contracts.block_store_suite import chain, keys, read\n"
+        "from tests.memory.tiers.small_disks import make_disk\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         f"root = Path({str(root)!r})\n" + work
     )

@@ -13,8 +13,8 @@ from stemma.model.loading import load_model
 from stemma.native.library import load_kernels
 from tests import gguf_files
 from tests import quantized_files as files
-from tests.invariance.test_models import check_schedules
-from tests.model.formats.test_checkpoints import INT8_INPUTS, STATIC_INPUTS, W4, W8, compressed
+from tests.invariance.schedules import check_schedules
+from tests.model.formats.compressed import INT8_INPUTS, STATIC_INPUTS, W4, W8, compressed
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 

@@ -13,7 +13,7 @@ import pytest
 
 from stemma.cli.server_process import ServerProcess
 from stemma.model.tiny import write_tiny_model
-from tests.lab.test_plan_serve import BLOCK_SIZE, chat
+from tests.lab.conversations import BLOCK_SIZE, chat
 
 NUM_REQUESTS = 150
 SMALL = "500kB"

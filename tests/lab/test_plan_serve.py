@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,28 +12,9 @@ import pytest
 
 from stemma.cli.server_process import ServerProcess
 from stemma.model.tiny import write_tiny_model
+from tests.lab.conversations import BLOCK_SIZE, chat
 
-BLOCK_SIZE = 16
 NUM_REQUESTS = 150
-
-
-def chat(client: httpx.Client, num_requests: int) -> None:
-    """Conversations behind one system prompt that together don't fit in the cache."""
-    random.seed(4)
-    system = {"role": "system", "content": "You answer briefly. " * 12}
-    talks: list[list[dict[str, str]]] = [[system] for _ in range(10)]
-    for number in range(num_requests):
-        talk = random.choice(talks)
-        if len(talk) > 12:
-            del talk[1:]
-        words = " ".join(f"w{random.randrange(300)}" for _ in range(random.randrange(5, 25)))
-        talk.append({"role": "user", "content": f"Question {number}: {words}"})
-        body = {"model": "tiny", "messages": talk, "max_tokens": 6, "temperature": 0}
-        answer = client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        talk.append(
-            {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"] or "-"}
-        )
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.model.prediction import PredictingDecoder
 from tests.checkpoints import MTP_LAYER, build, build_mtp
+from tests.model.edited_checkpoints import configure, fp8_checkpoint
 from tests.model.paging import PagedSequences
-from tests.model.test_refusals import configure, fp8_checkpoint
 
 TOLERANCE = 1e-4
 

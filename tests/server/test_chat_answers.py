@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from stemma.config.settings import Settings
+from tests.server.openai_requests import CHAT_URL, HELLO, chat, stream
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_openai_chat import HELLO, URL, chat
-from tests.server.test_openai_completions import stream
 
 TOOLS = [
     {
@@ -65,7 +64,7 @@ async def test_calls_are_parsed(client: httpx.AsyncClient, engine: ScriptedEngin
 
 async def test_calls_are_streamed(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
     engine.script.reply = f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{SECOND}"
-    chunks = await stream(client, URL, messages=HELLO, tools=TOOLS)
+    chunks = await stream(client, CHAT_URL, messages=HELLO, tools=TOOLS)
 
     content, reasoning, calls, finish = joined(chunks)
     assert (content, reasoning, finish) == ("I look.", "hm", "tool_calls")
@@ -138,6 +137,6 @@ async def test_a_prompt_that_ends_inside_the_reasoning(
 async def test_wrong_tools_are_refused_by_name(
     client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
-    response = await client.post(URL, json={"messages": HELLO, **body})
+    response = await client.post(CHAT_URL, json={"messages": HELLO, **body})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param

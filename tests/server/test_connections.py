@@ -2,95 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
 
 import httpx
 import pytest
 
 from stemma.server.transport.connections import ACCEPT_BURST, MAX_HEADER_BYTES, connection_limit
 from stemma.server.transport.planes import listen
+from tests.server.scripted_process import Server, serving
 
-ROOT = Path(__file__).parents[2]
 FAST = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "keep_alive_s": 1.0}
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    log: IO[str]
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return "127.0.0.1", httpx.URL(self.url).port or 0
-
-    def written(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
-    def ask(self, request: bytes) -> bytes:
-        """Send bytes and return everything until the server closes."""
-        with socket.create_connection(self.address, timeout=10) as connection:
-            connection.sendall(request)
-            return read_all(connection)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    received = b""
-    with suppress(ConnectionError):
-        while data := connection.recv(65536):
-            received += data
-    return received
-
-
-@contextmanager
-def serving(
-    tokenizer: Path,
-    num_files: int | None = None,
-    *,
-    tls: dict[str, str] | None = None,
-    delay_s: float = 0.0,
-    **server: Any,
-) -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.server.scripted_server", str(tokenizer), str(delay_s), "1"]
-    command.append(json.dumps({"server": server, **({} if tls is None else {"tls": tls})}))
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-
-    def limit_files() -> None:
-        if num_files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
-
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            preexec_fn=limit_files,
-        )
-        try:
-            assert process.stdout is not None
-            yield Server(process, process.stdout.readline().strip(), log)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from stemma.errors import ConfigError
 from stemma.server.routing.fleet import FleetServer, create_fleet_app
 from stemma.server.routing.relay import RouteOptions
 from stemma.types import TokenArray
-from tests.server.test_route import Upstream
+from tests.server.upstream import Upstream
 
 TOKENS = list(range(200))
 

@@ -10,7 +10,7 @@ import pytest
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_runtime import scripted_server
+from tests.server.scripted_process import scripted_server
 
 
 @pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/scripted/ready"])

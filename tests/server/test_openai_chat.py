@@ -1,20 +1,9 @@
 from __future__ import annotations
 
-from typing import Any
-
 import httpx
 
+from tests.server.openai_requests import CHAT_URL, HELLO, chat, stream, texts_of
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_openai_completions import stream, texts_of
-
-URL = "/v1/chat/completions"
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-async def chat(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    response = await client.post(URL, json={"model": "scripted", "messages": HELLO, **body})
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def prompt_text(engine: ScriptedEngine) -> str:
@@ -43,7 +32,7 @@ async def test_without_a_limit_the_context_is_the_limit(
 async def test_stream_is_role_text_finish_usage(client: httpx.AsyncClient) -> None:
     whole = await chat(client, max_tokens=8, n=2)
     chunks = await stream(
-        client, URL, messages=HELLO, max_tokens=8, n=2, stream_options={"include_usage": True}
+        client, CHAT_URL, messages=HELLO, max_tokens=8, n=2, stream_options={"include_usage": True}
     )
 
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [

@@ -3,38 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import orjson
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tests.server.openai_requests import complete, stream, texts_of
 from tests.server.scripted_engine import ScriptedEngine
-
-URL = "/v1/completions"
-
-
-async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    response = await client.post(URL, json={"model": "scripted", **body})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def stream(client: httpx.AsyncClient, url: str = URL, **body: Any) -> list[dict[str, Any]]:
-    response = await client.post(url, json={"model": "scripted", "stream": True, **body})
-    assert response.status_code == 200, response.text
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
-    texts: dict[int, str] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            texts[choice["index"]] = texts.get(choice["index"], "") + piece
-    return texts
 
 
 async def test_text_prompt(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from tests.server.openai_requests import complete, stream
 from tests.server.scripted_engine import ScriptedEngine
-from tests.server.test_openai_completions import complete, stream
 
 CHAT = "/v1/chat/completions"
 

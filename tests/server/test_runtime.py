@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,25 +10,7 @@ import pytest
 
 from stemma.errors import ConfigError
 from stemma.server.transport.planes import listen, url_of
-
-ROOT = Path(__file__).parents[2]
-
-
-@contextmanager
-def scripted_server(
-    tokenizer_path: Path, delay_s: float, drain_s: float
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    arguments = [str(tokenizer_path), str(delay_s), str(drain_s)]
-    command = [sys.executable, "-m", "tests.server.scripted_server", *arguments]
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+from tests.server.scripted_process import scripted_server
 
 
 def test_first_signal_drains_and_second_cuts_off(tokenizer_path: Path) -> None:

@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from tests.engine.generating import collect, request
 from tests.engine.harness import greedy, prompt
-from tests.engine.test_async_engine import collect, request
 
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings

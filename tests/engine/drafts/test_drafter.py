@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from tests.engine.sampling.test_sampler import chi_square_fits
+from tests.engine.sampling.chi_square import chi_square_fits
 
 from stemma.config.settings import SpeculationSettings
 from stemma.engine.drafts.drafter import Drafter, make_drafter

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.harness import Harness, greedy, prompt
-from tests.engine.sampling.test_sampler import chi_square_fits
+from tests.engine.sampling.chi_square import chi_square_fits
 
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from tests.engine.harness import Answer, Harness, greedy, prompt
+from tests.engine.harness import Harness, greedy, prompt
+from tests.engine.operator.pool_rounds import (
+    PROMPTS,
+    TIMEOUT_S,
+    Expected,
+    Serve,
+    expected,
+    from_pool,
+    pool,
+    round_of,
+    serve,
+)
 from tests.memory.tiers.pool.faulty import FaultyBackend
 
 from stemma.config.settings import TierSettings
@@ -21,11 +30,7 @@ from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_confi
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import Tier
 
-BLOCK_SIZE = 16
-TIMEOUT_S = 30.0
-Serve = Callable[..., Harness]
-Expected = Callable[[np.ndarray], list[int]]
-PROMPTS = [prompt(seed, 100) for seed in range(4)]
+__all__ = ["expected", "serve"]  # fixtures
 
 
 @pytest.fixture
@@ -35,36 +40,9 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def serve(harness: Callable[..., Harness], config: Path) -> Iterator[Serve]:
-    """Return a maker of engines over one directory pool; all are closed at the end."""
-    made: list[Harness] = []
-
-    def make(*, num_blocks: int = 12, **fields: object) -> Harness:
-        settings = {"pool": "directory", "pool_config": config, "block_size": BLOCK_SIZE} | fields
-        # The tiny model computes faster than a pool delivers.
-        made.append(harness(num_blocks=num_blocks, **{"load_when": "always"} | settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.engine.close()
-
-
-@pytest.fixture(scope="module")
-def expected(harness: Callable[..., Harness]) -> Expected:
-    """Return what an engine without any cache answers."""
-    off = harness(num_blocks=64, block_size=BLOCK_SIZE, enable_prefix_cache=False)
-    return lambda tokens: off.serve(tokens, greedy(6)).token_ids[0]
-
-
 def lower(one: Harness) -> TierTransfer:
     assert one.tiers is not None
     return one.tiers
-
-
-def pool(one: Harness) -> PoolStore:
-    return next(store for store in one.cache.below.stores if isinstance(store, PoolStore))
 
 
 def break_pool(one: Harness, deadline_s: float = 0.1) -> FaultyBackend:
@@ -77,20 +55,6 @@ def break_pool(one: Harness, deadline_s: float = 0.1) -> FaultyBackend:
     names = PoolKeys(one.key_space.model_fingerprint)
     lower(one).attach(PoolStore(backend, names, healthy.block_bytes, settings), settings.write)
     return backend
-
-
-def round_of(one: Harness, expected: Expected) -> list[Answer]:
-    answers = []
-    for tokens in PROMPTS:
-        answer = one.serve(tokens, greedy(6))
-        assert answer.token_ids[0] == expected(tokens)
-        answers.append(answer)
-    assert one.cache.below.drain(TIMEOUT_S)
-    return answers
-
-
-def from_pool(answers: list[Answer]) -> list[int]:
-    return [answer.cache.cached_by_tier.get(Tier.POOL, 0) for answer in answers]
 
 
 def test_what_one_engine_computed_another_takes_from_the_pool(serve: Serve, expected: Expected) -> None:

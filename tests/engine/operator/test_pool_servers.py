@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.engine.harness import Harness
-from tests.engine.operator.test_pool_attachment import PROMPTS, Expected, expected, from_pool, pool, round_of
-from tests.engine.operator.test_pool_attachment import serve as serve_directory
+from tests.engine.operator.pool_rounds import PROMPTS, Expected, expected, from_pool, pool, round_of
+from tests.engine.operator.pool_rounds import serve as serve_directory
 from tests.memory.tiers.pool.servers import MooncakeMaster, RedisServer
 
 from stemma.memory.tiers.pool.breaker import Circuit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine.sampling.chi_square import chi_square_fits
 
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.filters import argmax, candidates, draw, keep, weights_of
@@ -53,19 +53,6 @@ def reference(
         more_likely = sums[np.searchsorted(-descending, -p, side="left")]
         p[more_likely >= params.top_p] = 0.0
     return p / p.sum()
-
-
-def chi_square_fits(counts: npt.NDArray[np.int64], p: npt.NDArray[np.float64]) -> bool:
-    """Return whether counts [V] could come from p [V]: within five standard deviations of chi-square."""
-    assert counts[p == 0].sum() == 0
-    expected = p * counts.sum()
-    few = expected < 5
-    observed = np.append(counts[~few], counts[few].sum()).astype(np.float64)
-    expected = np.append(expected[~few], expected[few].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    freedom = max(len(expected) - 1, 1)
-    return bool(statistic < freedom + 5 * math.sqrt(2 * freedom))
 
 
 def logits_of(seed: int, vocab_size: int = V, scale: float = 2.0) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.memory.buffers import HashBuffer
+from tests.memory.cache.served_prompts import NS, Clock, compute_all, make_cache, run, tokens
 
 from stemma.errors import IntegrityError
 from stemma.memory.cache.prefix_cache import PrefixCache
@@ -12,59 +13,9 @@ from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.eviction.gdsf import GDSFPolicy
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.hashed import HashIndex
-from stemma.prefix.index import PrefixIndex
-from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
+from stemma.prefix.keys import KeySpace, Namespace
 from stemma.prefix.radix import RadixIndex
 from stemma.types import Tier
-
-NS = DEFAULT_NAMESPACE
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def make_index(kind: str, key_space: KeySpace) -> PrefixIndex | None:
-    if kind == "off":
-        return None
-    return RadixIndex(key_space.block_size) if kind == "radix" else HashIndex(key_space)
-
-
-def make_cache(num_blocks: int, block_size: int, kind: str = "radix", **options) -> PrefixCache:
-    key_space = KeySpace("model", "layout", block_size)
-    buffer = HashBuffer(num_blocks, block_size)
-    return PrefixCache(buffer, make_index(kind, key_space), key_space, clock=Clock(), **options)
-
-
-def tokens(*values: int | range) -> np.ndarray:
-    flat = [t for v in values for t in (v if isinstance(v, range) else [v])]
-    return np.array(flat, dtype=np.int32)
-
-
-def compute_all(cache: PrefixCache, lease, *, check_head: bool = True) -> None:
-    """Compute what a lease misses, verify all of it, and commit."""
-    buffer = cache.buffer
-    if check_head:
-        buffer.verify(lease, lease.num_cached_tokens)
-    buffer.compute(lease, lease.num_cached_tokens, lease.num_tokens)
-    buffer.verify(lease, lease.num_tokens)
-    cache.commit(lease, lease.num_tokens)
-
-
-def run(cache: PrefixCache, prompt: np.ndarray, namespace: Namespace = NS) -> int:
-    """Serve a prompt to its end; return how many tokens came from cache."""
-    lease = cache.reserve(namespace, prompt)
-    assert lease is not None
-    compute_all(cache, lease)
-    num_cached = lease.num_cached_tokens
-    cache.free(lease, lease.num_tokens)
-    cache.check()
-    return num_cached
 
 
 @pytest.fixture(params=["radix", "hash"])

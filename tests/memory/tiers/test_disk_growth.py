@@ -10,7 +10,7 @@ import pytest
 from tests.contracts.block_store_suite import chain, keys, read
 from tests.memory.faulty_files import FaultyFiles
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk_store import make_disk
+from tests.memory.tiers.small_disks import make_disk
 
 from stemma.errors import StorageError
 from stemma.memory.tiers.block_store import PutResult, ReadResult

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tests.contracts.block_store_suite import BLOCK_BYTES, ROOT, LocalStoreContract, chain, key_of, keys, read
 from tests.memory.manual_clock import ManualClock
+from tests.memory.tiers.small_disks import SLOT_BYTES, SPACE, allocated_bytes, make_disk, size_for
 
 from stemma.errors import ConfigError, StorageError, StorageLocked, StorageMismatch
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.existing import find_space, open_existing, unreadable
-from stemma.memory.tiers.disk.files import FileLayer
 from stemma.memory.tiers.disk.record import RECORD_BYTES, Record, block_checksum, sound_records, with_last_use
 from stemma.memory.tiers.disk.spaces import (
     MANIFEST,
@@ -22,48 +22,12 @@ from stemma.memory.tiers.disk.spaces import (
     read_manifest,
     remove_space,
 )
-from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.keys import KeySpace, owner_tag
-
-SPACE = KeySpace("model-a", "layout-a", 16)
-SLOT_BYTES = new_manifest(SPACE, BLOCK_BYTES, 1 << 20).slot_bytes
-
-
-def size_for(capacity_blocks: int) -> int:
-    return 65536 + capacity_blocks * (SLOT_BYTES + RECORD_BYTES)
-
-
-def make_disk(
-    root: Path,
-    capacity_blocks: int = 64,
-    *,
-    space: KeySpace = SPACE,
-    clock: ManualClock | None = None,
-    files: FileLayer | None = None,
-    ttl_s: float | None = None,
-    monotonic: ManualClock | None = None,
-) -> DiskStore:
-    clock = clock or ManualClock()
-    return DiskStore(
-        root,
-        space,
-        BLOCK_BYTES,
-        size_for(capacity_blocks),
-        LRUPolicy(),
-        clock,
-        default_ttl_s=ttl_s,
-        files=files,
-        monotonic=monotonic or clock,
-    )
 
 
 class TestDiskStore(LocalStoreContract):
     def make_store(self, tmp_path: Path, capacity_blocks: int) -> DiskStore:
         return make_disk(tmp_path, capacity_blocks)
-
-
-def allocated_bytes(root: Path) -> int:
-    return sum(f.stat().st_size for f in root.rglob("*") if f.is_file())
 
 
 def test_a_restart_finds_everything(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from tests.memory.cache.test_prefix_cache import NS, compute_all, make_cache, run, tokens
+from tests.memory.cache.served_prompts import NS, compute_all, make_cache, run, tokens
 
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.transfer import PassedOver

@@ -12,7 +12,7 @@ import pytest
 from tests.contracts.block_store_suite import BLOCK_BYTES, ROOT, bytes_of, chain, key_of, keys, read
 from tests.memory.faulty_files import FaultyFiles
 from tests.memory.manual_clock import ManualClock
-from tests.memory.tiers.test_disk_store import SPACE, size_for
+from tests.memory.tiers.small_disks import SPACE, size_for
 from tests.prefix.failing_policy import FailingPolicy
 
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult

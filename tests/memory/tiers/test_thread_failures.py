@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.memory.manual_clock import ManualClock
 from tests.memory.recording_supervisor import RecordingSupervisor
-from tests.memory.tiers.test_transfer import BLOCK, LAYOUT, TIMEOUT_S
-from tests.memory.tiers.test_transfer import Rig as TransferRig
+from tests.memory.tiers.transfer_rig import BLOCK, LAYOUT, TIMEOUT_S
+from tests.memory.tiers.transfer_rig import Rig as TransferRig
 
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult

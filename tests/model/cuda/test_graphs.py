@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from tests.checkpoints import CONFIGS
+from tests.model.cuda.rerun_recorder import FakeRecorder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
@@ -18,25 +17,6 @@ from stemma.model.cuda.graphs import BUCKETS, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
 
 BLOCK_SIZE = 4
-
-
-class FakeRecorder:
-    """Replays by running again: right only if everything comes from tensors of a fixed place."""
-
-    def __init__(self, error: str | None = None) -> None:
-        self.num_recorded = self.num_replays = 0
-        self._error = error
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        if self._error is not None:
-            raise RuntimeError(self._error)
-        self.num_recorded += 1
-
-        def replay() -> torch.Tensor:
-            self.num_replays += 1
-            return run()
-
-        return replay
 
 
 class EagerSpy:

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="the optional extra `cuda` is not installed")
 
-from tests.model.cpu.test_attention import Shape, make_batch
-from tests.model.cuda.test_graphs import FakeRecorder
+from tests.model.attention_batches import Shape, make_batch
+from tests.model.cuda.rerun_recorder import FakeRecorder
 from tests.model.paging import PagedSequences
 
 from stemma.memory.device.kv import DeviceKV

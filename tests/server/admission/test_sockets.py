@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from stemma.server.transport.dev_ca import DevCA
-from tests.server.test_connections import Server, read_all, serving
+from tests.server.scripted_process import Server, read_all, serving
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
