@@ -123,7 +123,7 @@ class StepArgs(Mirror):
 
 def _read_fields() -> None:
     """Give every mirror its fields; one that holds another comes after it."""
-    headers = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.h")))
+    headers = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.h")))
     declared = dict(_STRUCTURE.findall(headers))
     types: dict[str, Any] = {**_NUMBERS}
     for mirror in Mirror.__subclasses__():
