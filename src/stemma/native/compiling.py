@@ -17,6 +17,7 @@ from pathlib import Path
 
 from stemma.native.cores import usable_cores
 from stemma.native.levels import Level
+from stemma.native.structures import LAYOUTS
 
 SOURCES = Path(__file__).parent
 UNITS = ("kernels", "attention_bf16", "attention_float", "products")
@@ -41,7 +42,7 @@ _TUNING = (
     *("--param", "inline-min-speedup=30"),
 )
 """For GCC; other compilers don't know these flags."""
-BUILD_KEY = repr((_FLAGS, _TUNING, UNITS))
+BUILD_KEY = repr((_FLAGS, _TUNING, UNITS, LAYOUTS))
 """Differs where the same sources would make another library."""
 _PROCESS_TIMEOUT_S = 300.0
 _cores = threading.BoundedSemaphore(usable_cores())
@@ -74,13 +75,15 @@ def compile_library(
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=SCRATCH_PREFIX) as name:
         scratch = Path(name)
+        (scratch / "layouts.h").write_text(LAYOUTS)
         objects = [scratch / f"{unit}.o" for unit in UNITS]
         compilation = _Processes(compiler.path)
         with ThreadPoolExecutor(len(UNITS), "stemma-compile") as threads:
             runs = [
                 threads.submit(
                     compilation.run,
-                    *(*compiler.flags, *level.flags, "-c", str(SOURCES / f"{unit}.cpp"), "-o", str(made)),
+                    *(*compiler.flags, *level.flags, f"-I{scratch}", "-c", str(SOURCES / f"{unit}.cpp")),
+                    *("-o", str(made)),
                 )
                 for unit, made in zip(UNITS, objects, strict=True)
             ]
@@ -136,8 +139,8 @@ class _Processes:
             with self._lock:
                 self._running.discard(process)
         if process.returncode != 0:
-            lines = errors.strip().splitlines()
-            reason = lines[0] if lines else f"it ended with {process.returncode}"
+            lines = errors.strip().splitlines() or [f"it ended with {process.returncode}"]
+            reason = next((line for line in lines if "error:" in line), lines[0])
             raise BuildFailed(f"{self._path} fails: {reason}")
 
     def stop(self) -> None:

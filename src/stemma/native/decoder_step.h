@@ -37,7 +37,7 @@ struct StepArgs {
     RotateArgs rotate;           // qkv, norms and query are set here; not used with latents
     LatentArgs latent;
     AttendArgs attend;           // of layer 0; query and output are set here
-    const AdapterRows* adapters;  // [num_adapters], in order of rows
+    const AdapterRowsArgs* adapters;  // [num_adapters], in order of rows
     int32_t num_adapters;
     int32_t is_bf16;
     float eps;
@@ -165,7 +165,7 @@ class DecoderStep {
                 attended = room_.projected;
             }
             multiply(layer.output, attended, rows, room_.delta, a_.hidden_dim);
-            low_rank_.add(team_, member_, l, {{&AdapterLayer::output, 0}}, at_end, attended, layer.output.k, 0, rows,
+            low_rank_.add(team_, member_, l, {{&Adapted::output, 0}}, at_end, attended, layer.output.k, 0, rows,
                           room_.delta, a_.hidden_dim);
             hidden = norm(hidden, room_.delta, layer.post_norm, rows);
             if (layer.router.num_experts > 0)
@@ -186,6 +186,8 @@ class DecoderStep {
     }
 
   private:
+    using Adapted = AdapterLayerArgs;
+
     const StepArgs& a_;
     Plan& plan_;
     Team& team_;
@@ -257,20 +259,20 @@ class DecoderStep {
         const int64_t width = layer.qkv.n;
         if (a_.latent.heads > 0) {
             low_rank_.add(team_, member_, index,
-                          {{&AdapterLayer::query, 0}, {&AdapterLayer::key, width - a_.latent.width()}}, false, x,
+                          {{&Adapted::query, 0}, {&Adapted::key, width - a_.latent.width()}}, false, x,
                           a_.hidden_dim, 0, a_.rows, room_.qkv, width);
             return;
         }
         const int64_t heads = int64_t(a_.rotate.heads) * a_.rotate.dim;
         const int64_t kv_heads = int64_t(a_.rotate.kv_heads) * a_.rotate.dim;
         low_rank_.add(team_, member_, index,
-                      {{&AdapterLayer::query, 0}, {&AdapterLayer::key, heads}, {&AdapterLayer::value, heads + kv_heads}},
+                      {{&Adapted::query, 0}, {&Adapted::key, heads}, {&Adapted::value, heads + kv_heads}},
                       false, x, a_.hidden_dim, 0, a_.rows, room_.qkv, width);
     }
 
     void gate(const GatedWeights& w, int index, bool at_end, int64_t rows, T* out) {
         const bool is_adapted =
-            low_rank_.touches(index, &AdapterLayer::gate) || low_rank_.touches(index, &AdapterLayer::up);
+            low_rank_.touches(index, &Adapted::gate) || low_rank_.touches(index, &Adapted::up);
         const int parts = parts_of_strip(w.gate.count(), team_.size());
         for (int64_t first = 0; first < rows; first += PASS_ROWS) {
             int64_t count = std::min(PASS_ROWS, rows - first);
@@ -285,7 +287,7 @@ class DecoderStep {
                 });
             }
             multiply(w.down, room_.activated, count, output, a_.hidden_dim);
-            low_rank_.add(team_, member_, index, {{&AdapterLayer::down, 0}}, at_end, room_.activated, w.down.k, first,
+            low_rank_.add(team_, member_, index, {{&Adapted::down, 0}}, at_end, room_.activated, w.down.k, first,
                           count, output, a_.hidden_dim);
         }
     }
@@ -295,7 +297,7 @@ class DecoderStep {
         const int64_t inner = w.down.k;
         multiply(w.gate, normed, rows, room_.gates, 2 * inner);
         multiply(w.up, normed, rows, room_.gates + inner, 2 * inner);
-        low_rank_.add(team_, member_, index, {{&AdapterLayer::gate, 0}, {&AdapterLayer::up, inner}}, at_end, normed,
+        low_rank_.add(team_, member_, index, {{&Adapted::gate, 0}, {&Adapted::up, inner}}, at_end, normed,
                       w.gate.k, first, rows, room_.gates, 2 * inner);
         team_.share(member_, rows, [&](int64_t i) {
             silu_and_multiply_row(room_.gates + i * 2 * inner, room_.activated + i * inner, inner);
@@ -376,7 +378,7 @@ class DecoderStep {
                              w.query_eps);
             });
             multiply(w.expand, room_.query_latent, a_.rows, room_.expanded, w.expand.n);
-            low_rank_.add(team_, member_, index, {{&AdapterLayer::expand, 0}}, false, room_.query_latent, rank, 0,
+            low_rank_.add(team_, member_, index, {{&Adapted::expand, 0}}, false, room_.query_latent, rank, 0,
                           a_.rows, room_.expanded, w.expand.n);
             query = room_.expanded, stride = w.expand.n;
         }

@@ -3,8 +3,8 @@
 // steps.
 #include <omp.h>
 
-#include "abi.h"
 #include "attention.h"
+#include "compressing.h"
 #include "copy.h"
 #include "decoder_step.h"
 #include "layers.h"
@@ -13,6 +13,8 @@
 #include "mixture.h"
 #include "products.h"
 #include "units.h"
+
+#include "layouts.h"  // written for the build by structures.py; needs all of the above
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // less work than this isn't worth waking threads
 constexpr int64_t SERIAL_PRODUCTS = 1 << 18;  // multiplications, likewise
@@ -111,10 +113,6 @@ static void mix(const MixtureArgs& a) {
 
 extern "C" {
 
-const char* stemma_structures() {
-    static const std::string text = describe_structures();
-    return text.c_str();
-}
 void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
 void stemma_copy_runs(char* const* targets, const char* const* sources, const int64_t* sizes, int64_t count) {
     for (int64_t run = 0; run < count; run++) stream_copy(targets[run], sources[run], sizes[run]);
@@ -128,7 +126,7 @@ int32_t stemma_tiles_ready() {
     return 0;
 #endif
 }
-Plan* stemma_plan_new(const Batch* batch, int32_t num_kv_heads, int32_t group_size, int32_t num_threads) {
+Plan* stemma_plan_new(const BatchArgs* batch, int32_t num_kv_heads, int32_t group_size, int32_t num_threads) {
     Plan* plan = new Plan;
     plan->block_size = batch->block_size;
     plan->num_kv_heads = num_kv_heads;

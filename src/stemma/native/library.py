@@ -1,7 +1,7 @@
 """Loads the C++ kernels at the processor's instruction-set level; without them everything runs on torch.
 
-`load_kernels` picks the level (levels.py), finds or compiles its library (building.py), and compares the
-structures that both sides exchange (structures.py). ``STEMMA_NATIVE=0`` switches the kernels off.
+`load_kernels` picks the level (levels.py) and finds or compiles its library (building.py).
+``STEMMA_NATIVE=0`` switches the kernels off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from stemma.native.levels import (
     choose_level,
     processor_features,
 )
-from stemma.native.structures import LibraryMismatch, check_structures
 
 _log = logging.getLogger(__name__)
 
@@ -246,8 +245,7 @@ def _load_level(level: Level) -> _Loaded:
         import torch  # noqa: F401 (its OpenMP runtime has to be loaded first: the library shares it)
 
         loaded = ctypes.CDLL(str(library.path))
-        check_structures(loaded)
-    except (LibraryMismatch, OSError) as error:
+    except OSError as error:
         return _Loaded(None, None, str(error))
     if level == LEVELS[-1] and not loaded.stemma_tiles_ready():
         return _Loaded(None, None, "the system doesn't let this process use AMX tiles")

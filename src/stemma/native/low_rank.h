@@ -9,24 +9,25 @@
 
 #include "products.h"
 
-struct LowRank {
+struct LowRankArgs {
     Strips down, up;  // [rank, k] and [n, rank]; up.n is 0 where the adapter leaves a product alone
     float scale;
 };
 
-struct AdapterLayer {  // with latents: query is what makes the query or its latent, key what makes the token's latent
-    LowRank query, key, value, expand, output, gate, up, down;
+// With latents: query is what makes the query or its latent, key what makes the token's latent
+struct AdapterLayerArgs {
+    LowRankArgs query, key, value, expand, output, gate, up, down;
 };
 
 // Rows [begin, end) of a step, and those of its logits, served by one adapter. Those of a step don't overlap.
-struct AdapterRows {
-    const AdapterLayer* layers;  // [num_layers]
+struct AdapterRowsArgs {
+    const AdapterLayerArgs* layers;  // [num_layers]
     int64_t begin, end, first_logit, last_logit;
 };
 
 // A product that adapters may add to: its outputs begin `offset` elements into a row.
 struct AdaptedProduct {
-    LowRank AdapterLayer::*pair;
+    LowRankArgs AdapterLayerArgs::*pair;
     int64_t offset;
 };
 
@@ -36,7 +37,7 @@ template <class T>
 class LowRankStep {
   public:
     // Divides `room`; `bytes` says how much is needed. `k`: the widest rows that are read.
-    LowRankStep(const AdapterRows* adapters, int num_adapters, int num_layers, int64_t k, char* room)
+    LowRankStep(const AdapterRowsArgs* adapters, int num_adapters, int num_layers, int64_t k, char* room)
         : adapters_(adapters), num_adapters_(num_adapters) {
         int64_t rank = 0;
         for (int g = 0; g < num_adapters; g++)
@@ -50,7 +51,7 @@ class LowRankStep {
     }
     int64_t bytes;
 
-    bool touches(int layer, LowRank AdapterLayer::*pair) const {
+    bool touches(int layer, LowRankArgs AdapterLayerArgs::*pair) const {
         for (int g = 0; g < num_adapters_; g++)
             if ((adapters_[g].layers[layer].*pair).up.n > 0) return true;
         return false;
@@ -71,19 +72,19 @@ class LowRankStep {
     }
 
   private:
-    static constexpr LowRank AdapterLayer::*ALL[] = {&AdapterLayer::query, &AdapterLayer::key, &AdapterLayer::value,
-                                                     &AdapterLayer::expand, &AdapterLayer::output, &AdapterLayer::gate,
-                                                     &AdapterLayer::up, &AdapterLayer::down};
+    using Layer = AdapterLayerArgs;
+    static constexpr LowRankArgs Layer::*ALL[] = {&Layer::query,  &Layer::key,  &Layer::value, &Layer::expand,
+                                                  &Layer::output, &Layer::gate, &Layer::up,    &Layer::down};
 
     struct Job {  // one pair over one adapter's rows of a pass
-        const LowRank* pair;
+        const LowRankArgs* pair;
         int64_t row, rows, offset;
         int64_t input_block;  // where these rows are laid out, in blocks of 16; the same for all products of an adapter
         bool lays_out;
         char *middle, *middle_inputs;
     };
 
-    const AdapterRows* adapters_;
+    const AdapterRowsArgs* adapters_;
     const int num_adapters_;
     char *inputs_, *middles_, *middle_inputs_;
 
@@ -97,14 +98,14 @@ class LowRankStep {
         int64_t input_block = 0;
         char *middle = middles_, *middle_inputs = middle_inputs_;
         for (int g = 0; g < num_adapters_; g++) {
-            const AdapterRows& a = adapters_[g];
+            const AdapterRowsArgs& a = adapters_[g];
             const int64_t begin = std::max(of_logits ? a.first_logit : a.begin, first);
             const int64_t end = std::min(of_logits ? a.last_logit : a.end, first + count);
             if (begin >= end) continue;
             const int64_t blocks = (end - begin + 15) / 16;
             bool lays_out = true;
             for (const AdaptedProduct& product : products) {
-                const LowRank& pair = a.layers[layer].*product.pair;
+                const LowRankArgs& pair = a.layers[layer].*product.pair;
                 if (pair.up.n == 0) continue;
                 jobs.push_back({&pair, begin - first, end - begin, product.offset, input_block, lays_out, middle,
                                 middle_inputs});
@@ -168,7 +169,8 @@ class LowRankStep {
             });
     }
 
-    static void add_piece(const LowRank& pair, int64_t piece, const Inputs& middles, int64_t rows, T* y, int64_t stride) {
+    static void add_piece(const LowRankArgs& pair, int64_t piece, const Inputs& middles, int64_t rows, T* y,
+                          int64_t stride) {
         alignas(64) float acc[BLOCK_ROWS * STRIP];
         const v16f scale = splat(pair.scale);
         for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {

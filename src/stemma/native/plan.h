@@ -20,7 +20,7 @@ constexpr int PIECES_PER_THREAD = 4;
 constexpr int MOST_BUNDLED = 4;  // items
 constexpr int64_t SLOTS_PER_THREAD = 1 << 14;  // of one segment; what would need more memory isn't cut
 
-struct Batch {
+struct BatchArgs {
     int num_seqs;
     const int32_t* query_starts;  // [num_seqs + 1]
     const int32_t* context_lens;  // [num_seqs]
@@ -91,7 +91,7 @@ struct Plan {
 
 class Planner {
   public:
-    Planner(const Batch& batch, Plan& plan) : batch_(batch), plan_(plan) {
+    Planner(const BatchArgs& batch, Plan& plan) : batch_(batch), plan_(plan) {
         unit_ = int(std::lcm(int64_t(SPLIT), int64_t(batch.block_size)) / batch.block_size);
         std::vector<int32_t> seqs;
         for (int s = 0; s < batch.num_seqs; s++) {
@@ -103,7 +103,7 @@ class Planner {
     }
 
   private:
-    const Batch& batch_;
+    const BatchArgs& batch_;
     Plan& plan_;
     int unit_;  // blocks: the least prefix that can be shared, a whole number of splits
 

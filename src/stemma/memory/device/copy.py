@@ -9,17 +9,16 @@ only after the step that wrote it has ended. The caller waits for the copy itsel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stemma.memory.device.kv import DeviceKV
+from stemma.native.copying import CopyBytes
 
-CopyBytes = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
 _PARALLEL_BYTES = 4 * 2**20
 
 
