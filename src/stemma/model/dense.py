@@ -22,19 +22,13 @@ from stemma.errors import ModelError
 from stemma.model.attention import AttentionCall
 from stemma.model.causal_lm import KVShape
 from stemma.model.cpu.fused import MAX_HEAD_DIM, PackedWeights
+from stemma.model.families.family import ATTENTION, GATED
+from stemma.model.families.registry import dense_of, family_of
 
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""The class of transformers by `model_type`."""
 _CONFIG_MODULES = ("transformers.models.", "stemma.model.llama_config")
 """Where configs come from that mean what they say; imported by whoever has one."""
 _SCALED = frozenset({"linear", "llama3", "yarn"})
 """Rotary embeddings whose angles transformers computes once; others may change with the length."""
-_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Weights(nn.Module):
@@ -118,14 +112,14 @@ class DenseWeights(nn.Module):
             layer: Any = nn.Module()
             layer.self_attn = attention = nn.Module()
             layer.mlp = mlp = nn.Module()
-            for part in _PARTS:
+            for part in ATTENTION:
                 setattr(attention, part, layer_of(f"{prefix}.self_attn.{part}"))
             attention.head_dim = head_dim  # type: ignore[assignment]
             if norms_heads:
                 attention.q_norm, attention.k_norm = (
                     norm(f"{prefix}.self_attn.{name}") for name in ("q_norm", "k_norm")
                 )
-            for part in ("gate_proj", "up_proj", "down_proj"):
+            for part in GATED:
                 setattr(mlp, part, layer_of(f"{prefix}.mlp.{part}"))
             layer.input_layernorm = norm(f"{prefix}.input_layernorm")
             layer.post_attention_layernorm = norm(f"{prefix}.post_attention_layernorm")
@@ -147,17 +141,20 @@ class DenseModel(DenseWeights):
 
     def __init__(self, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         """Take tensors that `fits` said yes to; those of another dtype are converted."""
+        family = family_of(config.model_type)
+        assert family is not None
+        assert family.dense is not None
         super().__init__(
             tensors,
             dtype,
             num_layers=config.num_hidden_layers,
             head_dim=head_dim_of(config),
             eps=float(config.rms_norm_eps),
-            norms_heads=has_head_norms(config.model_type),
+            norms_heads=family.dense.norms_heads,
             is_tied=config.tie_word_embeddings,
         )
         self.config, self.dtype = config, dtype
-        self.architecture = FAMILIES[config.model_type]
+        self.architecture = family.architecture
         self.model.config, self.model.rotary_emb = config, Rotary(config)
 
     def attention(self) -> tuple[KVShape, list[AttentionCall]]:
@@ -168,11 +165,6 @@ class DenseModel(DenseWeights):
             for number in range(num_layers)
         ]
         return KVShape(num_layers, 2, int(self.config.num_key_value_heads), head_dim), calls
-
-
-def has_head_norms(model_type: str) -> bool:
-    """Whether queries and keys of a family are normed."""
-    return model_type == "qwen3"
 
 
 def head_dim_of(config: Any) -> int:
@@ -189,9 +181,10 @@ def fits(config: Any, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]])
 def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | None:
     """Return the shape of each tensor that the config makes; None: `DenseModel` holds no such models."""
     is_known = type(config).__module__.startswith(_CONFIG_MODULES)
-    if config.model_type not in FAMILIES or not is_known:
+    family = dense_of(config.model_type)
+    if family is None or not is_known:
         return None
-    if dtype not in (torch.bfloat16, torch.float32) or config.hidden_act != "silu" or _slides(config):
+    if dtype not in (torch.bfloat16, torch.float32) or config.hidden_act != "silu" or family.slides(config):
         return None
     rope = config.rope_parameters
     if not isinstance(rope, dict) or rope.get("rope_type") not in {"default", *_SCALED}:
@@ -216,9 +209,9 @@ def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | N
         "mlp.down_proj": (hidden, width),
     }
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if has_head_norms(config.model_type):
+    if family.norms_heads:
         norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
-    biased = _biased(config)
+    biased = family.biased(config)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
@@ -233,21 +226,3 @@ def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | N
                 shapes[f"{prefix}{name}.bias"] = shape[:1]
         shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
     return shapes if all(size > 0 for shape in shapes.values() for size in shape) else None
-
-
-def _biased(config: Any) -> tuple[str, ...]:
-    """Return the linear layers that have a bias."""
-    if config.model_type == "qwen2":
-        return _PARTS[:3]
-    attention = _PARTS if getattr(config, "attention_bias", False) else ()
-    return (
-        (*attention, "gate_proj", "up_proj", "down_proj") if getattr(config, "mlp_bias", False) else attention
-    )
-
-
-def _slides(config: Any) -> bool:
-    """Whether a layer may see a window alone."""
-    types = getattr(config, "layer_types", None)
-    if config.model_type == "mistral":
-        return config.sliding_window is not None
-    return types is not None and (len(types) < config.num_hidden_layers or set(types) != {"full_attention"})

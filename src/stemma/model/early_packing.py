@@ -22,8 +22,9 @@ from torch import nn
 from stemma.model.cpu.fused import PackedWeights, pack_weights
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weight_memory import weights_together
-from stemma.model.dense import FAMILIES, DenseWeights, has_head_norms
+from stemma.model.dense import DenseWeights
 from stemma.model.directory import CONFIG, FileStates, StoredTensor, file_states, read_json, stored_tensors
+from stemma.model.families.registry import dense_of
 from stemma.native.library import load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
 from stemma.supervision import Supervisor, start_thread
@@ -96,7 +97,8 @@ class EarlyPacking:
         stored = stored_tensors(self._path)
         dtypes = {tensor.dtype for tensor in stored}
         kernels = load_kernels(self._isa)
-        if raw.get("model_type") not in FAMILIES or len(dtypes) != 1 or kernels is None:
+        family = dense_of(raw.get("model_type"))
+        if family is None or len(dtypes) != 1 or kernels is None:
             return None
         dtype = _DTYPES[dtypes.pop()]
         is_tied = raw.get("tie_word_embeddings") is True
@@ -110,7 +112,7 @@ class EarlyPacking:
             num_layers=num_layers,
             head_dim=0,
             eps=0.0,
-            norms_heads=has_head_norms(str(raw["model_type"])),
+            norms_heads=family.norms_heads,
             is_tied=is_tied,
         )
         del tensors

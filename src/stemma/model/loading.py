@@ -37,6 +37,7 @@ from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.dense import DenseModel
 from stemma.model.directory import check_directory, is_gguf, stored_tensors, weight_files
 from stemma.model.early_packing import EarlyPacking, take_early
+from stemma.model.families.registry import TESTED
 from stemma.model.fingerprint import model_fingerprint, take_fingerprint
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format
@@ -62,7 +63,6 @@ from stemma.model.pretrained import (
 from stemma.model.quantization.attach import detach, has_attached, stacked_spares_rest
 from stemma.model.quantization.quantize import RoundInputs, RoundToNearest, round_to_nearest
 from stemma.model.selfcheck import (
-    TESTED,
     FirstLayers,
     Reference,
     check_served,

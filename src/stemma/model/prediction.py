@@ -33,6 +33,7 @@ from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import Decoder, ModuleDecoder
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.rowwise import RowwiseOperations
+from stemma.model.families.registry import PREDICTING
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.reading import GGUF, find_format, read_quantized
@@ -42,8 +43,6 @@ from stemma.model.pretrained import quantization_of, transformers_reports
 from stemma.model.quantization.attach import plain_weight, plain_weights
 from stemma.native.library import Kernels
 
-PREDICTING = "DeepseekV3ForCausalLM"
-"""The class of transformers whose MTP layer we run: DeepSeek-V3, R1 and V3.1."""
 _SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Weights of the layer that are copies of the model's own."""
 _OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
@@ -234,7 +233,7 @@ def add_prediction_layer(settings: ModelSettings, config: Any, hf_model: Any) ->
 
 def _check_servable(path: Path, config: Any, hf_model: Any) -> None:
     name = type(hf_model).__name__
-    if name != PREDICTING or not type(hf_model).__module__.startswith("transformers.models."):
+    if name not in PREDICTING or not type(hf_model).__module__.startswith("transformers.models."):
         raise ConfigError(
             f"speculation is mtp, but {path} holds {name}; Stemma runs the layer for multi-token prediction "
             "of DeepSeek-V3, R1 and V3.1. Take another speculation, e.g. auto"

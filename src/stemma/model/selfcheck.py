@@ -23,21 +23,8 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import SUPPORTED
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
+from stemma.model.families.registry import TESTED
 from stemma.model.foreign import foreign_code
-
-TESTED = frozenset(
-    {
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Gemma2ForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    }
-)
-"""Architectures whose logits tests/model compares with plain transformers, on every path."""
 
 _BLOCK_SIZE = 8
 """On each of the ranks that tokens are divided over."""

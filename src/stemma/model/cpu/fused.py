@@ -29,22 +29,12 @@ from stemma.model.cpu.linears import leave_file
 from stemma.model.cpu.low_rank import PackedAdapter, adaptable
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.families.registry import FUSED_LAYERS
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.quantization.attach import plain_weight
 
 EmbeddingFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """ids [T] -> [T, H]."""
-LAYER_CLASSES = frozenset(
-    {
-        "LlamaDecoderLayer",
-        "MistralDecoderLayer",
-        "Qwen2DecoderLayer",
-        "Qwen3DecoderLayer",
-        "Qwen3MoeDecoderLayer",
-        "DeepseekV2DecoderLayer",
-        "DeepseekV3DecoderLayer",
-    }
-)
 MAX_HEAD_DIM = 1024
 """What the rotary kernel has room for."""
 
@@ -61,7 +51,7 @@ def follows_pattern(hf_model: Any) -> bool:
         type(part).__module__.startswith("transformers.models.") for part in (hf_model, base, *layers)
     ):
         return False
-    if not all(type(layer).__name__ in LAYER_CLASSES for layer in layers):
+    if not all(type(layer).__name__ in FUSED_LAYERS for layer in layers):
         return False
     linears = [m for m in hf_model.modules() if hasattr(m, "in_features") and hasattr(m, "weight")]
     if not all(type(linear) is nn.Linear for linear in linears):

@@ -15,21 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stemma.errors import ConfigError, UnsupportedModel
+from stemma.model.families.registry import TESTED
 from stemma.model.quantization.quantize import fitting_group
-
-SERVED = frozenset(
-    {
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Gemma2ForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    }
-)
-"""Architectures that the tests compare with one process."""
 
 COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
 ROWS = frozenset({"o_proj", "down_proj"})
@@ -129,11 +116,11 @@ def num_experts_of(config: Any) -> int:
 
 def check_share(architecture: str, config: Any, share: Share) -> None:
     """Raise UnsupportedModel or ConfigError unless the model can be cut for this number of ranks."""
-    if architecture not in SERVED:
+    if architecture not in TESTED:
         raise UnsupportedModel(
             f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "
             "context_parallel_size 1. Those that are: "
-            f"{', '.join(sorted(SERVED))}"
+            f"{', '.join(sorted(TESTED))}"
         )
     size = share.size
     _check(architecture, "attention heads", config.num_attention_heads, size)

@@ -1,0 +1,1 @@
+"""Families of models: what is known of each, a file a family."""

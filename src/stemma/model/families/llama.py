@@ -1,0 +1,15 @@
+"""Llama, and what calls itself so: SmolLM2, Yi, and many others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stemma.model.families.family import ATTENTION, GATED, Dense, Family
+
+
+def _biased(config: Any) -> tuple[str, ...]:
+    attention = ATTENTION if config.attention_bias else ()
+    return (*attention, *GATED) if config.mlp_bias else attention
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", "LlamaDecoderLayer", Dense(_biased))
