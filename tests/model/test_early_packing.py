@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
 from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
-from stemma.model.early_packing import is_finite, pack_early, take_early
-from stemma.model.fingerprint import fingerprint_early, model_fingerprint, take_fingerprint
+from stemma.model.early_packing import EarlyPacking, is_finite
+from stemma.model.fingerprint import EarlyFingerprint, model_fingerprint
 from stemma.model.loading import load_model
+from stemma.model.plan import LoadPlan
 from stemma.native.library import load_kernels
 from stemma.supervision import LoggingSupervisor
 from tests import checkpoints
@@ -33,12 +33,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    assert take_early() is None, "a load takes what was begun, whether it can use it or not"
 
 
 @pytest.fixture
@@ -60,9 +54,12 @@ def load(path: Path, **settings: Any) -> CausalLM:
 
 
 def load_early(path: Path, **settings: Any) -> CausalLM:
-    pack_early(path, "auto", LoggingSupervisor())
-    fingerprint_early(path, lambda: None, LoggingSupervisor())
-    return load(path, **settings)
+    """Load by what a plan began for the same checkpoint without these settings."""
+    plan = LoadPlan(ModelSettings(path=path, device="cpu"), LoggingSupervisor(), is_whole=True)
+    try:
+        return load_model(ModelSettings(path=path, device="cpu", **settings), plan=plan)
+    finally:
+        plan.close()
 
 
 def assert_same(one: CausalLM, other: CausalLM) -> None:
@@ -106,10 +103,12 @@ def test_other_families(family: str, checked: list[object], tmp_path: Path) -> N
 def test_a_file_that_changed_meanwhile(checked: list[object], tmp_path: Path) -> None:
     path = checkpoints.build("llama", tmp_path / "a")
     other = checkpoints.build("llama", tmp_path / "b", seed=1)
-    early = pack_early(path, "auto", LoggingSupervisor())
-    early.wait()
+    plan = LoadPlan(ModelSettings(path=path, device="cpu"), LoggingSupervisor(), is_whole=True)
+    assert plan.packing is not None
+    plan.packing.wait()
     os.replace(other / "model.safetensors", path / "model.safetensors")
-    assert_same(load(path), load(path))
+    assert_same(load_model(ModelSettings(path=path, device="cpu"), plan=plan), load(path))
+    plan.close()
     assert len(checked) == 2
 
 
@@ -147,8 +146,8 @@ def test_files_that_are_damaged(tmp_path: Path) -> None:
 
 
 def test_nobody_wants_them(tmp_path: Path) -> None:
-    early = pack_early(checkpoints.build("llama", tmp_path), "auto", LoggingSupervisor())
-    assert take_early() is early
+    path = checkpoints.build("llama", tmp_path)
+    early = EarlyPacking(path, "auto", lambda: None, LoggingSupervisor())
     early.close()
     assert early.take([], torch.float32, is_tied=False, isa="auto") is None
 
@@ -164,17 +163,17 @@ def test_is_finite(dtype: torch.dtype) -> None:
             assert not is_finite(spoiled)
 
 
+def early_fingerprint(path: Path) -> EarlyFingerprint:
+    return EarlyFingerprint(path, lambda: None, LoggingSupervisor())
+
+
 def test_fingerprint_of_other_files(tmp_path: Path) -> None:
     path = checkpoints.build("llama", tmp_path / "a")
     right = model_fingerprint(path)
-    fingerprint_early(path, lambda: None, LoggingSupervisor())
-    assert take_fingerprint(path) == right
-    assert take_fingerprint(path) is None
-    fingerprint_early(path, lambda: None, LoggingSupervisor())
-    assert take_fingerprint(tmp_path / "b") is None
-    fingerprint_early(tmp_path / "none", lambda: None, LoggingSupervisor())
-    assert take_fingerprint(tmp_path / "none") is None
-    fingerprint_early(path, lambda: None, LoggingSupervisor())
+    assert early_fingerprint(path).take(path) == right
+    assert early_fingerprint(path).take(tmp_path / "b") is None
+    assert early_fingerprint(tmp_path / "none").take(tmp_path / "none") is None
+    early = early_fingerprint(path)
     config = (path / "config.json").read_text()
     (path / "config.json").write_text(config.replace('"hidden_act": "silu"', '"hidden_act": "gelu"'))
-    assert take_fingerprint(path) != right
+    assert early.take(path) != right

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
@@ -22,13 +23,10 @@ from stemma.config.loading import load_settings
 from stemma.config.settings import EngineSettings, Settings
 from stemma.config.sizes import format_size
 from stemma.model.demo import is_demo
-from stemma.model.directory import check_directory, is_gguf, weight_files
-from stemma.model.fingerprint import fingerprint_early
+from stemma.model.directory import check_directory
 from stemma.model.located import located_model, present_path
-from stemma.native.early_memory import prepare_memory
+from stemma.model.plan import LoadPlan
 from stemma.native.library import load_kernels, missed_level, prepare_kernels
-from stemma.native.process_memory import available_bytes
-from stemma.native.read_ahead import read_ahead
 from stemma.supervision import LoggingSupervisor
 
 if TYPE_CHECKING:
@@ -75,7 +73,8 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
     with ExitStack() as stack:
         prepare_kernels(settings.engine.model.isa)
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
-            _begin_loading(settings, stack)
+            plan = _begin_loading(settings)
+            stack.callback(plan.close)
             from stemma.model.model_list import import_models
 
             import_models()
@@ -92,7 +91,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
             importing = beside.submit(import_module, "stemma.server.transport.runtime")
             # What was imported stays: the look at the end is at the rest.
             gc.freeze()
-            engine = _load(settings, AsyncEngine.from_settings)
+            engine = _load(settings, partial(AsyncEngine.from_settings, plan=plan))
             serve = importing.result().serve
 
         def on_ready(url: str) -> None:
@@ -137,32 +136,11 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _begin_loading(settings: Settings, stack: ExitStack) -> None:
-    """Let threads do beside the imports what needs files alone: reading, memory, fingerprint, packing."""
-    model, supervisor = settings.engine.model, LoggingSupervisor()
-    path = present_path(model)
-    if path is None:
-        return
-    has_own_code = model.trust_remote_code  # perhaps, and then it is part of the fingerprint
-    is_on_cpu = model.device in ("auto", "cpu") and not Path("/dev/nvidiactl").exists()
-    files = weight_files(path)
-    num_bytes = sum(file.stat().st_size for file in files)
-    is_small = 2 * num_bytes < available_bytes()
-    if is_small:
-        read_ahead(files, supervisor)
-    if not is_on_cpu or model.quantize != "none" or not is_small:
-        if not has_own_code:
-            fingerprint_early(path, lambda: None, supervisor)
-        return
-    memory = prepare_memory(num_bytes, supervisor)
-    if has_own_code:
-        return
-    fingerprint_early(path, memory.wait, supervisor)
-    is_alone = settings.engine.parallel.num_ranks == 1 and settings.engine.speculation.mode != "mtp"
-    if is_alone and not is_gguf(path):
-        from stemma.model.early_packing import pack_early
-
-        stack.callback(pack_early(path, model.isa, supervisor).close)
+def _begin_loading(settings: Settings) -> LoadPlan:
+    """Begin beside the imports what needs files alone."""
+    engine = settings.engine
+    is_whole = engine.parallel.num_ranks == 1 and engine.speculation.mode != "mtp"
+    return LoadPlan(engine.model, LoggingSupervisor(), is_whole=is_whole)
 
 
 def _load(settings: Settings, start: Callable[[EngineSettings, Report], AsyncEngine]) -> AsyncEngine:

@@ -53,6 +53,7 @@ from stemma.errors import (
     TookTooLong,
 )
 from stemma.model.loading import Progress
+from stemma.model.plan import LoadPlan
 from stemma.native.cores import usable_cores
 from stemma.supervision import Supervisor
 from stemma.workers import WorkerThreads
@@ -140,14 +141,16 @@ class AsyncEngine:
         self.supervisor.start("stemma-outputs", self._run_outputs)
 
     @classmethod
-    def from_settings(cls, settings: EngineSettings, progress: Progress | None = None) -> AsyncEngine:
+    def from_settings(
+        cls, settings: EngineSettings, progress: Progress | None = None, plan: LoadPlan | None = None
+    ) -> AsyncEngine:
         """Load the checkpoint and start. Raises ModelError, UnsupportedModel or ConfigError.
 
-        `progress` is called on the step thread.
+        `progress` is called on the step thread. `plan`: what was begun of the load before.
         """
         interval_ms = settings.scheduler.stream_interval_ms
         return cls(
-            lambda supervisor: build_engine(settings, progress, supervisor),
+            lambda supervisor: build_engine(settings, progress, supervisor, plan),
             max_waiting=settings.scheduler.max_waiting,
             stream_interval_s=None if interval_ms is None else interval_ms / 1e3,
         )

@@ -47,6 +47,7 @@ from stemma.model.causal_lm import CausalLM
 from stemma.model.directory import check_directory, is_gguf
 from stemma.model.loading import Progress, load_model, resolve_device
 from stemma.model.located import located_model, other_names, present_path
+from stemma.model.plan import LoadPlan
 from stemma.model.pretrained import check_cut, load_config
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
@@ -89,25 +90,30 @@ class EngineParts:
 
 
 def build_engine(
-    settings: EngineSettings, progress: Progress | None = None, supervisor: Supervisor | None = None
+    settings: EngineSettings,
+    progress: Progress | None = None,
+    supervisor: Supervisor | None = None,
+    plan: LoadPlan | None = None,
 ) -> EngineParts:
     """Load the checkpoint and set up cache and scheduler. Run its steps on the thread that calls this.
 
     The name ``demo`` stands for the model of `model/demo.py`. `supervisor` learns of errors in the threads
-    started here; None: they are logged. Raises ModelError, UnsupportedModel or ConfigError.
+    started here; None: they are logged. `plan`: what was begun of the load before.
+
+    Raises ModelError, UnsupportedModel or ConfigError.
     """
     supervisor = supervisor or LoggingSupervisor()
     check_combinations(settings, resolve_device(settings.model.device).type)
     also_named = other_names(settings.model)
     settings = with_checkpoint(settings, progress)
     if settings.parallel.num_ranks == 1:
-        return _build(settings, progress, supervisor, None, also_named)
+        return _build(settings, progress, supervisor, None, also_named, plan)
     check_directory(settings.model.path)
     # Before processes are started for nothing.
     check_cut(settings.model, load_config(settings.model), shares_of(settings)[0])
     ranks = Ranks(settings, supervisor)
     with ranks.closing_on_error():
-        return _build(ranks.settings, progress, supervisor, ranks, also_named)
+        return _build(ranks.settings, progress, supervisor, ranks, also_named, plan)
 
 
 def _build(
@@ -116,6 +122,7 @@ def _build(
     supervisor: Supervisor,
     ranks: Ranks | None,
     also_named: tuple[str, ...],
+    plan: LoadPlan | None,
 ) -> EngineParts:
     """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
@@ -124,7 +131,7 @@ def _build(
         reading = beside.submit(
             Tokenizer, settings.model.path, trust_remote_code=settings.model.trust_remote_code
         )
-        model = load_model(settings.model, progress, predicts=predicts, group=group)
+        model = load_model(settings.model, progress, predicts=predicts, group=group, plan=plan)
         tokenizer = reading.result()
     if ranks is not None:
         model.decoder = LeadingDecoder(model.decoder, ranks)

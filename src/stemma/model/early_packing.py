@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.dense import DenseWeights
 from stemma.model.directory import CONFIG, FileStates, StoredTensor, file_states, read_json, stored_tensors
 from stemma.model.families.registry import dense_of
+from stemma.native.early_memory import EarlyMemory
 from stemma.native.library import load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
 from stemma.supervision import Supervisor, start_thread
@@ -57,9 +59,14 @@ class _Source:
 class EarlyPacking:
     """A checkpoint's weights on their way; `take` or `close` ends the thread."""
 
-    def __init__(self, path: Path, isa: str, supervisor: Supervisor) -> None:
-        """Begin with the plain safetensors in the directory `path`, for the kernels of level `isa`."""
-        self._path, self._isa = path, isa
+    def __init__(
+        self, path: Path, isa: str, take_memory: Callable[[], EarlyMemory | None], supervisor: Supervisor
+    ) -> None:
+        """Begin with the plain safetensors in the directory `path`, for the kernels of level `isa`.
+
+        `take_memory` returns what was made ready for the weights; the thread calls it once it needs it.
+        """
+        self._path, self._isa, self._take_memory = path, isa, take_memory
         self._is_over = threading.Event()
         self._found: tuple[_Source, PackedWeights] | None = None
         self._thread = start_thread("stemma-packing", self._run, supervisor)
@@ -127,7 +134,7 @@ class EarlyPacking:
 
         # A core is left to the imports, which everything waits for.
         packing = Packing(kernels, dtype, num_threads=max(1, (os.cpu_count() or 1) - 1))
-        with large_blocks_apart(), weights_together():
+        with large_blocks_apart(), weights_together(self._take_memory()):
             return source, pack_weights(model, packing, check_next)
 
     def _check(self, module: nn.Module) -> None:
@@ -149,17 +156,3 @@ def is_finite(weight: torch.Tensor) -> bool:
         if np.bitwise_and(chunk, exponent, out=room[: len(chunk)]).max() == exponent:
             return False
     return True
-
-
-_begun: list[EarlyPacking] = []
-
-
-def pack_early(path: Path, isa: str, supervisor: Supervisor) -> EarlyPacking:
-    """Begin to pack the weights of the next model that this process loads."""
-    _begun.append(packing := EarlyPacking(path, isa, supervisor))
-    return packing
-
-
-def take_early() -> EarlyPacking | None:
-    """Return what `pack_early` began, once; None: nothing."""
-    return _begun.pop() if _begun else None

@@ -91,19 +91,6 @@ class EarlyFingerprint:
             self._found = states, model_fingerprint(self._path)
 
 
-_begun: list[EarlyFingerprint] = []
-
-
-def fingerprint_early(path: Path, after: Callable[[], None], supervisor: Supervisor) -> None:
-    """Begin the fingerprint of the next model that this process loads, once `after` returns."""
-    _begun.append(EarlyFingerprint(path, after, supervisor))
-
-
-def take_fingerprint(path: Path) -> str | None:
-    """Return what `fingerprint_early` found, once; None: nothing, or nothing of `path` as it is."""
-    return _begun.pop().take(path) if _begun else None
-
-
 def _essentials(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says of its model, but for names, versions and its tokenizer."""
     if not is_gguf(path):

@@ -36,9 +36,9 @@ from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.dense import DenseModel
 from stemma.model.directory import check_directory, is_gguf, stored_tensors, weight_files
-from stemma.model.early_packing import EarlyPacking, take_early
+from stemma.model.early_packing import EarlyPacking
 from stemma.model.families.registry import TESTED
-from stemma.model.fingerprint import model_fingerprint, take_fingerprint
+from stemma.model.fingerprint import model_fingerprint
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format
 from stemma.model.generation import default_sampling, eos_token_ids
@@ -46,6 +46,7 @@ from stemma.model.latent import cache_latents
 from stemma.model.parallel.context import ContextDecoder
 from stemma.model.parallel.group import RankGroup
 from stemma.model.parallel.sums import add_sums
+from stemma.model.plan import LoadPlan
 from stemma.model.prediction import (
     MainDecoder,
     PredictingDecoder,
@@ -83,8 +84,11 @@ def load_model(
     *,
     predicts: bool = False,
     group: RankGroup | None = None,
+    plan: LoadPlan | None = None,
 ) -> CausalLM:
     """Load the checkpoint that `settings` name; with `predicts`, its layer for multi-token prediction too.
+
+    `plan`: what was begun of it before; what doesn't fit is made anew.
 
     With a `group` of ranks, load this rank's share, while the others load theirs: the checks at the end are
     steps of all. Only rank 0 reads the fingerprint; that of the others is empty.
@@ -105,14 +109,13 @@ def load_model(
     with ThreadPoolExecutor(2) as beside:
         compiling = beside.submit(load_kernels, settings.isa) if device.type == "cpu" else None
         is_first = group is None or group.share.rank == 0
-        hashing = beside.submit(lambda: _fingerprint(settings) if is_first else "")
+        hashing = beside.submit(lambda: _fingerprint(settings, plan) if is_first else "")
         share = None if group is None else group.share
         spared = TESTED if compiling and _keeps_codes(settings, config) and compiling.result() else ()
         dense = compiling is not None and group is None and not predicts and compiling.result() is not None
-        early = take_early()
         hf_model, counts = load_weights(settings, config, device, report, spared, share, dense=dense)
-        if early is not None:
-            _take_packed(early, hf_model, settings, config)
+        if plan is not None and plan.packing is not None:
+            _take_packed(plan.packing, hf_model, settings, config)
         if predicts:
             add_prediction_layer(settings, config, hf_model)
         report("reading the fingerprint", 0.0)
@@ -133,7 +136,7 @@ def load_model(
     packing = None if kernels is None else Packing(kernels, dtype, rounding)
     if group is not None and group.share.size > 1:
         add_sums(hf_model, group)
-    model = _make_servable(hf_model, info, device, packing, settings, report, group)
+    model = _make_servable(hf_model, info, device, packing, settings, report, group, plan)
     num_packed = 0 if packing is None else packing.num_quantized
     formats = counts.describe(str(dtype).removeprefix("torch."), num_packed)
     model.info = replace(model.info, formats=formats)
@@ -141,8 +144,8 @@ def load_model(
     return model
 
 
-def _fingerprint(settings: ModelSettings) -> str:
-    early = take_fingerprint(settings.path)
+def _fingerprint(settings: ModelSettings, plan: LoadPlan | None) -> str:
+    early = None if plan is None else plan.fingerprint(settings.path)
     if early is not None and not settings.trust_remote_code:
         return early
     return model_fingerprint(settings.path, remote_code=runs_remote_code(settings))
@@ -177,6 +180,7 @@ def _make_servable(
     settings: ModelSettings,
     report: Progress,
     group: RankGroup | None,
+    plan: LoadPlan | None,
 ) -> CausalLM:
     """Check a model, put our attention into it and choose how it runs; it is taken apart.
 
@@ -212,7 +216,7 @@ def _make_servable(
             )
     if hasattr(hf_model, "stemma_prediction"):
         kv_shape = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
-    with large_blocks_apart(), weights_together():
+    with large_blocks_apart(), weights_together(None if plan is None else plan.take_memory()):
         decoder = _make_decoder(hf_model, calls, packing, reporting("packing weights"), group)
     trim_heap()
     if packing is not None:

@@ -63,17 +63,3 @@ class EarlyMemory:
             address = ctypes.c_void_p(ctypes.addressof(view))
             if madvise(address, ctypes.c_size_t(_AT_ONCE_BYTES), _MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel, or no memory: pages come as they are written
-
-
-_prepared: list[EarlyMemory] = []
-
-
-def prepare_memory(num_bytes: int, supervisor: Supervisor) -> EarlyMemory:
-    """Begin to make memory ready for the next model that this process loads."""
-    _prepared.append(memory := EarlyMemory(num_bytes, supervisor))
-    return memory
-
-
-def take_prepared() -> EarlyMemory | None:
-    """Return what `prepare_memory` began, once; None: nothing."""
-    return _prepared.pop() if _prepared else None

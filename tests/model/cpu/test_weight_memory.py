@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stemma.model.cpu.weight_memory import weight_memory, weights_together
-from stemma.native.early_memory import PIECE_BYTES, prepare_memory, take_prepared
+from stemma.native.early_memory import PIECE_BYTES, EarlyMemory
 from stemma.supervision import LoggingSupervisor
 
 SIZES = (1, 64, 65, 4096, 3_000_001, 128)
@@ -43,21 +43,20 @@ def test_a_weight_larger_than_an_array_gets_its_own() -> None:
 
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_memory_made_ready_early_is_used_first(is_ready: bool) -> None:
-    early = prepare_memory(PIECE_BYTES + 1, LoggingSupervisor())
+    early = EarlyMemory(PIECE_BYTES + 1, LoggingSupervisor())
     if is_ready:
         early.wait()
-    with weights_together():
+    with weights_together(early):
         rooms = [weight_memory(40 << 20) for _ in range(3)]  # one an array: two pieces, then one of our own
         assert early.take() is None
     assert all(room.data_ptr() % 64 == 0 and not room.any() for room in rooms)
     for number, room in enumerate(rooms):
         room.fill_(number + 1)
     assert all(bool((room == number + 1).all()) for number, room in enumerate(rooms))
-    assert take_prepared() is None
 
 
 def test_early_memory_that_nobody_took_is_freed() -> None:
-    early = prepare_memory(4 * PIECE_BYTES, LoggingSupervisor())
-    with weights_together():
+    early = EarlyMemory(4 * PIECE_BYTES, LoggingSupervisor())
+    with weights_together(early):
         weight_memory(64)
     assert early.take() is None

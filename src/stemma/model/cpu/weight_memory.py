@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from stemma.native.early_memory import PIECE_BYTES, EarlyMemory, take_prepared
+from stemma.native.early_memory import PIECE_BYTES, EarlyMemory
 
 _ARRAY_BYTES = PIECE_BYTES
 """Pages that nothing was written to take no memory."""
@@ -33,10 +33,13 @@ _arrays = _Arrays()
 
 
 @contextmanager
-def weights_together() -> Iterator[None]:
-    """Let weights of this thread lie beside each other; an array is freed with the last weight in it."""
+def weights_together(early: EarlyMemory | None = None) -> Iterator[None]:
+    """Let weights of this thread lie beside each other; an array is freed with the last weight in it.
+
+    `early`: memory that was made ready for them, closed at the end.
+    """
     assert _arrays.free is None
-    _arrays.free, _arrays.early = _zeros(0), take_prepared()
+    _arrays.free, _arrays.early = _zeros(0), early
     try:
         yield
     finally:
