@@ -29,6 +29,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 from transformers.modeling_layers import MtpModel
 
@@ -122,6 +124,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**base_fields()),
     "qwen3": lambda: Qwen3Config(**base_fields(head_dim=16)),
     "qwen3-moe": _qwen3_moe,
+    "smollm3": lambda: SmolLM3Config(**base_fields(num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
+    "seed-oss": lambda: SeedOssConfig(**base_fields(head_dim=16)),
     "mistral-sliding": lambda: MistralConfig(**base_fields(sliding_window=SLIDING_WINDOW)),
     "gemma2": lambda: Gemma2Config(
         **base_fields(

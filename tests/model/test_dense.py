@@ -35,6 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {}),
+    "seed-oss": ("seed-oss", {}),
+    "seed-oss-biased": ("seed-oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {}),
+    "smollm3-biased": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
     "qwen3-linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **ROPE}}),
 }
 

@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
+    "seed-oss": ("seed-oss", {}),
+    "smollm3": ("smollm3", {}),
 }
 
 

@@ -22,8 +22,9 @@ STEP_KEYWORD = "stemma_step"
 
 SUPPORTED = (
     "Stemma serves causal language models of transformers that go through its attention interface and keep "
-    "only per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Gemma 2, DeepSeek-V2/V3/R1 and "
-    "others built alike. Recurrent, linear-attention and other hybrid models are not among them."
+    "only per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM3, Seed-OSS, Qwen3-MoE, Gemma 2, "
+    "DeepSeek-V2/V3/R1 and others built alike. Recurrent, linear-attention and other hybrid models are not "
+    "among them."
 )
 
 
@@ -43,6 +44,8 @@ class AttentionCall:
     """[H] float32, attention sinks: one extra softmax score per head, without a value; None: none."""
     first_key: int = 0
     """Tokens before this one are seen by no query but their own; 0: all tokens are seen."""
+    rotates: bool = True
+    """Whether queries and keys are rotated by their positions before this call."""
 
 
 class StepContext(Protocol):
@@ -91,6 +94,7 @@ def paged_attention(
         latent=getattr(module, "stemma_latent", None),
         first_key=getattr(module, "stemma_first_key", 0),
         sinks=None if s_aux is None else s_aux.detach().float(),
+        rotates=bool(getattr(module, "use_rope", True)),
     )
     output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return output.unsqueeze(0), None

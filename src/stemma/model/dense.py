@@ -153,7 +153,7 @@ class DenseModel(DenseWeights):
             norms_heads=family.dense.norms_heads,
             is_tied=config.tie_word_embeddings,
         )
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self._dense = config, dtype, family.dense
         self.architecture = family.architecture
         self.model.config, self.model.rotary_emb = config, Rotary(config)
 
@@ -161,8 +161,10 @@ class DenseModel(DenseWeights):
         """Return the shape of the KV that the layers keep, and how each wants its attention computed."""
         head_dim, num_layers = head_dim_of(self.config), int(self.config.num_hidden_layers)
         calls = [
-            AttentionCall(number, head_dim**-0.5, sliding_window=None, softcap=None, latent=None)
-            for number in range(num_layers)
+            AttentionCall(
+                number, head_dim**-0.5, sliding_window=None, softcap=None, latent=None, rotates=rotates
+            )
+            for number, rotates in enumerate(self._dense.rotating(self.config))
         ]
         return KVShape(num_layers, 2, int(self.config.num_key_value_heads), head_dim), calls
 
@@ -185,6 +187,8 @@ def _expected(config: Any, dtype: torch.dtype) -> dict[str, tuple[int, ...]] | N
     if family is None or not is_known:
         return None
     if dtype not in (torch.bfloat16, torch.float32) or config.hidden_act != "silu" or family.slides(config):
+        return None
+    if len(family.rotating(config)) != config.num_hidden_layers:
         return None
     rope = config.rope_parameters
     if not isinstance(rope, dict) or rope.get("rope_type") not in {"default", *_SCALED}:

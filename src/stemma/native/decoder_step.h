@@ -18,6 +18,7 @@ struct LayerWeights {
     const GatedWeights* experts;  // [router.num_experts]
     const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
     int32_t window;
+    int32_t unrotated;            // 1: queries and keys know no positions
     float scale;
 };
 
@@ -347,6 +348,7 @@ class DecoderStep {
         } else {
             RotateArgs rotate = a_.rotate;
             rotate.qkv = room_.qkv, rotate.query = room_.query;
+            if (layer.unrotated) rotate.cos = rotate.sin = nullptr;
             rotate.q_norm = layer.q_norm, rotate.k_norm = layer.k_norm;
             rotate.keys = (char*)a_.rotate.keys + index * a_.layer_bytes;
             rotate.values = (char*)a_.rotate.values + index * a_.layer_bytes;

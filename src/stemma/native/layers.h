@@ -59,7 +59,7 @@ static void add_rms_norm_row(const NormArgs& a, int64_t i) {
 
 struct RotateArgs {
     const void* qkv;          // [tokens, (heads + 2 kv_heads) * dim]
-    const void *cos, *sin;    // [tokens, dim]
+    const void *cos, *sin;    // [tokens, dim]; null: nothing is rotated
     const void *q_norm, *k_norm;  // [dim] each, or null
     void* query;              // [tokens, heads * dim]
     void *keys, *values;      // the layer's blocks, as in AttendArgs
@@ -72,13 +72,17 @@ struct RotateArgs {
     int64_t width() const { return int64_t(heads + 2 * kv_heads) * dim; }
 };
 
-// Norm (if any) and rotate one head: pairs are (d, d + dim / 2).
+// Norm and rotate one head, if it is to be: pairs are (d, d + dim / 2).
 template <class T>
 static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T* cos, const T* sin, T* out) {
     T normed[MAX_HEAD_DIM];
     if (norm) {
         rms_norm_row(x, norm, normed, a.dim, a.eps);
         x = normed;
+    }
+    if (!cos) {
+        std::memcpy(out, x, sizeof(T) * a.dim);
+        return;
     }
     int half = a.dim / 2, d = 0;
     for (; d + LANES <= half; d += LANES) {
@@ -96,7 +100,8 @@ static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T*
 template <class T>
 static void rotate_and_write_token(const RotateArgs& a, int64_t i) {
     const T* x = (const T*)a.qkv + i * a.width();
-    const T *cos = (const T*)a.cos + i * a.dim, *sin = (const T*)a.sin + i * a.dim;
+    const T *cos = nullptr, *sin = nullptr;
+    if (a.cos) cos = (const T*)a.cos + i * a.dim, sin = (const T*)a.sin + i * a.dim;
     for (int h = 0; h < a.heads; h++, x += a.dim)
         rotate_head(a, x, (const T*)a.q_norm, cos, sin, (T*)a.query + (i * a.heads + h) * a.dim);
     int64_t at = a.slots[i] / a.block_size * a.block_stride + a.slots[i] % a.block_size * a.token_stride;

@@ -36,7 +36,7 @@ def random_prompts(*lens: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("_threads", THREADS, indirect=True)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-sliding", "smollm3"])
 @pytest.mark.usefixtures("_threads")
 def test_steps_equal_transformers(family: str, load_family: LoadFamily) -> None:
     """Chunks of all sizes and beside each other; bias, head norms and windows included."""

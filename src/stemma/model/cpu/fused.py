@@ -1,4 +1,4 @@
-"""Decoders as one native call a step on CPU: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V2 and V3.
+"""Decoders as one native call a step on CPU, of the families that the registry says are fused.
 
 Run through its modules, a layer of transformers takes some fifty torch calls, which at batch 1 cost as much
 as a fifth of a 0.5B model's weights. Here torch looks up embeddings and rotary angles, and everything else is

@@ -131,16 +131,22 @@ class FusedLayer:
     sliding_window: int = 0
     """0: none."""
     scaling: float = 1.0
+    rotates: bool = True
 
     def attend_by(self, call: AttentionCall) -> None:
         """Set what the layer passed to attention in the probe."""
         self.sliding_window, self.scaling = call.sliding_window or 0, call.scaling
+        self.rotates = call.rotates
 
     def weights(self) -> LayerWeights:
         """Describe the layer to the kernels; valid as long as this object."""
         mlp = self.mlp
         described = LayerWeights(
-            qkv=self.qkv.strips, output=self.output.strips, window=self.sliding_window, scale=self.scaling
+            qkv=self.qkv.strips,
+            output=self.output.strips,
+            window=self.sliding_window,
+            unrotated=not self.rotates,
+            scale=self.scaling,
         )
         if self.latent is not None:
             described.latent = self.latent.weights()

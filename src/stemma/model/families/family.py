@@ -18,6 +18,11 @@ def no_biases(_config: Any) -> tuple[str, ...]:
     return ()
 
 
+def all_rotate(config: Any) -> tuple[bool, ...]:
+    """Return that all layers do."""
+    return (True,) * int(config.num_hidden_layers)
+
+
 def slides(config: Any) -> bool:
     """Whether a layer of a config with `layer_types` may see a window alone."""
     types = getattr(config, "layer_types", None)
@@ -31,6 +36,8 @@ class Dense:
     biased: Biased = no_biases
     norms_heads: bool = False
     """Whether queries and keys are normed, head by head."""
+    rotating: Callable[[Any], tuple[bool, ...]] = all_rotate
+    """Takes a config; returns for each layer whether it rotates queries and keys."""
     slides: Callable[[Any], bool] = slides
     """Whether a config has sliding windows; such models go through transformers' modules."""
 

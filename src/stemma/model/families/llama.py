@@ -7,9 +7,10 @@ from typing import Any
 from stemma.model.families.family import ATTENTION, GATED, Dense, Family
 
 
-def _biased(config: Any) -> tuple[str, ...]:
+def biased(config: Any) -> tuple[str, ...]:
+    """Return the layers with a bias: of attention all or none, of the gated part too."""
     attention = ATTENTION if config.attention_bias else ()
     return (*attention, *GATED) if config.mlp_bias else attention
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", "LlamaDecoderLayer", Dense(_biased))
+LLAMA = Family("llama", "LlamaForCausalLM", "LlamaDecoderLayer", Dense(biased))

@@ -8,6 +8,8 @@ from stemma.model.families.gemma import GEMMA2
 from stemma.model.families.llama import LLAMA
 from stemma.model.families.mistral import MISTRAL
 from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from stemma.model.families.seed_oss import SEED_OSS
+from stemma.model.families.smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
@@ -18,6 +20,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    SEED_OSS,
+    SMOLLM3,
 )
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 

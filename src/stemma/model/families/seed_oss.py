@@ -1,0 +1,16 @@
+"""Seed-OSS: Llama's layers, with biases before attention alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stemma.model.families.family import ATTENTION, GATED, Dense, Family
+
+
+def _biased(config: Any) -> tuple[str, ...]:
+    inputs = ATTENTION[:3] if config.attention_bias else ()
+    output = ATTENTION[3:] if config.attention_out_bias else ()
+    return (*inputs, *output, *(GATED if config.mlp_bias else ()))
+
+
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", "SeedOssDecoderLayer", Dense(_biased))
