@@ -8,7 +8,7 @@ from stemma.cli.explain import visible
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.prefix.explain import Parting
 from stemma.prefix.index import MAX_FOLLOWING
-from stemma.server.operator.explanations import Explanation, Explanations
+from stemma.server.observe.explanations import Explanation, Explanations
 from stemma.types import Tier
 
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stemma.config.settings import RequestSettings, Settings
 from stemma.engine.api import EngineStats
 from stemma.server.app import create_app
-from stemma.server.operator.metrics import Throughput
+from stemma.server.observe.metrics import Throughput
 from tests.server.scripted_engine import ScriptedEngine
 
 

@@ -12,7 +12,7 @@ from stemma.engine.api import SequenceDelta, TokenLogprob
 from stemma.server.apis.tgi_tokens import stream_tokens
 from stemma.server.app import create_app
 from stemma.server.context import ServerContext
-from stemma.server.operator.metrics import ServerMetrics
+from stemma.server.observe.metrics import ServerMetrics
 from tests.server.scripted_engine import ScriptedEngine
 
 

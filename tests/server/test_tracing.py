@@ -11,8 +11,8 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
-from stemma.server.operator.tracing import Tracing
-from stemma.server.operator.watches import RequestRecord
+from stemma.server.observe.tracing import Tracing
+from stemma.server.observe.watches import RequestRecord
 from tests.server.scripted_engine import ScriptedEngine
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")

@@ -12,9 +12,9 @@ from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, Seq
 from stemma.engine.core.tally import reporter_lines
 from stemma.prefix.keys import Namespace
 from stemma.server.app import create_app
-from stemma.server.operator.metrics import ServerMetrics
-from stemma.server.operator.request_log import log_request, request_line
-from stemma.server.operator.watches import MAX_RECORDS, RequestRecord, Watches
+from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.request_log import log_request, request_line
+from stemma.server.observe.watches import MAX_RECORDS, RequestRecord, Watches
 from stemma.types import FinishReason, Tier
 from tests.server.scripted_engine import ScriptedEngine
 

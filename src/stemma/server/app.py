@@ -21,6 +21,9 @@ from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
 from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
+from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.request_log import log_request
+from stemma.server.observe.tracing import Tracing, TracingMiddleware
 from stemma.server.openapi import describe, document_router
 from stemma.server.operator import (
     admin,
@@ -34,9 +37,6 @@ from stemma.server.operator import (
     mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
-from stemma.server.operator.metrics import ServerMetrics
-from stemma.server.operator.request_log import log_request
-from stemma.server.operator.tracing import Tracing, TracingMiddleware
 from stemma.server.routes import without_audience
 from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages

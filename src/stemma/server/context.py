@@ -20,13 +20,14 @@ from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission
 from stemma.server.answers.families import answer_format
 from stemma.server.apis.responses.store import OwnedStore, StoredConversation, StoredResponse
-from stemma.server.operator.explanations import Explanations
-from stemma.server.operator.metric_aliases import Names
-from stemma.server.operator.metrics import ServerMetrics
-from stemma.server.operator.mindie_metrics import MINDIE_NAMES
-from stemma.server.operator.usage_ledger import UsageLedger
-from stemma.server.operator.vllm_metrics import VLLM_NAMES
-from stemma.server.operator.watches import Watches
+from stemma.server.observe.explain import Explainer
+from stemma.server.observe.explanations import Explanations
+from stemma.server.observe.metric_aliases import Names
+from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.mindie_metrics import MINDIE_NAMES
+from stemma.server.observe.usage_ledger import UsageLedger
+from stemma.server.observe.vllm_metrics import VLLM_NAMES
+from stemma.server.observe.watches import Watches
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.template_process import TemplateProcess
@@ -70,6 +71,8 @@ class ServerContext:
         self.num_live_streams = 0
         """Pages that watch this server."""
         self.explanations = Explanations()
+        is_exact = settings.server.report_granularity == "token"
+        self.explainer = Explainer(engine.tokenizer, self.in_thread, is_exact=is_exact)
         self.divergences = DivergenceWindow()
         self.divergences_lock = asyncio.Lock()
         """Held while a report on them is made."""

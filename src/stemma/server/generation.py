@@ -27,8 +27,8 @@ from stemma.errors import (
 from stemma.server.access import tenant_of
 from stemma.server.admission.ledger import Reserved
 from stemma.server.context import ServerContext
-from stemma.server.operator.explain import explained, is_asked
-from stemma.server.operator.explanations import Explanation
+from stemma.server.observe.explain import is_asked
+from stemma.server.observe.explanations import Explanation
 from stemma.server.requests.limits import cap_output
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.server.transport.disconnect import unless_disconnected
@@ -204,7 +204,9 @@ async def _run_as_tenant(
                 if wants_why:
                     if index not in why:
                         mine = requests[index]
-                        first = await explained(context, mine, output, quotes_cached=tenant is not None)
+                        first = await context.explainer.explained(
+                            mine, output, quotes_cached=tenant is not None
+                        )
                         why[index] = first.cache
                     output = replace(output, cache=why[index])
                 yield index, output

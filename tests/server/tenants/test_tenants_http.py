@@ -20,7 +20,7 @@ from stemma.errors import ConfigError
 from stemma.insight.ledger import sqlite_url, usage
 from stemma.server.app import create_app
 from stemma.server.generation import run_one
-from stemma.server.operator.usage_ledger import UsageLedger
+from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.tenants.keyfile import add_key
 from stemma.types import Tier, as_tokens
 

@@ -8,7 +8,7 @@ from typing import Any
 from stemma import __version__
 from stemma.engine.api import CacheReport, DraftCount, RequestOutput
 from stemma.server.generation import Collected
-from stemma.server.operator.explain import explanation_of
+from stemma.server.observe.explain import explanation_of
 
 SYSTEM_FINGERPRINT = f"stemma-{__version__}"
 """What OpenAI's answers carry: equal where equal requests give equal answers. Ours depend on the model, which

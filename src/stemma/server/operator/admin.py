@@ -26,8 +26,8 @@ from stemma.prefix.keys import Namespace
 from stemma.server.access import BYTES_TYPE
 from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import json_response, openai_error
+from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter, takes, takes_file
-from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.requests.body import body_chunks, read_object, validate
 from stemma.server.requests.models import check_model
 from stemma.server.requests.prompts import chat_prompt, completion_prompts

@@ -9,7 +9,6 @@ from stemma.errors import NotFound
 from stemma.server.context import context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
-from stemma.server.operator.explain import for_operator
 from stemma.server.routes import OPERATOR, Router
 
 router = Router(openai_error)
@@ -24,4 +23,4 @@ async def explain(request: Request) -> Response:
     if note is None:
         which = "no request yet" if wanted is None else "no such request among the last ones"
         raise NotFound(f"{which}: give the id of an answer, or none for the last request", param="request")
-    return json_response(await for_operator(context, note))
+    return json_response(await context.explainer.for_operator(note))

@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse, Response
 from stemma.errors import InvalidRequest
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
+from stemma.server.observe.metric_aliases import render_aliases
+from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter
-from stemma.server.operator.metric_aliases import render_aliases
-from stemma.server.operator.tier_metrics import tiers_as_json
 from stemma.server.requests.models import check_model, served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
 

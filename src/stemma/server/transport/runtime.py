@@ -24,7 +24,7 @@ from stemma.server.access import Access
 from stemma.server.admission.sockets import OpenSockets
 from stemma.server.app import create_app
 from stemma.server.context import ServerContext
-from stemma.server.operator import request_log
+from stemma.server.observe import request_log
 from stemma.server.transport.acceptor import AdmittingServer
 from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
 from stemma.server.transport.planes import Listeners, PlaneFilter, PlaneListener

@@ -20,8 +20,8 @@ from stemma.server.apis.responses.output import new_id
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import anthropic_error, anthropic_error_body, json_response
 from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.observe.explain import explanation_of
 from stemma.server.openapi import takes
-from stemma.server.operator.explain import explanation_of
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt

@@ -15,9 +15,9 @@ from stemma.engine.api import EngineStats
 from stemma.errors import InvalidRequest, Overloaded
 from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
+from stemma.server.observe.tier_metrics import tiers_as_json
+from stemma.server.observe.watches import RequestRecord, RequestWatch
 from stemma.server.openapi import parameter
-from stemma.server.operator.tier_metrics import tiers_as_json
-from stemma.server.operator.watches import RequestRecord, RequestWatch
 from stemma.server.routes import EVENTS_TYPE, OPERATOR, Router
 from stemma.server.transport.sse import EventStream, event
 

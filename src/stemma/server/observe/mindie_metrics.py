@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stemma.server.operator.metric_aliases import Names, Source, Values, share
+from stemma.server.observe.metric_aliases import Names, Source, Values, share
 from stemma.types import Tier
 
 _HISTOGRAMS = {

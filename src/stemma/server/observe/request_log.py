@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from stemma.server.operator.watches import RequestRecord
+from stemma.server.observe.watches import RequestRecord
 
 logger = logging.getLogger("stemma.requests")
 _SAFE = frozenset("-_.:/")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from stemma.server.operator.metric_aliases import Names, Source, Values, share
+from stemma.server.observe.metric_aliases import Names, Source, Values, share
 from stemma.types import Tier
 
 _HISTOGRAMS = {

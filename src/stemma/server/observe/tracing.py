@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stemma import __version__
 from stemma.errors import ConfigError
-from stemma.server.operator.watches import RequestRecord
+from stemma.server.observe.watches import RequestRecord
 from stemma.server.transport.planes import Plane, plane_of
 
 if TYPE_CHECKING:

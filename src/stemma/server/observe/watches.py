@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.server.admission.caller import caller
-from stemma.server.operator.metrics import ServerMetrics, cached_share
+from stemma.server.observe.metrics import ServerMetrics, cached_share
 from stemma.types import FinishReason
 
 MAX_RECORDS = 2048

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from stemma.budgets import BudgetState
 from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
-from stemma.server.operator.tier_metrics import tier_metrics
+from stemma.server.observe.tier_metrics import tier_metrics
 from stemma.server.requests.ignored_hints import IgnoredHints
 from stemma.types import Tier
 

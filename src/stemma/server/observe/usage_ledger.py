@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.engine.client import EngineClient
 from stemma.insight.usage_record import UsageRecord
-from stemma.server.operator.metrics import ServerMetrics
+from stemma.server.observe.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from stemma.insight.ledger import Ledger  # needs SQLAlchemy, a tenth of a second of the start

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stemma.engine.api import EngineStats
-from stemma.server.operator.metrics import ServerMetrics
+from stemma.server.observe.metrics import ServerMetrics
 
 Values = tuple[tuple[str, str, float], ...]
 """Name, description, value."""
