@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.prefix.eviction.policy import BlockTraits
-from stemma.prefix.eviction.registry import make_policy, policy_names
+from stemma.lab.policies.registry import LAB_POLICIES
+from stemma.lab.policies.registry import make_lab_policy as make_policy
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 
@@ -68,7 +69,7 @@ def serve(index: RadixIndex, chain: npt.NDArray[np.int32], free: list[int], size
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policies", default=",".join(policy_names()))
+    parser.add_argument("--policies", default=",".join(sorted(LAB_POLICIES)))
     parser.add_argument("--sizes", default="1000,10000,100000,1000000")
     options = parser.parse_args()
     sizes = [int(part) for part in options.sizes.split(",")]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.prefix.eviction.naive_policies import NAIVE_POLICIES
 from tests.prefix.strict_policy import StrictPolicy
 
+from stemma.lab.policies.registry import LAB_POLICIES
+from stemma.lab.policies.registry import make_lab_policy as make_policy
 from stemma.prefix.eviction.policy import BlockTraits
-from stemma.prefix.eviction.registry import make_policy, policy_names
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, chain_keys, fingerprints
@@ -84,7 +85,7 @@ def test_chooses_as_the_naive_policy_does(name: str, operations: list[tuple[str,
             assert policy.victim(now) == naive.victim(now)
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", sorted(LAB_POLICIES))
 def test_nothing_to_evict(name: str) -> None:
     policy = make_policy(name)
     assert policy.victim(0.0) is None
@@ -102,7 +103,7 @@ def test_nothing_to_evict(name: str) -> None:
     assert policy.victim(2.0) is None
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", sorted(LAB_POLICIES))
 def test_ids_may_be_large(name: str) -> None:
     policy = make_policy(name)
     policy.insert(array([5000, 2]), 0.0, traits_of(0, 2))
@@ -112,7 +113,7 @@ def test_ids_may_be_large(name: str) -> None:
     assert policy.victim(2.0) in (5000, 100_000)
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", sorted(LAB_POLICIES))
 def test_works_without_any_hints(name: str) -> None:
     policy = make_policy(name)
     policy.insert(array([0, 1, 2]), 0.0, BlockTraits())
@@ -122,7 +123,7 @@ def test_works_without_any_hints(name: str) -> None:
         policy.drop(block_id, 1.0, evicted=True)
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", sorted(LAB_POLICIES))
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), block_size=st.integers(1, 3))
 def test_both_indexes_evict_the_same(name: str, seed: int, block_size: int) -> None:

@@ -22,12 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import xxhash
-
 from stemma.cluster.holdings import Holdings
+from stemma.cluster.rendezvous import OVERLOADED_BY, rendezvous_order
 
-OVERLOADED_BY = 4
-"""Requests that a replica may have beyond twice those of the least busy one before `rendezvous` skips it."""
 _MISS_WEIGHT = 8
 """A token computed where another replica has it is stored twice, and evicts one that would have been reused.
 With 1, four replicas lose 6.6 points of hits to one of the same memory, on Mooncake's conversations; with 8,
@@ -288,9 +285,9 @@ class Placements:
 def _ranks(ask: Ask, loads: Sequence[ReplicaLoad]) -> list[int]:
     """Return the rank of each replica by rendezvous hashing, 0 first."""
     head = (ask.home & (1 << 64) - 1).to_bytes(8, "little")
-    scores = [xxhash.xxh3_64_intdigest(head, seed=_number(load, place)) for place, load in enumerate(loads)]
+    numbers = [_number(load, place) for place, load in enumerate(loads)]
     ranks = [0] * len(loads)
-    for rank, place in enumerate(sorted(range(len(loads)), key=scores.__getitem__, reverse=True)):
+    for rank, place in enumerate(rendezvous_order(head, numbers)):
         ranks[place] = rank
     return ranks
 

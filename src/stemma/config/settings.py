@@ -118,7 +118,7 @@ class CacheSettings(SettingsModel):
     eviction: str = "hazard"
     """Policy by name (`prefix/eviction/registry.py`), options after it: ``hazard:max_ghosts=4096``."""
     eviction_cost: Literal["blocks", "prefill-time"] = "blocks"
-    """Value of a device block to `hazard` and `gdsf`: all equal, or its recompute time."""
+    """Value of a device block to `hazard`: all equal, or its recompute time."""
     attention_equal_at: float = Field(default=32_768.0, gt=0.0)
     """For `prefill-time`: the position at which attention costs as much as the weights."""
     record_trace: Path | None = None

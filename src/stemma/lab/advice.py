@@ -26,7 +26,7 @@ NEARLY_ALL = 0.95
 """Share of the possible hits that counts as enough."""
 MIN_GAIN = 0.002
 """Gains of the token hit ratio below this aren't advised."""
-POLICIES = ("lru", "hazard", "gdsf")
+POLICIES = ("lru", "hazard")
 
 
 @dataclass(frozen=True, slots=True)

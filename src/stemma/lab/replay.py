@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from stemma.lab.clairvoyant import Hits, replay_min
 from stemma.lab.class_oracle import replay_class_oracle
+from stemma.lab.policies.registry import LAB_POLICIES, make_lab_policy
 from stemma.lab.savings import PrefillModel
 from stemma.lab.traces.columns import Trace
 from stemma.prefix.eviction.policy import BlockTraits
-from stemma.prefix.eviction.registry import make_policy, policy_names
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, Fingerprints
@@ -87,7 +87,7 @@ class TraceCache:
 
         `on_evict` gets the ids of evicted blocks as the trace names them.
         """
-        self._index = RadixIndex(1, make_policy(policy))
+        self._index = RadixIndex(1, make_lab_policy(policy))
         self._capacity = capacity_blocks
         self._costs = costs
         self._free: list[int] = []
@@ -182,4 +182,4 @@ def replay(
 
 def known_policies() -> list[str]:
     """Return the names that `replay` takes."""
-    return [*policy_names(), *BOUNDS]
+    return [*sorted(LAB_POLICIES), *BOUNDS]

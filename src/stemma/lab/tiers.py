@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.lab.admission import Admission, make_admission
+from stemma.lab.policies.registry import make_lab_policy
 from stemma.lab.replay import Progress
 from stemma.lab.traces.columns import Trace
 from stemma.memory.tiers.index import TierIndex
 from stemma.prefix.eviction.policy import BlockTraits
-from stemma.prefix.eviction.registry import make_policy
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, BlockKey
@@ -70,7 +70,7 @@ class LowerTier:
     """One tier below the device."""
 
     def __init__(self, capacity_blocks: int, policy: str, admission: Admission) -> None:
-        self.index = TierIndex(capacity_blocks, make_policy(policy))
+        self.index = TierIndex(capacity_blocks, make_lab_policy(policy))
         self.admission = admission
         self.num_written = 0
 
@@ -97,7 +97,7 @@ class TieredCache:
 
     def __init__(self, plan: TierPlan) -> None:
         self._plan = plan
-        self.device = RadixIndex(1, make_policy(plan.policy))
+        self.device = RadixIndex(1, make_lab_policy(plan.policy))
         below = plan.capacities[1:]
         self.lower = [
             # What one tier refuses no tier further down gets to see: the decision is about all of them.

@@ -122,7 +122,7 @@ def test_the_window_is_bounded_in_requests_prompts_and_tokens():
     assert DivergenceWindow().num_bytes < 8 << 20
 
 
-@pytest.mark.parametrize("policy", ["lru", "hazard", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "hazard", "retention"])
 def test_a_replay_keeps_to_its_capacity(policy: str):
     rng = np.random.default_rng(1)
     prompts = [

@@ -8,9 +8,9 @@ from tests.memory.buffers import HashBuffer
 from tests.memory.cache.served_prompts import NS, Clock, compute_all, make_cache, run, tokens
 
 from stemma.errors import IntegrityError
+from stemma.lab.policies.gdsf import GDSFPolicy
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.eviction.cost import block_costs
-from stemma.prefix.eviction.gdsf import GDSFPolicy
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.keys import KeySpace, Namespace

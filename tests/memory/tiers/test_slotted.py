@@ -22,7 +22,7 @@ from stemma.memory.tiers.index import TierIndex
 from stemma.memory.tiers.slotted import SlottedStore
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
-from stemma.prefix.eviction.registry import make_policy, policy_names
+from stemma.prefix.eviction.registry import POLICIES, make_policy
 
 CAPACITY = 6
 EXTREME_TTLS_S = (0.0, 1e-300, 1e39, 1.7976931348623157e308, math.inf, math.nan, -1.0, -1e308)
@@ -40,7 +40,7 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
     return make
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_no_time_to_live_breaks_a_store(make_store: MakeStore, name: str) -> None:
     store = make_store(make_policy(name))
     for n, ttl_s in enumerate((*EXTREME_TTLS_S, *EXTREME_TTLS_S)):

@@ -1,7 +1,7 @@
 import tracemalloc
 
+from stemma.lab.policies.ghosts import GhostQueue
 from stemma.prefix.eviction.candidates import CandidateHeap
-from stemma.prefix.eviction.ghosts import GhostQueue
 
 
 def test_ranks_may_grow_while_a_block_is_a_candidate() -> None:

@@ -3,11 +3,11 @@ import pytest
 
 from stemma.errors import ConfigError
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy, HintedRun
-from stemma.prefix.eviction.registry import make_policy, policy_names
+from stemma.prefix.eviction.registry import POLICIES, make_policy
 
 
 def test_every_name_builds_its_policy() -> None:
-    for name in policy_names():
+    for name in POLICIES:
         policy = make_policy(name)
         assert isinstance(policy, EvictionPolicy)
         assert policy.name == name
@@ -16,6 +16,8 @@ def test_every_name_builds_its_policy() -> None:
 def test_unknown_names_and_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'lrru'; known: .*lru"):
         make_policy("lrru")
+    with pytest.raises(ConfigError, match=r"known: hazard, lru, retention \(stemma replay --policy compares"):
+        make_policy("arc")
     with pytest.raises(ConfigError, match="colour"):
         make_policy("lru:colour=3")
 

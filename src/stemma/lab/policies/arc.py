@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from stemma.lab.policies.ghosts import GhostQueue
 from stemma.prefix.eviction.candidates import CandidateHeap
-from stemma.prefix.eviction.ghosts import GhostQueue
 from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.stamped import StampedPolicy, resized
 from stemma.types import BlockIds
