@@ -16,9 +16,9 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits
 from stemma.lab.policies.registry import LAB_POLICIES
 from stemma.lab.policies.registry import make_lab_policy as make_policy
+from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 
