@@ -16,13 +16,14 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType as Kind
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig
 
 from stemma.model.tiny import save_checkpoint
 from tests import checkpoints
 
+Kind = GGMLQuantizationType
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",

@@ -72,6 +72,6 @@ def refusals(path: Path, uses: tuple[str, ...] = tuple(USES)) -> list[StemmaErro
                 USES[use](path)
             except StemmaError as error:
                 refused.append(error)
-    for error in refused:
-        assert len(str(error)) < LONGEST + len(str(path)), str(error)[:3000]
+    for one in refused:
+        assert len(str(one)) < LONGEST + len(str(path)), str(one)[:3000]
     return refused

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stemma.budgets import Budget
-from stemma.config.settings import LoraSettings
+from stemma.config.settings import LoraSettings, PoolSettings
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import (
     CacheReport,
@@ -24,9 +24,12 @@ from stemma.engine.api import (
     RequestOutput,
     SequenceDelta,
 )
+from stemma.engine.client import EngineClient
+from stemma.engine.operator.cache_control import CacheControl
+from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
-from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
 from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
 from stemma.supervision import LoggingSupervisor, Supervisor
@@ -54,21 +57,23 @@ class Script:
 
 
 @dataclass
-class ScriptedEngine:
+class ScriptedEngine(EngineClient):
     tokenizer: Tokenizer
     model_name: str = "scripted"
     also_named: tuple[str, ...] = ()
     max_model_len: int = 4096
     eos_token_ids: frozenset[int] = frozenset()
     budgets: tuple[Budget, ...] = ()
-    default_sampling: dict[str, float] = field(default_factory=dict)
-    pool: None = None
+    default_sampling: Mapping[str, float | int] = field(default_factory=dict)
+    pool: PoolAttachment | None = None
+    cache_control: CacheControl = field(init=False)
+    """Unset: a test that asks for it sets one."""
     adapters: AdapterRegistry = field(
         default_factory=lambda: AdapterRegistry(
             {"model.layers.0.self_attn.q_proj": LinearShape(8, 16)}, LoraSettings(), ["scripted"]
         )
     )
-    supervisor: Supervisor = field(default_factory=LoggingSupervisor)
+    supervisor: Supervisor = LoggingSupervisor()  # noqa: RUF009 - it holds nothing
     failure: str | None = None
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
@@ -155,8 +160,8 @@ class ScriptedEngine:
                 if params.logprobs is not None:
                     top = tuple((ids[step] + rank, -0.5 - rank) for rank in range(params.logprobs))
                     logprobs = (TokenLogprob(ids[step], -0.5, top),)
-                ends = FinishReason.STOP if self.script.reply is not None else FinishReason.LENGTH
-                finish = ends if last else None
+                end = FinishReason.STOP if self.script.reply is not None else FinishReason.LENGTH
+                finish = end if last else None
                 deltas.append(SequenceDelta(index, (ids[step],), text, logprobs, finish))
             done = step == max(map(len, replies)) - 1
             yield RequestOutput(
@@ -196,6 +201,12 @@ class ScriptedEngine:
         dropped = len(self.requests)
         self.requests.clear()
         return dropped
+
+    async def attach_pool(self, settings: PoolSettings) -> None:
+        raise ConfigError("a scripted engine takes no pool")
+
+    async def detach_pool(self) -> bool:
+        return False
 
     async def pause(self) -> None:
         self.paused = True
