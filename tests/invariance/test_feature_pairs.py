@@ -105,10 +105,10 @@ class Workshop:
             patch.setattr(engine_build, "Tokenizer", lambda path, **_: self._tokenizer(family, path))
             return build_engine(settings)
 
-    def _model(self, family: str, settings: Any, progress: Any, *, predicts: bool, group: Any) -> Any:
+    def _model(self, family: str, settings: Any, progress: Any, *, predicts: bool, **others: Any) -> Any:
         key = family, settings.dtype, predicts
         if key not in self._models:
-            self._models[key] = load_model(settings, progress, predicts=predicts, group=group)
+            self._models[key] = load_model(settings, progress, predicts=predicts, **others)
         return self._models[key]
 
     def _tokenizer(self, family: str, path: Path) -> Tokenizer:
