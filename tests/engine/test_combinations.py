@@ -339,3 +339,8 @@ def test_the_document_has_every_refusal() -> None:
         values = {"role": "ROLE", "kv": "DTYPE", "layout": "nz", "quantize": "KIND"}
         values |= {"ranks": "RANKS", "block_size": "SIZE"}
         assert f"`{refused.message.format(**values)}`" in document
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown eviction policy 'gdsf'; known: hazard, lru, retention"):
+        LLM(tmp_path / "no model is looked for", eviction="gdsf")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ comp
 
 DTYPES = ("bfloat16", "float32")
 CODES: tuple[KVDtype, ...] = ("int8", "fp8")
-CODED_FAMILIES = ("qwen2", "deepseek-v3", "mistral-sliding", "gemma2", "gpt-oss")
+CODED_FAMILIES = ("qwen2", "smollm3", "deepseek-v3", "mistral-sliding", "gemma2", "gpt-oss")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from stemma.config.settings import EngineSettings, ParallelSettings
 from stemma.errors import ConfigError
+from stemma.prefix.eviction.registry import make_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,11 @@ REFUSED: tuple[Refused, ...] = (
 
 
 def check_combinations(settings: EngineSettings, device: str) -> None:
-    """Raise ConfigError if settings contradict each other, or name parts that can't serve together.
+    """Raise ConfigError if settings contradict each other, or name parts that can't serve (together).
 
     `device`: the type that the model runs on, ``cpu`` or ``cuda``.
     """
+    make_policy(settings.cache.eviction)  # refused here, not after minutes of loading
     for refused in REFUSED:
         if refused.applies(settings, device):
             raise ConfigError(

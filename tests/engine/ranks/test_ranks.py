@@ -96,8 +96,8 @@ def test_one_rank_has_lost_its_disk(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("family", "expert_size"),
-    [("llama", 1), ("gemma2", 1), ("qwen2", 1), ("mistral-sliding", 1), ("smollm3", 1), ("qwen3-moe", 1),
-     ("qwen3-moe", 2), ("deepseek-v3", 1), ("deepseek-v3", 2), ("deepseek-v2", 2)],
+    [("llama", 1), ("gemma2", 1), ("qwen2", 1), ("mistral-sliding", 1), ("smollm3", 1), ("seed-oss", 1),
+     ("qwen3-moe", 1), ("qwen3-moe", 2), ("deepseek-v3", 1), ("deepseek-v3", 2), ("deepseek-v2", 2)],
 )  # fmt: skip
 def test_families(family: str, expert_size: int, size: int, tmp_path: Path) -> None:
     checkpoint = build(family, tmp_path / "model", num_key_value_heads=4)

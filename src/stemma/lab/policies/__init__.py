@@ -1,1 +1,1 @@
-"""Eviction policies that `hazard` beats on every trace: to compare with, not to serve with."""
+"""Eviction policies to compare with: on recorded chats `hazard` beats them all (docs/eviction.md)."""

@@ -23,7 +23,7 @@ def all_rotate(config: Any) -> tuple[bool, ...]:
     return (True,) * int(config.num_hidden_layers)
 
 
-def slides(config: Any) -> bool:
+def any_layer_slides(config: Any) -> bool:
     """Whether a layer of a config with `layer_types` may see a window alone."""
     types = getattr(config, "layer_types", None)
     return types is not None and (len(types) < config.num_hidden_layers or set(types) != {"full_attention"})
@@ -38,7 +38,7 @@ class Dense:
     """Whether queries and keys are normed, head by head."""
     rotating: Callable[[Any], tuple[bool, ...]] = all_rotate
     """Takes a config; returns for each layer whether it rotates queries and keys."""
-    slides: Callable[[Any], bool] = slides
+    slides: Callable[[Any], bool] = any_layer_slides
     """Whether a config has sliding windows; such models go through transformers' modules."""
 
 

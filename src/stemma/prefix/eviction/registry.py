@@ -1,4 +1,4 @@
-"""Eviction policies by name: what `--eviction-policy` accepts. The lab has more (lab/policies/)."""
+"""Eviction policies by name: what `--eviction` accepts. The lab has more (lab/policies/)."""
 
 from __future__ import annotations
 
