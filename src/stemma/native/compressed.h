@@ -12,6 +12,8 @@
 // and 3. A byte's place is what unpacking bytes (VPUNPCKLBW, VPUNPCKHBW) of two lines wants.
 #pragma once
 
+
+
 #include "dots.h"
 
 constexpr int QUAD_STEPS = 4;
@@ -26,8 +28,8 @@ struct Patch {      // a weight that its line's table can't tell
     uint16_t bits;
 };
 
-// Whether products at this level read compressed weights. Tiles multiply so fast that expanding may cost more than it gains.
-#define STEMMA_COMPRESSED (STEMMA_AVX512 && !STEMMA_AMX)
+// Whether products at this level read compressed weights.
+#define STEMMA_COMPRESSED STEMMA_AVX512
 
 struct CompressedStrip {
     const char* tables;
@@ -215,6 +217,14 @@ static void patch_quads(int64_t begin, int64_t end, PatchCursor& patches, char* 
         patches.apply(quad, steps + (quad - begin) * QUAD_STEPS * STEP_BYTES, STEP_BYTES);
 }
 
+// Ask for the line of a quad that is expanded some quads later, into L2: into L1 it would wait for the few buffers of
+// L1's misses.
+static inline void ask_for_line(const char* w) {
+    constexpr int AHEAD = 8 * QUAD_BYTES;
+#pragma GCC unroll 3
+    for (int i = 0; i < LINE_OF_QUAD; i += 64) __builtin_prefetch(w + AHEAD + i, 0, 2);
+}
+
 // Lay quads [begin, end) of `lines` lines out as plain steps in `out`, patched.
 static void expand_quads(const CompressedStrip& strip, int line, int lines, int64_t begin, int64_t end,
                          PatchCursor& patches, char* out) {
@@ -224,6 +234,7 @@ static void expand_quads(const CompressedStrip& strip, int line, int lines, int6
     char* to = out;
     for (int64_t i = begin; i < end; i++, w += QUAD_BYTES, to += QUAD_STEPS * STEP_BYTES) {
         for (int j = 0; j < lines; j++) {
+            if (STEMMA_AMX) ask_for_line(w + j * LINE_OF_QUAD);
             const QuadLine quad(w + j * LINE_OF_QUAD, table[j]);
 #pragma GCC unroll 4
             for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(to + s * STEP_BYTES + 64 * j, quad.step[s]);
@@ -232,16 +243,19 @@ static void expand_quads(const CompressedStrip& strip, int line, int lines, int6
     patch_quads(begin, end, patches, out);
 }
 
-// Expands a line of a quad beside each step of a pass: what follows is multiplied by the next passes.
+// Expands a line of a quad, of J, beside each step of a pass: what follows is multiplied by the next passes.
+template <int J>
 struct Expanding {
     const char *tables, *quads;
-    int64_t num_lines;  // of quads, four each
+    int64_t num_lines;  // of quads, J each
     char* out;
 
     void operator()(int64_t i) const {
         if (i >= num_lines) return;
-        const QuadLine line(quads + i * LINE_OF_QUAD, load_table(tables + i % LINES * TABLE_BYTES));
-        char* to = out + i / LINES * QUAD_STEPS * STEP_BYTES + i % LINES * 64;
+        const char* from = quads + i / J * QUAD_BYTES + i % J * LINE_OF_QUAD;
+        if (STEMMA_AMX) ask_for_line(from);
+        const QuadLine line(from, load_table(tables + i % J * TABLE_BYTES));
+        char* to = out + i / J * QUAD_STEPS * STEP_BYTES + i % J * 64;
 #pragma GCC unroll 4
         for (int s = 0; s < QUAD_STEPS; s++) _mm512_store_si512(to + s * STEP_BYTES, line.step[s]);
     }

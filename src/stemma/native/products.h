@@ -158,10 +158,96 @@ static void dot_dequantized(const Strips& w, const char* strip, int line, int li
     }
 }
 
+#if STEMMA_AMX
+constexpr int64_t QUADS_OF_TILE = STEPS_OF_TILE / QUAD_STEPS;
+constexpr int64_t TILES_EXPANDED = 4;  // at a time, for more than 16 rows: two chunks and their inputs stay in L1
+
+// What is expanded beside a tile's inputs.
+template <int J>
+struct TileExpanding {
+    Expanding<J> expanding;
+    int64_t each;  // lines of quads a time
+    int64_t done = 0;
+
+    void next() {
+        for (const int64_t end = done + each; done < end; done++) expanding(done);
+    }
+};
+
+// Sums of up to 16 rows for the whole of J lines of a compressed strip: a tile's weights are expanded while the tile
+// before is multiplied.
+template <int J>
+static void dot_few_expanding(const CompressedStrip& strip, int line, int64_t tiles, const char* x, float* acc) {
+    constexpr int WIDTH = STRIP * 4;
+    alignas(64) char steps[2][STEPS_OF_TILE * STEP_BYTES];
+    PatchCursor patches(strip.patch, strip.end, line, J);
+    auto expand = [&](int64_t t) {
+        expand_quads(strip, line, J, t * QUADS_OF_TILE, (t + 1) * QUADS_OF_TILE, patches, steps[t & 1]);
+        asm volatile("" ::: "memory");  // tile instructions don't tell the compiler that they read memory
+    };
+    tile_zero(0);
+    if constexpr (J > 1) {
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+    }
+    expand(0);
+    for (int64_t t = 0; t < tiles; t++, x += TILE_BYTES) {
+        const char* w = steps[t & 1];
+        if (t + 1 < tiles) expand(t + 1);
+        tile_loadd(4, x, 64);
+        tile_loadd(5, w, STEP_BYTES);
+        tile_dpbf16ps(0, 4, 5);
+        if constexpr (J > 1) {
+            tile_loadd(6, w + 64, STEP_BYTES);
+            tile_dpbf16ps(1, 4, 6);
+            tile_loadd(7, w + 128, STEP_BYTES);
+            tile_dpbf16ps(2, 4, 7);
+            tile_loadd(5, w + 192, STEP_BYTES);
+            tile_dpbf16ps(3, 4, 5);
+        }
+    }
+    tile_stored(0, acc, WIDTH);
+    if constexpr (J > 1) {
+        tile_stored(1, acc + 16, WIDTH);
+        tile_stored(2, acc + 32, WIDTH);
+        tile_stored(3, acc + 48, WIDTH);
+    }
+    asm volatile("" ::: "memory");
+}
+
+// The same for more rows: weights are expanded a chunk at a time, the next one while rows pass over this one.
+template <int J>
+static void dot_many_expanding(const CompressedStrip& strip, int line, int64_t tiles, const char* x, int rows, float* acc) {
+    alignas(64) char chunks[2][TILES_EXPANDED * STEPS_OF_TILE * STEP_BYTES];
+    PatchCursor patches(strip.patch, strip.end, line, J);
+    expand_quads(strip, line, J, 0, std::min(TILES_EXPANDED, tiles) * QUADS_OF_TILE, patches, chunks[0]);
+    for (int64_t begin = 0, end, turn = 0; begin < tiles; begin = end, turn ^= 1) {
+        end = std::min(begin + TILES_EXPANDED, tiles);
+        const int64_t next_end = std::min(end + TILES_EXPANDED, tiles), first = end * QUADS_OF_TILE;
+        const int64_t more = (next_end - end) * QUADS_OF_TILE * J, passes = tile_passes(rows, J, end - begin);
+        const Expanding<J> next{strip.tables + line * TABLE_BYTES, strip.quads + first * QUAD_BYTES + line * LINE_OF_QUAD,
+                                more, chunks[turn ^ 1]};
+        dot_chunk_on_tiles(chunks[turn], J, end - begin, x + begin * TILE_BYTES, tiles * TILE_BYTES, rows, acc, begin == 0,
+                           TileExpanding<J>{next, (more + passes - 1) / passes});
+        patch_quads(first, next_end * QUADS_OF_TILE, patches, chunks[turn ^ 1]);
+    }
+}
+#endif
+
 // Sums of `rows` <= PASS_ROWS rows for the whole of `lines` lines of a compressed strip.
 static void dot_compressed(const Strips& w, int64_t strip_index, int line, int lines, const Inputs& x, int rows,
                            float* acc) {
-#if STEMMA_COMPRESSED
+#if STEMMA_AMX
+    const CompressedStrip strip(w, strip_index);
+    const int64_t tiles = strip.num_quads(w) / QUADS_OF_TILE;  // compressed are weights of whole tiles alone
+    if (rows <= 16) {
+        auto run = lines == LINES ? dot_few_expanding<LINES> : dot_few_expanding<1>;
+        return run(strip, line, tiles, x.at, acc);
+    }
+    auto run = lines == LINES ? dot_many_expanding<LINES> : dot_many_expanding<1>;
+    run(strip, line, tiles, x.at, rows, acc);
+#elif STEMMA_COMPRESSED
     const CompressedStrip strip(w, strip_index);
     const int64_t quads = strip.num_quads(w);
     if (rows <= MOST_DIRECT_ROWS) return dot_quads_directly(strip, quads, line, lines, x.at, x.stride, rows, acc);
@@ -181,7 +267,7 @@ static void dot_compressed(const Strips& w, int64_t strip_index, int line, int l
             const char* in = inputs + first * x.stride;
             float* out = acc + first * STRIP;
             if (lines == LINES && g == groups - 1) {
-                const Expanding beside{strip.tables, next, (next_end - end) * LINES, chunks[turn ^ 1]};
+                const Expanding<LINES> beside{strip.tables, next, (next_end - end) * LINES, chunks[turn ^ 1]};
                 dot_group<CompressedDot, LINES>(count, chunk, in, x.stride, steps, out, begin == 0, beside);
             } else {
                 // The weights of a single line lie apart: the processor's own prefetching follows them.

@@ -6,14 +6,25 @@
 
 #if STEMMA_AMX
 constexpr int TILE_BYTES = 1024;
-constexpr int TILES_AT_ONCE = 16;  // in a row: with 2 lines, 32 kB of weights that stay in L1 while all rows pass
-constexpr int TILE_AHEAD = 8192;   // bytes: how far ahead weights are asked for where memory is the limit
+constexpr int TILES_AT_ONCE = 6;  // in a row: their weights, 24 kB of four lines, stay in L1 while all rows pass
+constexpr int TILE_AHEAD = 8192;  // bytes: how far ahead weights are asked for where one pass reads them
+
+// What is asked for beside a tile's inputs: `lines` lines of 64 bytes, `stride` bytes apart, into L2.
+struct TileAsking {
+    const char* at;
+    int64_t stride;
+    int lines;
+
+    void next() {
+        for (int i = 0; i < lines; i++, at += stride) __builtin_prefetch(at, 0, 2);
+    }
+};
 
 // acc[16 m ..][16 j ..] (+)= rows x lines, M x J tiles with M * J <= 4. Rows lie in tiles, those of the next 16 rows
 // `next_rows` bytes on.
-template <int M, int J>
+template <int M, int J, class Beside>
 static inline void tile_block(const char* w, const char* x, int64_t next_rows, int64_t tiles, float* acc, bool first,
-                              bool memory_bound) {
+                              Beside& beside) {
     constexpr int WIDTH = STRIP * 4;
     asm volatile("" ::: "memory");  // tile instructions don't tell the compiler that they read and write memory
     if (first) {
@@ -30,14 +41,14 @@ static inline void tile_block(const char* w, const char* x, int64_t next_rows, i
         if constexpr (M > 1 && J > 1) tile_loadd(3, acc + 16 * STRIP + 16, WIDTH);
     }
     for (int64_t i = 0; i < tiles; i++, w += STEPS_OF_TILE * STEP_BYTES, x += TILE_BYTES) {
-        if (memory_bound)
-            for (int step = 0; step < STEPS_OF_TILE; step++)
-                for (int j = 0; j < J; j++) __builtin_prefetch(w + TILE_AHEAD + step * STEP_BYTES + j * 64);
+        beside.next();
         tile_loadd(4, x, 64);
-        if constexpr (M > 1) tile_loadd(5, x + next_rows, 64);
         tile_loadd(6, w, STEP_BYTES);
         tile_dpbf16ps(0, 4, 6);
-        if constexpr (M > 1) tile_dpbf16ps(2, 5, 6);
+        if constexpr (M > 1) {
+            tile_loadd(5, x + next_rows, 64);
+            tile_dpbf16ps(2, 5, 6);
+        }
         if constexpr (J > 1) {
             tile_loadd(7, w + 64, STEP_BYTES);
             tile_dpbf16ps(1, 4, 7);
@@ -59,28 +70,41 @@ static inline void tile_block(const char* w, const char* x, int64_t next_rows, i
     asm volatile("" ::: "memory");
 }
 
-// As dot_lines of dots.h; rows are in tiles (lay_in_tiles), 16 of them in `next_rows` bytes, and acc has room for a
-// multiple of 16.
+// As dot_lines of dots.h for a chunk of weights that stays in L1 while all rows pass. Rows are in tiles (lay_in_tiles), 16
+// of them in `next_rows` bytes, and acc has room for a multiple of 16. `beside` does its part with each tile (tile_passes).
+template <class Beside>
+static void dot_chunk_on_tiles(const char* w, int lines, int64_t tiles, const char* x, int64_t next_rows, int rows,
+                               float* acc, bool first, Beside beside) {
+    const int row_tiles = (rows + 15) / 16, width = row_tiles == 1 ? lines : std::min(lines, 2);
+    for (int m = 0; m < row_tiles; m += 2)
+        for (int line = 0; line < lines; line += width) {
+            const char* inputs = x + m * next_rows;
+            float* out = acc + m * 16 * STRIP + line * 16;
+            auto run = row_tiles == 1        ? (width == 4 ? tile_block<1, 4, Beside> : tile_block<1, 1, Beside>)
+                       : m + 2 <= row_tiles ? (width == 2 ? tile_block<2, 2, Beside> : tile_block<2, 1, Beside>)
+                                             : (width == 2 ? tile_block<1, 2, Beside> : tile_block<1, 1, Beside>);
+            run(w + line * 64, inputs, next_rows, tiles, out, first, beside);
+        }
+}
+// How often that calls `beside`.
+static inline int64_t tile_passes(int rows, int lines, int64_t tiles) {
+    const int row_tiles = (rows + 15) / 16, width = row_tiles == 1 ? lines : std::min(lines, 2);
+    return (row_tiles + 1) / 2 * (lines / width) * tiles;
+}
+
+// As dot_lines of dots.h. While rows pass over a chunk of weights, the next chunk is asked for: of this strip, or of the
+// next one, which lies behind it.
 static void dot_lines_on_tiles(const char* w, int lines, int64_t tiles, const char* x, int64_t next_rows, int rows,
                                float* acc, bool first) {
-    const int row_tiles = (rows + 15) / 16;
-    if (row_tiles == 1) {
-        auto run = lines == 4 ? tile_block<1, 4> : tile_block<1, 1>;
-        return run(w, x, next_rows, tiles, acc, first, true);
-    }
-    const int width = std::min(lines, 2);
-    for (int64_t done = 0; done < tiles; done += TILES_AT_ONCE) {
-        int64_t now = std::min<int64_t>(TILES_AT_ONCE, tiles - done);
-        for (int line = 0; line < lines; line += width) {
-            const char* here = w + done * STEPS_OF_TILE * STEP_BYTES + line * 64;
-            for (int m = 0; m < row_tiles; m += 2) {
-                const char* inputs = x + m * next_rows + done * TILE_BYTES;
-                float* out = acc + m * 16 * STRIP + line * 16;
-                auto run = m + 2 <= row_tiles ? (width == 2 ? tile_block<2, 2> : tile_block<2, 1>)
-                                              : (width == 2 ? tile_block<1, 2> : tile_block<1, 1>);
-                run(here, inputs, next_rows, now, out, first && done == 0, m == 0);
-            }
-        }
+    const int64_t stride = lines == LINES ? 64 : STEP_BYTES;
+    const int64_t most = rows <= 16 ? tiles : TILES_AT_ONCE;  // a single pass reads its weights once
+    for (int64_t done = 0; done < tiles; done += most) {
+        const int64_t now = std::min(most, tiles - done);
+        const char* chunk = w + done * STEPS_OF_TILE * STEP_BYTES;
+        const char* ahead = chunk + (rows <= 16 ? TILE_AHEAD : now * STEPS_OF_TILE * STEP_BYTES);
+        const int64_t asked = now * STEPS_OF_TILE * lines, passes = tile_passes(rows, lines, now);
+        const TileAsking beside{ahead, stride, int((asked + passes - 1) / passes)};
+        dot_chunk_on_tiles(chunk, lines, now, x + done * TILE_BYTES, next_rows, rows, acc, first && done == 0, beside);
     }
 }
 

@@ -93,6 +93,7 @@ struct TileScope {
             uint8_t rows[16] = {};
         } config;
         for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+        asm volatile("" : : "r"(&config) : "memory");  // the instruction doesn't tell the compiler that it reads all of it
         _tile_loadconfig(&config);
     }
     ~TileScope() {
