@@ -41,7 +41,7 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
             with pytest.MonkeyPatch.context() as patch:
                 if path != NATIVE:
                     patch.setattr(loading, "follows_pattern", lambda hf_model: False)
-                    patch.setattr(pretrained, "fits", lambda *_of_checkpoint: False)
+                    patch.setattr(pretrained, "fitting_layout", lambda *_of_checkpoint: None)
                 if path == TORCH:
                     patch.setattr(loading, "load_kernels", lambda isa: None)
                 settings = ModelSettings(

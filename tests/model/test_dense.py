@@ -39,6 +39,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss-biased": ("seed-oss", {"attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {}),
     "smollm3-biased": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-sliding": ("mistral-sliding", {}),
+    "qwen2-sliding": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3-linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **ROPE}}),
 }
 
@@ -67,7 +76,7 @@ def load_both(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> t
     """Return the model as it is read, and as it goes through transformers."""
     own = load(path, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "fits", lambda *_of_checkpoint: False)
+        patch.setattr(pretrained, "fitting_layout", lambda *_of_checkpoint: None)
         return own, load(path, **settings)
 
 
@@ -123,15 +132,7 @@ def test_tensors_of_mixed_dtypes(
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("mistral-sliding", {}),
-        (
-            "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 24,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-        ),
+        ("qwen3-moe", {}),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **ROPE}}),
         ("gemma2", {}),
     ],

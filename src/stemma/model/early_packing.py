@@ -25,7 +25,8 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.dense import DenseWeights
 from stemma.model.directory import CONFIG, FileStates, StoredTensor, file_states, read_json, stored_tensors
-from stemma.model.families.registry import dense_of
+from stemma.model.families.pattern import as_stored
+from stemma.model.families.registry import pattern_of
 from stemma.native.early_memory import EarlyMemory
 from stemma.native.library import load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
@@ -104,24 +105,16 @@ class EarlyPacking:
         stored = stored_tensors(self._path)
         dtypes = {tensor.dtype for tensor in stored}
         kernels = load_kernels(self._isa)
-        family = dense_of(raw.get("model_type"))
-        if family is None or len(dtypes) != 1 or kernels is None:
+        pattern = pattern_of(raw.get("model_type"))
+        if pattern is None or len(dtypes) != 1 or kernels is None:
             return None
         dtype = _DTYPES[dtypes.pop()]
         is_tied = raw.get("tie_word_embeddings") is True
         source = _Source(stored, file_states(tensor.file for tensor in stored), dtype, is_tied, self._isa)
         files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in source.files}
         tensors = {tensor.name: files[tensor.file].get_tensor(tensor.name) for tensor in stored}
-        num_layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
-        model = DenseWeights(
-            tensors,
-            dtype,
-            num_layers=num_layers,
-            head_dim=0,
-            eps=0.0,
-            norms_heads=family.norms_heads,
-            is_tied=is_tied,
-        )
+        layout = as_stored({tensor.name: tensor.shape for tensor in stored}, pattern, is_tied=is_tied)
+        model = DenseWeights(tensors, dtype, layout)
         del tensors
         checkpoint = MappedFiles(source.files)
         for part in (model.model.norm, model.model.embed_tokens, model.lm_head):

@@ -26,7 +26,7 @@ from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import SUPPORTED
-from stemma.model.dense import DenseModel, fits
+from stemma.model.dense import DenseModel, is_dense
 from stemma.model.directory import (
     CONFIG,
     INDEX,
@@ -38,6 +38,8 @@ from stemma.model.directory import (
     stored_tensors,
 )
 from stemma.model.extent import check_counts, check_extent
+from stemma.model.families.layout import ModelLayout
+from stemma.model.families.registry import fitting_layout
 from stemma.model.foreign import foreign_code
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
@@ -185,14 +187,18 @@ def load_weights(
             weights, counts = _read(settings, config, format_name, quantization, dtype)
             spares = _class_name(config) in spared
             plain = plain_weights(weights, dtype, spares=spares)
-            if dense and fits(config, dtype, {name: tuple(tensor.shape) for name, tensor in plain.items()}):
-                model = DenseModel(config, plain, dtype)
+            shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
+            layout = fitting_layout(config, dtype, shapes) if dense else None
+            if layout is not None and is_dense(layout):
+                model = DenseModel(config, plain, dtype, layout)
                 attach(model, weights.deferred())
                 return model, replace(counts, num_quantized=len(weights.deferred()))
-        elif dense and _fits_stored(config, dtype, stored):
-            return DenseModel(config, _read_plain(stored), dtype), counts
+        else:
+            layout = None if runs_remote_code(settings) else _stored_layout(config, dtype, stored)
+            if dense and layout is not None and is_dense(layout):
+                return DenseModel(config, _read_plain(stored), dtype, layout), counts
         config = as_transformers(config)
-        if not runs_remote_code(settings):
+        if layout is None and not runs_remote_code(settings):
             check_extent(path, config, stored)
         if format_name is not None:
             model, loaded = _from_tensors(config, plain, dtype)
@@ -228,9 +234,11 @@ def load_weights(
         return model.to(device).eval().requires_grad_(False), replace(counts, num_quantized=len(placed))
 
 
-def _fits_stored(config: Any, dtype: torch.dtype, stored: list[StoredTensor]) -> bool:
-    is_plain = all(tensor.dtype in _STORED_DTYPES for tensor in stored)
-    return is_plain and fits(config, dtype, {tensor.name: tensor.shape for tensor in stored})
+def _stored_layout(config: Any, dtype: torch.dtype, stored: list[StoredTensor]) -> ModelLayout | None:
+    """Return the layout of a checkpoint of plain tensors, where they are just those that its config makes."""
+    if not all(tensor.dtype in _STORED_DTYPES for tensor in stored):
+        return None
+    return fitting_layout(config, dtype, {tensor.name: tensor.shape for tensor in stored})
 
 
 def _read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:

@@ -29,14 +29,13 @@ from stemma.model.cpu.linears import leave_file
 from stemma.model.cpu.low_rank import PackedAdapter, adaptable
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.families.pattern import MAX_HEAD_DIM
 from stemma.model.families.registry import FUSED_LAYERS
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.quantization.attach import plain_weight
 
 EmbeddingFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """ids [T] -> [T, H]."""
-MAX_HEAD_DIM = 1024
-"""What the rotary kernel has room for."""
 
 
 def follows_pattern(hf_model: Any) -> bool:

@@ -6,40 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-GATED = ("gate_proj", "up_proj", "down_proj")
+from stemma.model.families.layout import ModelLayout
+from stemma.model.families.pattern import LlamaPattern
 
-Biased: TypeAlias = Callable[[Any], tuple[str, ...]]
-"""Takes a config; returns the linear layers that have a bias."""
-
-
-def no_biases(_config: Any) -> tuple[str, ...]:
-    """Return no layers."""
-    return ()
-
-
-def all_rotate(config: Any) -> tuple[bool, ...]:
-    """Return that all layers do."""
-    return (True,) * int(config.num_hidden_layers)
-
-
-def any_layer_slides(config: Any) -> bool:
-    """Whether a layer of a config with `layer_types` may see a window alone."""
-    types = getattr(config, "layer_types", None)
-    return types is not None and (len(types) < config.num_hidden_layers or set(types) != {"full_attention"})
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A family of the Llama pattern, whose tensors are read without transformers' modules (dense.py)."""
-
-    biased: Biased = no_biases
-    norms_heads: bool = False
-    """Whether queries and keys are normed, head by head."""
-    rotating: Callable[[Any], tuple[bool, ...]] = all_rotate
-    """Takes a config; returns for each layer whether it rotates queries and keys."""
-    slides: Callable[[Any], bool] = any_layer_slides
-    """Whether a config has sliding windows; such models go through transformers' modules."""
+MakeLayout: TypeAlias = Callable[[Any, int], ModelLayout | None]
+"""Takes a config and a number of tensors; None: the native step doesn't compute what the config makes, or
+that has more tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +27,14 @@ class Family:
     """The class of transformers for a causal LM."""
     layer_class: str | None = None
     """The decoder layer that the native step computes (cpu/fused.py); None: its modules run."""
-    dense: Dense | None = None
+    pattern: LlamaPattern | None = None
+    """How it differs from Llama; None: it isn't of that pattern."""
+    own_layout: MakeLayout | None = None
+    """Makes the layout of a family of another pattern."""
     prediction: bool = False
     """Whether its layer for multi-token prediction is run (prediction.py)."""
+
+    @property
+    def layout(self) -> MakeLayout | None:
+        """What the native step computes of the family; None: transformers' modules run."""
+        return self.own_layout if self.pattern is None else self.pattern.layout

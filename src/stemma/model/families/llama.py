@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemma.model.families.family import ATTENTION, GATED, Dense, Family
+from stemma.model.families.family import Family
+from stemma.model.families.pattern import ATTENTION, GATED, LlamaPattern
 
 
 def biased(config: Any) -> tuple[str, ...]:
@@ -13,4 +14,4 @@ def biased(config: Any) -> tuple[str, ...]:
     return (*attention, *GATED) if config.mlp_bias else attention
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", "LlamaDecoderLayer", Dense(biased))
+LLAMA = Family("llama", "LlamaForCausalLM", "LlamaDecoderLayer", LlamaPattern(biased))

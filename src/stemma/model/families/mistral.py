@@ -1,14 +1,16 @@
-"""Mistral: Llama's layers, with a window in some of its models."""
+"""Mistral: Llama's layers, with one window for all of them in some of its models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stemma.model.families.family import Dense, Family
+from stemma.model.families.family import Family
+from stemma.model.families.pattern import LlamaPattern
 
 
-def _slides(config: Any) -> bool:
-    return config.sliding_window is not None
+def one_window(config: Any) -> tuple[int | None, ...]:
+    """Return the config's window for every layer."""
+    return (getattr(config, "sliding_window", None),) * int(config.num_hidden_layers)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", "MistralDecoderLayer", Dense(slides=_slides))
+MISTRAL = Family("mistral", "MistralForCausalLM", "MistralDecoderLayer", LlamaPattern(windows=one_window))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from stemma.model.families.family import Dense, Family
+from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2
+from stemma.model.families.layout import ModelLayout
 from stemma.model.families.llama import LLAMA
 from stemma.model.families.mistral import MISTRAL
+from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from stemma.model.families.seed_oss import SEED_OSS
 from stemma.model.families.smollm3 import SMOLLM3
@@ -23,6 +30,8 @@ FAMILIES: tuple[Family, ...] = (
     SEED_OSS,
     SMOLLM3,
 )
+_CONFIG_MODULES = ("transformers.models.", "stemma.model.llama_config")
+"""Where configs come from that mean what they say; imported by whoever has one."""
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)
@@ -38,7 +47,23 @@ def family_of(model_type: object) -> Family | None:
     return _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
 
 
-def dense_of(model_type: object) -> Dense | None:
-    """Return how a family's tensors are read without modules; None: they aren't."""
+def fitting_layout(
+    config: Any, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
+) -> ModelLayout | None:
+    """Return what `config` makes, if that has exactly these tensors and the native step computes it."""
+    is_known = type(config).__module__.startswith(_CONFIG_MODULES)
+    family = family_of(config.model_type)
+    if family is None or family.layout is None or not is_known:
+        return None
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    layout = family.layout(config, len(shapes))
+    if layout is None or layout.shapes() != shapes:
+        return None
+    return layout if all(size > 0 for shape in shapes.values() for size in shape) else None
+
+
+def pattern_of(model_type: object) -> LlamaPattern | None:
+    """Return how a family differs from Llama; None: it isn't of that pattern."""
     family = family_of(model_type)
-    return None if family is None else family.dense
+    return None if family is None else family.pattern

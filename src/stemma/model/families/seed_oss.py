@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemma.model.families.family import ATTENTION, GATED, Dense, Family
+from stemma.model.families.family import Family
+from stemma.model.families.pattern import ATTENTION, GATED, LlamaPattern
 
 
 def _biased(config: Any) -> tuple[str, ...]:
@@ -13,4 +14,4 @@ def _biased(config: Any) -> tuple[str, ...]:
     return (*inputs, *output, *(GATED if config.mlp_bias else ()))
 
 
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", "SeedOssDecoderLayer", Dense(_biased))
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", "SeedOssDecoderLayer", LlamaPattern(_biased))

@@ -1,0 +1,51 @@
+"""Rotary angles as transformers' modules of the Llama pattern compute them, without importing those.
+
+Tests compare logits of both, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_SCALED = frozenset({"linear", "llama3", "yarn"})
+"""Rotary embeddings whose angles transformers computes once; others may change with the length."""
+
+
+class RotaryAngles:
+    """Cosines and sines of positions, in transformers' order: both halves of a head have the same angles."""
+
+    def __init__(self, config: Any, head_dim: int) -> None:
+        """Take a config that `has_fixed_angles`."""
+        parameters = config.rope_parameters
+        self._scaling = 1.0
+        if parameters["rope_type"] == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+            self._frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
+        else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            compute = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+            self._frequencies, self._scaling = compute(config, torch.device("cpu"))
+
+    @property
+    def num_dims(self) -> int:
+        """Dims of a head that have an angle."""
+        return 2 * len(self._frequencies)
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of `positions` [1, T] as [1, T, head_dim] each, in the dtype of `like`."""
+        half = positions[..., None].float() * self._frequencies
+        angles = torch.cat((half, half), dim=-1)
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+
+def has_fixed_angles(config: Any) -> bool:
+    """Whether angles depend on positions alone, and every dim of a head has one."""
+    rope = config.rope_parameters
+    if not isinstance(rope, dict) or rope.get("rope_type") not in {"default", *_SCALED}:
+        return False
+    # The native step reads an angle for every dim of a head: fewer would be read beyond their end.
+    return rope.get("partial_rotary_factor") in (None, 1, 1.0)

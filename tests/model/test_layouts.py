@@ -1,0 +1,67 @@
+"""A family's layout names just the tensors that transformers writes for a model of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from stemma.model.directory import stored_tensors
+from stemma.model.families.registry import FAMILIES, family_of, fitting_layout
+from tests import checkpoints
+
+BUILT = {
+    "deepseek_v2": "deepseek-v2",
+    "deepseek_v3": "deepseek-v3",
+    "llama": "llama",
+    "mistral": "mistral-sliding",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3-moe",
+    "seed_oss": "seed-oss",
+    "smollm3": "smollm3",
+}
+
+
+def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in stored_tensors(path)}
+
+
+def test_every_family_with_a_layout_is_tested() -> None:
+    assert {family.model_type for family in FAMILIES if family.layout is not None} == BUILT.keys()
+
+
+@pytest.mark.parametrize("model_type", BUILT)
+def test_a_layout_names_all_tensors(model_type: str, tmp_path: Path) -> None:
+    path = checkpoints.build(BUILT[model_type], tmp_path)
+    config, shapes = AutoConfig.from_pretrained(path), shapes_of(path)
+    layout = fitting_layout(config, torch.bfloat16, shapes)
+    assert layout is not None
+    assert layout.shapes() == shapes
+    family = family_of(model_type)
+    assert family is not None
+    assert family.layer_class is not None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_tensor_more_or_less_fits_no_layout(model_type: str, tmp_path: Path) -> None:
+    path = checkpoints.build(BUILT[model_type], tmp_path)
+    config, shapes = AutoConfig.from_pretrained(path), shapes_of(path)
+    some = next(iter(shapes))
+    assert fitting_layout(config, torch.bfloat16, {**shapes, "more": (2, 2)}) is None
+    assert fitting_layout(config, torch.bfloat16, {n: s for n, s in shapes.items() if n != some}) is None
+    assert fitting_layout(config, torch.bfloat16, {**shapes, some: (2, 2)}) is None
+    assert fitting_layout(config, torch.float16, shapes) is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field"), [("qwen3_moe", "num_experts"), ("deepseek_v3", "n_routed_experts")]
+)
+def test_counts_beyond_the_files_tensors_cost_no_time(model_type: str, field: str, tmp_path: Path) -> None:
+    path = checkpoints.build(BUILT[model_type], tmp_path)
+    config, shapes = AutoConfig.from_pretrained(path), shapes_of(path)
+    config.num_hidden_layers = len(shapes)
+    setattr(config, field, 4096)
+    assert fitting_layout(config, torch.bfloat16, shapes) is None
