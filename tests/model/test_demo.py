@@ -68,7 +68,8 @@ def test_tokenizer_equals_what_transformers_reads(real_model: Path) -> None:
 
 @pytest.mark.real_model
 def test_llm_demo_answers_like_a_language_model(real_model: Path) -> None:
-    llm = LLM("demo", kv_cache_memory="50MB", max_model_len=512)
+    # In bfloat16 the two likeliest beginnings are equal, or not, by the level's order of sums.
+    llm = LLM("demo", kv_cache_memory="50MB", max_model_len=512, dtype="float32")
     try:
         [answer] = llm.chat(
             [{"role": "user", "content": "What is the capital of France?"}],
