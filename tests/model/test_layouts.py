@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from stemma.model.attention import use_paged_attention
 from stemma.model.directory import stored_tensors
+from stemma.model.families.layout import Norm
 from stemma.model.families.registry import FAMILIES, family_of, fitting_layout
+from stemma.model.latent import cache_latents
+from stemma.model.loading import probe
 from tests import checkpoints
 
 BUILT = {
@@ -43,6 +48,29 @@ def test_a_layout_names_all_tensors(model_type: str, tmp_path: Path) -> None:
     family = family_of(model_type)
     assert family is not None
     assert family.layer_class is not None
+
+
+@pytest.mark.parametrize("model_type", BUILT)
+def test_layers_attend_and_norm_as_transformers_modules_do(model_type: str, tmp_path: Path) -> None:
+    path = checkpoints.build(BUILT[model_type], tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    layout = fitting_layout(AutoConfig.from_pretrained(path), torch.float32, shapes_of(path))
+    assert layout is not None
+    use_paged_attention(model)
+    cache_latents(model)
+    _, calls = probe(model)
+    assert [(call.scaling, call.sliding_window, call.rotates) for call in calls] == [
+        (layer.scaling, layer.window, layer.rotates) for layer in layout.layers
+    ]
+    norms: list[Norm | None] = [layout.norm]
+    for layer in layout.layers:
+        norms += [layer.input_norm, layer.post_norm, *(layer.head_norms or ())]
+        norms += [layer.latent.norm, layer.latent.query_norm] if layer.latent else []
+    for norm in norms:
+        assert norm is None or model.get_submodule(norm.name).variance_epsilon == norm.eps
+    some, positions = torch.empty(0), torch.arange(40)[None]
+    own, theirs = layout.angles()(some, positions), model.model.rotary_emb(some, positions)
+    assert torch.equal(torch.stack(list(own)), torch.stack(list(theirs)))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from stemma.model.cpu.experts import PackedExperts
 from stemma.model.cpu.latent import PackedLatent
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct
+from stemma.model.families.layout import RoutedBy
 from stemma.native.structures import GatedWeights, LatentWeights, LayerWeights, Router, Strips
 
 
@@ -28,14 +28,6 @@ class Gated:
     def weights(self) -> GatedWeights:
         """Describe the layer to the kernels."""
         return GatedWeights(self.gate.strips, self.up.strips, self.down.strips)
-
-
-class RoutedBy(IntEnum):
-    """`RoutedBy` of mixture.h: how scores become weights."""
-
-    ROUNDED_SOFTMAX = 0
-    SOFTMAX = 1
-    SIGMOID = 2
 
 
 @dataclass(slots=True)

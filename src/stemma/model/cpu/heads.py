@@ -15,10 +15,8 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import native_format
 from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
+from stemma.model.families.layout import Rotation
 from stemma.native.structures import AttendArgs, LatentArgs, RotateArgs
-
-HALVES, PAIRS_TO_HALVES, PAIRS = range(3)
-"""`Rotation` of native/latent.h."""
 
 
 class Heads(Protocol):
@@ -152,8 +150,8 @@ class LatentHeads:
         return latent, attend
 
 
-def rotation_of(hf_model: Any) -> int:
+def rotation_of(hf_model: Any) -> Rotation:
     """Return how a DeepSeek model pairs the rotary part of a head, and in which order it leaves them."""
     if type(hf_model).__name__ == "DeepseekV2ForCausalLM":
-        return PAIRS
-    return PAIRS_TO_HALVES if hf_model.config.rope_interleave else HALVES
+        return Rotation.PAIRS
+    return Rotation.PAIRS_TO_HALVES if hf_model.config.rope_interleave else Rotation.HALVES

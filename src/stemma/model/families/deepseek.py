@@ -26,7 +26,7 @@ from stemma.model.families.layout import (
     Router,
     bounded_layers,
 )
-from stemma.model.families.pattern import MAX_HEAD_DIM, gated, layer_path
+from stemma.model.families.pattern import GATED, MAX_HEAD_DIM, gated, layer_path, with_ends
 from stemma.model.families.rotary import has_fixed_angles
 
 _LATENT_EPS = 1e-6
@@ -109,7 +109,7 @@ def _layout(
 
     def mlp(number: int) -> Gated | Mixture:
         path, hidden = f"{layer_path(number)}.mlp", config.hidden_size
-        biased = ("gate_proj", "up_proj", "down_proj") if has_mlp_bias else ()
+        biased = GATED if has_mlp_bias else ()
         if number < first_routed:
             return gated(path, hidden, config.intermediate_size, biased)
         router = route(config, Linear(f"{path}.gate", config.n_routed_experts, hidden))
@@ -126,17 +126,7 @@ def _layout(
         config.num_hidden_layers,
         num_tensors,
     )
-    if layers is None:
-        return None
-    embedding = Linear("model.embed_tokens", config.vocab_size, config.hidden_size)
-    return ModelLayout(
-        layers=layers,
-        heads=heads,
-        embedding=embedding,
-        norm=Norm("model.norm", config.hidden_size, float(config.rms_norm_eps)),
-        head=None if config.tie_word_embeddings else Linear("lm_head", embedding.outputs, embedding.inputs),
-        angles=partial(_angles, config, code),
-    )
+    return None if layers is None else with_ends(config, layers, heads, partial(_angles, config, code))
 
 
 def _layer(config: Any, heads: LatentHeads, path: str, mlp: Gated | Mixture, scaling: float) -> Layer:

@@ -12,6 +12,7 @@ from stemma.model.families.layout import (
     Angles,
     Gated,
     GroupedHeads,
+    LatentHeads,
     Layer,
     Linear,
     Mixture,
@@ -93,17 +94,7 @@ class LlamaPattern:
         )
         if layers is None:
             return None
-        embedding = Linear("model.embed_tokens", config.vocab_size, config.hidden_size)
-        return ModelLayout(
-            layers=layers,
-            heads=heads,
-            embedding=embedding,
-            norm=_norm(config, "model.norm"),
-            head=None
-            if config.tie_word_embeddings
-            else Linear("lm_head", embedding.outputs, embedding.inputs),
-            angles=partial(_angles, config, heads.head_dim),
-        )
+        return with_ends(config, layers, heads, partial(_angles, config, heads.head_dim))
 
     def _layer(
         self, config: Any, number: int, heads: GroupedHeads, rotates: bool, window: int | None
@@ -132,6 +123,24 @@ class LlamaPattern:
             window=window,
             rotates=rotates,
         )
+
+
+def with_ends(
+    config: Any,
+    layers: tuple[Layer, ...],
+    heads: GroupedHeads | LatentHeads,
+    angles: Callable[[], Angles],
+) -> ModelLayout:
+    """Return the model of these layers, with the embedding, last norm and output head of `config`."""
+    vocabulary, hidden = config.vocab_size, config.hidden_size
+    return ModelLayout(
+        layers=layers,
+        heads=heads,
+        embedding=Linear("model.embed_tokens", vocabulary, hidden),
+        norm=_norm(config, "model.norm"),
+        head=None if config.tie_word_embeddings else Linear("lm_head", vocabulary, hidden),
+        angles=angles,
+    )
 
 
 def head_dim_of(config: Any) -> int:
