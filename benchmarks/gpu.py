@@ -41,11 +41,12 @@ from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.pinned import host_rows
-from stemma.model.attention import use_paged_attention
 from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import CausalLM, ModelInfo, ModuleDecoder
+from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.cuda.execution import make_cuda_decoder
-from stemma.model.loading import probe
+from stemma.model.foreign.attention import use_paged_attention
+from stemma.model.foreign.decoder import ModuleDecoder
+from stemma.model.foreign.probe import probe
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace
 from stemma.types import TokenArray
 
@@ -177,7 +178,7 @@ class Bench:
         self.product_parameters = parameters - shape.vocab * shape.hidden
         """Weights that every token is multiplied with: all but the embedding."""
         info = ModelInfo("LlamaForCausalLM", shape.vocab, max_len, (), {}, "0" * 64, 2 * parameters)
-        decoder: Any = ModuleDecoder(self.hf, None)
+        decoder: Any = ModuleDecoder(self.hf, None, None)
         if device.type == "cuda":
             decoder = make_cuda_decoder(self.hf, device, max_context=max_len, use_graphs=use_graphs)
         self.model = CausalLM(decoder, info, kv_shape, device, torch.bfloat16)
@@ -241,7 +242,7 @@ class Bench:
     def _plain(self) -> CausalLM:
         kv_shape, _ = probe(self.hf)
         return CausalLM(
-            ModuleDecoder(self.hf, None), self.model.info, kv_shape, self.model.device, torch.bfloat16
+            ModuleDecoder(self.hf, None, None), self.model.info, kv_shape, self.model.device, torch.bfloat16
         )
 
     def _hit_rows(self) -> Iterator[Row]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stemma.config.settings import ModelSettings
-from stemma.model import loading, pretrained
+from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from tests import checkpoints
@@ -40,8 +40,7 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
                 checkpoints.build(family, checkpoint)
             with pytest.MonkeyPatch.context() as patch:
                 if path != NATIVE:
-                    patch.setattr(loading, "follows_pattern", lambda hf_model: False)
-                    patch.setattr(pretrained, "fitting_layout", lambda *_of_checkpoint: None)
+                    patch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
                 if path == TORCH:
                     patch.setattr(loading, "load_kernels", lambda isa: None)
                 settings = ModelSettings(

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
-from stemma.model import loading
+from stemma.model import fused_loading
 from stemma.model.causal_lm import CausalLM
+from stemma.model.checkpoint import Checkpoint
 from stemma.model.early_packing import EarlyPacking, is_finite
 from stemma.model.fingerprint import EarlyFingerprint, model_fingerprint
 from stemma.model.loading import load_model
 from stemma.model.plan import LoadPlan
+from stemma.model.weights.named import NamedWeights
 from stemma.native.library import load_kernels
 from stemma.supervision import LoggingSupervisor
 from tests import checkpoints
@@ -39,15 +41,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Return the models whose weights the load checked by itself: it had no packed ones."""
+    """Return the checkpoints whose weights the load packed by itself: it had no packed ones."""
     found: list[object] = []
-    check = loading.check_weights
+    read = fused_loading.named_weights
 
-    def seen(model: Any, path: Path, progress: Any) -> None:
-        found.append(model)
-        check(model, path, progress)
+    def seen(checkpoint: Checkpoint) -> NamedWeights:
+        found.append(checkpoint)
+        return read(checkpoint)
 
-    monkeypatch.setattr(loading, "check_weights", seen)
+    monkeypatch.setattr(fused_loading, "named_weights", seen)
     return found
 
 

@@ -11,8 +11,8 @@ import transformers
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
+from stemma.model.checkpoint_config import load_config
 from stemma.model.llama_config import LlamaConfig, as_transformers, read_llama_config
-from stemma.model.pretrained import load_config
 
 SCALED = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},

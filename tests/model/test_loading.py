@@ -40,7 +40,7 @@ def test_what_the_checkpoint_says(qwen2: Path) -> None:
     assert model.layout(16).dtype == "float32"
     plain_bytes = sum(t.numel() * 4 for t in load_file(qwen2 / "model.safetensors").values())
     assert model.weight_bytes == plain_bytes
-    assert {"loading weights", "probing", "ready"} <= set(stages)
+    assert {"loading weights", "packing weights", "ready"} <= set(stages)
 
 
 def test_latent_layout(tmp_path: Path) -> None:

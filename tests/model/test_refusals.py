@@ -24,9 +24,11 @@ from transformers import (
 from stemma.config.settings import ModelSettings
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.attention import use_paged_attention
 from stemma.model.causal_lm import CausalLM
-from stemma.model.loading import context_limit, load_model, probe
+from stemma.model.checkpoint_config import context_limit
+from stemma.model.foreign.attention import use_paged_attention
+from stemma.model.foreign.probe import probe
+from stemma.model.loading import load_model
 from stemma.model.tiny import save_checkpoint
 from tests import checkpoints
 from tests.model.edited_checkpoints import Weights, configure, edit, fp8_checkpoint

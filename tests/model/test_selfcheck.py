@@ -10,8 +10,8 @@ from transformers import Gemma3TextConfig, Olmo2Config, PreTrainedConfig, Qwen3M
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import UnsupportedModel
-from stemma.model import selfcheck
 from stemma.model.causal_lm import CausalLM
+from stemma.model.foreign import reference
 from stemma.model.loading import load_model
 from tests.checkpoints import make_model, save_checkpoint, tokenizer
 from tests.model.paging import PagedSequences
@@ -43,27 +43,27 @@ def served(model: CausalLM, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "LARGE_BYTES", 0)
+    monkeypatch.setattr(reference, "LARGE_BYTES", 0)
 
 
 def test_the_first_layers_have_every_kind(large: None) -> None:
     model = make_model(gemma3(), 0)
-    first = selfcheck.FirstLayers.of(model)
+    first = reference.FirstLayers.of(model)
     assert first.count == 4
     with first.alone():
         assert (len(model.model.layers), model.config.num_hidden_layers) == (4, 4)
     assert (len(model.model.layers), model.config.num_hidden_layers) == (8, 8)
     alike = make_model(Olmo2Config(**{**SIZES, "num_hidden_layers": 6}), 0)
-    assert selfcheck.FirstLayers.of(alike).count == 2
+    assert reference.FirstLayers.of(alike).count == 2
 
 
 def test_small_models_and_tested_classes_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert selfcheck.FirstLayers.of(make_model(gemma3(), 0)).count == 8
-    monkeypatch.setattr(selfcheck, "LARGE_BYTES", 0)
+    assert reference.FirstLayers.of(make_model(gemma3(), 0)).count == 8
+    monkeypatch.setattr(reference, "LARGE_BYTES", 0)
     mixture = Qwen3MoeConfig(
         **SIZES, num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
-    assert selfcheck.FirstLayers.of(make_model(mixture, 0)).count == 3
+    assert reference.FirstLayers.of(make_model(mixture, 0)).count == 3
 
 
 def test_a_large_model_is_checked_and_then_runs_whole(tmp_path: Path, large: None) -> None:
@@ -82,7 +82,7 @@ def test_a_model_that_packing_makes_small_is_still_checked_by_its_first_layers(
     plain = make_model(Olmo2Config(**{**SIZES, "num_hidden_layers": 6}), 0)
     layer_bytes = sum(weight.nbytes for weight in plain.model.layers.parameters())
     path = save_checkpoint(plain, tokenizer(), tmp_path)
-    monkeypatch.setattr(selfcheck, "LARGE_BYTES", layer_bytes - 1)
+    monkeypatch.setattr(reference, "LARGE_BYTES", layer_bytes - 1)
     model = load_model(ModelSettings(path=path, dtype="float32"))
     tokens = torch.arange(5, 25) % model.vocab_size
     expected = plain.float()(input_ids=tokens[None], use_cache=False).logits[0].detach()

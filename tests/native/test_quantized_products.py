@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stemma.model.cpu.weights import PackedProduct
-from stemma.model.quantization.quantize import RoundToNearest, quantize
-from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
+from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
+from stemma.model.weights.rounding import RoundToNearest, quantize
 from stemma.native.library import Kernels, load_kernels
 from tests.native.isa import level_params
 

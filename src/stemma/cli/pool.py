@@ -120,7 +120,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_gguf_config(path: Path) -> dict[str, Any]:
     from stemma.model.formats.gguf.config import read_config
-    from stemma.model.formats.gguf.header import read_header
+    from stemma.model.gguf_header import read_header
 
     header = read_header(path)
     matrices = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}

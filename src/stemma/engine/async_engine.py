@@ -52,8 +52,8 @@ from stemma.errors import (
     StemmaError,
     TookTooLong,
 )
-from stemma.model.loading import Progress
 from stemma.model.plan import LoadPlan
+from stemma.model.progress import Progress
 from stemma.native.cores import usable_cores
 from stemma.supervision import Supervisor
 from stemma.workers import WorkerThreads

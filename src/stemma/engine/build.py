@@ -44,11 +44,13 @@ from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
+from stemma.model.checkpoint_config import load_config
 from stemma.model.directory import check_directory, is_gguf
-from stemma.model.loading import Progress, load_model, resolve_device
+from stemma.model.loading import load_model, resolve_device
 from stemma.model.located import located_model, other_names, present_path
+from stemma.model.parallel.cutting import check_cut
 from stemma.model.plan import LoadPlan
-from stemma.model.pretrained import check_cut, load_config
+from stemma.model.progress import Progress
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
@@ -226,7 +228,7 @@ def _header_kept(path: Path) -> AbstractContextManager[None]:
     """Return what keeps a GGUF file's header while its parts are read, one after the other."""
     if not is_gguf(path):
         return nullcontext()
-    from stemma.model.formats.gguf.header import headers_kept
+    from stemma.model.gguf_header import headers_kept
 
     return headers_kept()
 

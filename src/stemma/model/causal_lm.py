@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,14 +12,8 @@ from stemma.config.settings import KVArrangement, KVDtype
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import COLUMNS, KVLayout
-from stemma.model.attention import STEP_KEYWORD, AttentionProbe, StepContext
 from stemma.model.batch import ForwardBatch
-from stemma.model.cpu.attention import NativeAttentionStep
-from stemma.model.cpu.packing import Packing
-from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.lora.adapter import Adapter, LinearShape
-from stemma.model.lora.modules import AdaptedModules
-from stemma.model.paged import AttentionStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,62 +62,6 @@ class Decoder(Protocol):
 
     def prepare_adapter(self, adapter: Adapter) -> object:
         """Return what `AdapterRows` carry: the adapter as a step uses it."""
-
-
-class ModuleDecoder:
-    """Runs the modules of transformers, with attention over paged KV: serves every supported architecture."""
-
-    def __init__(self, hf_model: Any, packing: Packing | None) -> None:
-        self._hf = hf_model
-        self._kernels = None if packing is None else packing.kernels
-        self.operations: RowwiseOperations | None = None
-        """What replaces torch's operations while the modules run; None: nothing does."""
-        if packing is not None:
-            self.operations = RowwiseOperations(packing.kernels)
-            self.operations.pack_tied_head(hf_model, packing)
-        self._adapted = AdaptedModules(hf_model, self._kernels, self._try)
-
-    def adaptable(self) -> Mapping[str, LinearShape]:
-        """See `Decoder.adaptable`."""
-        return self._adapted.shapes
-
-    def prepare_adapter(self, adapter: Adapter) -> object:
-        """See `Decoder.prepare_adapter`."""
-        return self._adapted.prepare(adapter)
-
-    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`."""
-        if self._kernels is None or self.operations is None:
-            return self.run(batch, AttentionStep(batch, kv))
-        with self.operations, NativeAttentionStep(batch, kv, self._kernels) as step:
-            return self.run(batch, step)
-
-    def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
-        """Run the modules with `step` as context of attention; return logits [L, vocab]."""
-        batch.on_launch()  # torch leaves the interpreter to others in each of its calls
-        with self._adapted.step(batch):
-            return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
-
-    def _run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor, step: StepContext
-    ) -> torch.Tensor:
-        output = self._hf(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_rows,
-            **{STEP_KEYWORD: step},
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    @torch.inference_mode()
-    def _try(self, num_tokens: int, probe: AttentionProbe | None = None) -> None:
-        """Run `num_tokens` tokens without KV; logits of the last."""
-        device = self._hf.device
-        positions = torch.arange(num_tokens, device=device)
-        with self.operations or nullcontext():
-            self._run(torch.zeros_like(positions), positions, positions[-1:], probe or AttentionProbe())
 
 
 class CausalLM:

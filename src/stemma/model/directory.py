@@ -183,7 +183,7 @@ def _described_files(path: Path) -> tuple[str, str]:
 def stored_tensors(path: Path) -> list[StoredTensor]:
     """Return all tensors of the checkpoint in `path`, in order of names; raise ModelError."""
     if is_gguf(path):
-        from stemma.model.formats.gguf.header import read_header
+        from stemma.model.gguf_header import read_header
 
         in_file = read_header(path).tensors
         return [

@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from stemma.model.cpu.fused import PackedWeights, pack_weights
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weight_memory import weights_together
-from stemma.model.dense import DenseWeights
 from stemma.model.directory import CONFIG, FileStates, StoredTensor, file_states, read_json, stored_tensors
 from stemma.model.families.pattern import as_stored
 from stemma.model.families.registry import pattern_of
+from stemma.model.weights.named import NamedWeights
 from stemma.native.early_memory import EarlyMemory
 from stemma.native.library import load_kernels
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
@@ -114,29 +113,19 @@ class EarlyPacking:
         files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in source.files}
         tensors = {tensor.name: files[tensor.file].get_tensor(tensor.name) for tensor in stored}
         layout = as_stored({tensor.name: tensor.shape for tensor in stored}, pattern, is_tied=is_tied)
-        model = DenseWeights(tensors, dtype, layout)
-        del tensors
+        weights = NamedWeights(tensors, dtype, self._check)
         checkpoint = MappedFiles(source.files)
-        for part in (model.model.norm, model.model.embed_tokens, model.lm_head):
-            self._check(part)
-
-        def check_next(share: float) -> None:
-            checkpoint.drop_pages()
-            layers = model.model.layers
-            self._check(layers[round(share * len(layers))])
-
         # A core is left to the imports, which everything waits for.
         packing = Packing(kernels, dtype, num_threads=max(1, (os.cpu_count() or 1) - 1))
         with large_blocks_apart(), weights_together(self._take_memory()):
-            return source, pack_weights(model, packing, check_next)
+            return source, pack_weights(layout, weights, packing, lambda _share: checkpoint.drop_pages())
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, _name: str, weight: torch.Tensor) -> None:
         """Raise ValueError if a weight isn't finite, _Over if nobody wants it."""
-        for parameter in module.parameters():
-            if self._is_over.is_set():
-                raise _Over
-            if not is_finite(parameter.data):
-                raise ValueError("NaN or infinite")
+        if self._is_over.is_set():
+            raise _Over
+        if not is_finite(weight):
+            raise ValueError("NaN or infinite")
 
 
 def is_finite(weight: torch.Tensor) -> bool:

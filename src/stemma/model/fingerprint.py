@@ -98,7 +98,7 @@ def _essentials(path: Path) -> dict[str, Any]:
         essentials = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
         described = description_file(path)
         return essentials if described is None else essentials | {"described": read_json(described)}
-    from stemma.model.formats.gguf.header import read_header
+    from stemma.model.gguf_header import read_header
 
     header = read_header(path)
     own = (header.architecture + ".", "general.architecture")

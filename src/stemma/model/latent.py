@@ -1,8 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2/V3 and similar): the compressed latent is cached.
 
-transformers' MLA layers project a token to one latent vector and one shared rotary key, and expand them to
-keys and values of all heads in `expand_kv`. `cache_latents` replaces that expansion by a no-op: attention
-then receives the latent itself, [latent ; rotary key], as a single key head. There are two ways to attend:
+A token is projected to one latent vector and one shared rotary key. What is cached is [latent ; rotary key],
+a single key head. There are two ways to attend:
 
 - absorbed (DeepSeek-V2, arXiv:2405.04434, 2.1.2): fold the key expansion into the query and the value
   expansion into the output; attention is then multi-query attention over latents, and the context is never
@@ -12,13 +11,8 @@ then receives the latent itself, [latent ; rotary key], as a single key head. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import MethodType
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 
 class LatentProjection:
@@ -59,29 +53,3 @@ class LatentProjection:
         both = both.view(latent.shape[0], num_heads, self.nope_dim + self.value_dim)
         rope = latent[:, None, self.rank :].expand(-1, num_heads, -1)
         return torch.cat((both[..., : self.nope_dim], rope), dim=-1), both[..., self.nope_dim :]
-
-
-def _keep_latent(
-    module: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stand in for `expand_kv`: [1, 1, T, rank] and [1, 1, T, rope] -> the latent, as key and as value."""
-    latent = torch.cat((kv_nope, k_rot), dim=-1)
-    return latent, kv_nope
-
-
-def cache_latents(model: nn.Module) -> int:
-    """Make every MLA layer of `model` pass latents to attention; return the number of such layers."""
-    num_layers = 0
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if not (hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")):
-            continue
-        module.stemma_latent = LatentProjection(
-            module.kv_b_proj.weight.detach(),
-            nope_dim=module.qk_nope_head_dim,
-            rope_dim=module.qk_rope_head_dim,
-            value_dim=module.v_head_dim,
-        )
-        module.expand_kv = MethodType(_keep_latent, module)
-        num_layers += 1
-    return num_layers

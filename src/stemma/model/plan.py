@@ -65,10 +65,14 @@ class LoadPlan:
         memory, self._memory = self._memory, None
         return memory
 
-    def close(self) -> None:
-        """Free what nobody took."""
+    def drop_packed(self) -> None:
+        """Free packed weights that nobody took."""
         if self.packing is not None:
             self.packing.close()
+
+    def close(self) -> None:
+        """Free what nobody took."""
+        self.drop_packed()
         if (memory := self.take_memory()) is not None:
             memory.close()
 

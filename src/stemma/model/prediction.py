@@ -11,13 +11,13 @@ depends on no token after its own, so its KV is shared and stored with the same 
 Token 0 has no pair: its slot holds KV that no later pair attends to (`stemma_first_key`).
 
 transformers ignores these weights when it loads the model. Here they are read into transformers' own decoder
-layer, which becomes a submodule of the model, so that its weights are packed with the others.
+layer, whose modules run.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,25 +25,29 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import STEP_KEYWORD, StepContext
+from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import Decoder, ModuleDecoder
+from stemma.model.causal_lm import Decoder
+from stemma.model.checkpoint import Checkpoint
+from stemma.model.checkpoint_config import quantization_of
 from stemma.model.cpu.attention import NativeAttentionStep
-from stemma.model.cpu.rowwise import RowwiseOperations
 from stemma.model.families.registry import PREDICTING
-from stemma.model.foreign import foreign_code
+from stemma.model.foreign.attention import STEP_KEYWORD, use_paged_attention
+from stemma.model.foreign.decoder import ModuleDecoder
+from stemma.model.foreign.latent import cache_latents
+from stemma.model.foreign.loading import loading_options
+from stemma.model.foreign.reports import transformers_reports
+from stemma.model.foreign.rowwise import RowwiseOperations
+from stemma.model.foreign_code import foreign_code
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.reading import GGUF, find_format, read_quantized
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.paged import AttentionStep
-from stemma.model.pretrained import quantization_of, transformers_reports
-from stemma.model.quantization.attach import plain_weight, plain_weights
 from stemma.native.library import Kernels
 
-_SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+_EMBEDDING, _HEAD = "embed_tokens.weight", "shared_head.head.weight"
 """Weights of the layer that are copies of the model's own."""
 _OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 
@@ -51,11 +55,11 @@ _OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
 class PredictionLayer(nn.Module):
     """The layer, but for the embedding and the output head, which are the model's."""
 
-    def __init__(
-        self, block: nn.Module, norm: nn.Module, own: dict[str, torch.Tensor], layer_idx: int
-    ) -> None:
-        """Take a decoder layer of transformers, the norm behind it, and the weights that `_OWN` names."""
+    def __init__(self, model: Any, own: dict[str, torch.Tensor], layer_idx: int) -> None:
+        """Take a model of transformers with this one decoder layer, and the weights that `_OWN` names."""
         super().__init__()
+        block, norm = model.model.layers[0], model.model.norm
+        self._rotary = model.model.rotary_emb
         self.enorm, self.hnorm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.enorm.weight = nn.Parameter(own["enorm.weight"], requires_grad=False)
         self.hnorm.weight = nn.Parameter(own["hnorm.weight"], requires_grad=False)
@@ -71,15 +75,18 @@ class PredictionLayer(nn.Module):
         self,
         embedded: torch.Tensor,
         previous: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
         step: StepContext,
     ) -> torch.Tensor:
-        """Take embeddings and the hidden states of the tokens before, [1, T, H]; return hidden states."""
+        """Take embeddings and the hidden states of the tokens before, [1, T, H], and positions [1, T].
+
+        Returns hidden states [1, T, H].
+        """
         joined = torch.cat((self.enorm(embedded), self.hnorm(previous)), dim=-1)
         hidden = self.block(
             self.eh_proj(joined),
             attention_mask=None,
-            position_embeddings=position_embeddings,
+            position_embeddings=self._rotary(embedded, positions),
             **{STEP_KEYWORD: step},
         )
         result: torch.Tensor = self.norm(hidden)
@@ -130,17 +137,19 @@ class PredictingDecoder:
     """Runs a model and, behind it, its MTP layer, which keeps KV for every token that the model does."""
 
     def __init__(
-        self, hf_model: Any, main: MainDecoder, kernels: Kernels | None, operations: RowwiseOperations | None
+        self,
+        main: MainDecoder,
+        layer: PredictionLayer,
+        kernels: Kernels | None,
+        operations: RowwiseOperations | None,
     ) -> None:
-        """`main` runs `hf_model` but for the layer, whose weights are packed already.
+        """`main` runs all but `layer`, whose weights are packed already.
 
         `operations` replace torch's while the layer runs, and `main` too; None: without kernels.
         """
-        self._main = main
-        self._layer: PredictionLayer = hf_model.stemma_prediction
-        self._rotary = hf_model.model.rotary_emb
+        self._main, self._layer = main, layer
         self._kernels, self._operations = kernels, operations
-        self.hidden_size, self.dtype = int(hf_model.config.hidden_size), hf_model.dtype
+        self.hidden_size, self.dtype = layer.enorm.weight.shape[0], layer.enorm.weight.dtype
         self.hidden = torch.empty(0, self.hidden_size)
         """[T, H]: the model's last hidden states of the batch that ran last."""
 
@@ -184,8 +193,7 @@ class PredictingDecoder:
     def _advance(self, batch: ForwardBatch, previous: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Run the layer on all rows; `previous` [T, H]. Returns [T, H]."""
         embedded = self._main.embed(batch.token_ids)[None]
-        angles = self._rotary(embedded, batch.positions[None])
-        result: torch.Tensor = self._layer(embedded, previous[None], angles, step)[0]
+        result: torch.Tensor = self._layer(embedded, previous[None], batch.positions[None], step)[0]
         return result
 
 
@@ -198,42 +206,42 @@ def _before(hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     return before
 
 
-def add_prediction_layer(settings: ModelSettings, config: Any, hf_model: Any) -> None:
-    """Read the MTP layer of the checkpoint and make it the submodule `stemma_prediction` of the model.
+def read_prediction_layer(
+    checkpoint: Checkpoint, model_class: Any, main_weight: Callable[[str], torch.Tensor]
+) -> PredictionLayer:
+    """Return the MTP layer of a checkpoint of transformers' `model_class`, on CPU.
 
-    `config` is that of the checkpoint; the model's own may lack what it says about quantized weights.
-    Raises ConfigError if the checkpoint has none that we run, ModelError if its weights don't fit.
+    `main_weight` takes the name of a weight of the model; returns its plain numbers. Raises ConfigError if
+    there is no layer that we run, ModelError if its weights don't fit.
     """
-    path = settings.path
-    _check_servable(path, config, hf_model)
+    path, config, dtype = checkpoint.path, checkpoint.config, checkpoint.dtype
+    _check_servable(path, config, model_class)
     number = int(config.num_hidden_layers)
     prefix = f"model.layers.{number}."
-    weights = _read(path, prefix, config, hf_model.dtype)
+    weights = _read(path, prefix, config, dtype)
     missing = [name for name in (*_OWN, "shared_head.norm.weight") if name not in weights]
     if missing:
         raise ConfigError(
             f"speculation is mtp, but {path} has no layer for it: {prefix}{missing[0]} is "
             "missing. Take another speculation, e.g. auto, or the checkpoint as it was published"
         )
-    for name, main in _SHARED.items():
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    for name, main in ((_EMBEDDING, "model.embed_tokens.weight"), (_HEAD, head)):
         own = weights.pop(name, None)
-        shared = plain_weight(hf_model.get_submodule(main.removesuffix(".weight")))
-        if own is not None and not torch.equal(own.to(hf_model.dtype), shared):
+        if own is not None and not torch.equal(own.to(dtype), main_weight(main)):
             raise ModelError(
                 f"{path}: {prefix}{name} differs from {main}; an MTP layer shares both with its model"
             )
-    own_weights = {name: weights.pop(name).to(hf_model.dtype) for name in _OWN}
-    block, norm = _build(path, hf_model, prefix, weights)
+    own_weights = {name: weights.pop(name).to(dtype) for name in _OWN}
     if own_weights["eh_proj.weight"].shape != (config.hidden_size, 2 * config.hidden_size):
         raise ModelError(f"{path}: {prefix}eh_proj.weight has another shape than config.json says")
-    block.self_attn.config = hf_model.config  # its attention interface is chosen there
-    layer = PredictionLayer(block, norm, own_weights, number).eval().requires_grad_(False)
-    hf_model.add_module("stemma_prediction", layer)
+    model = _build(checkpoint, model_class, prefix, weights)
+    return PredictionLayer(model, own_weights, number).eval().requires_grad_(False)
 
 
-def _check_servable(path: Path, config: Any, hf_model: Any) -> None:
-    name = type(hf_model).__name__
-    if name not in PREDICTING or not type(hf_model).__module__.startswith("transformers.models."):
+def _check_servable(path: Path, config: Any, model_class: Any) -> None:
+    name = model_class.__name__
+    if name not in PREDICTING or not model_class.__module__.startswith("transformers.models."):
         raise ConfigError(
             f"speculation is mtp, but {path} holds {name}; Stemma runs the layer for multi-token prediction "
             "of DeepSeek-V3, R1 and V3.1. Take another speculation, e.g. auto"
@@ -250,8 +258,6 @@ def _check_servable(path: Path, config: Any, hf_model: Any) -> None:
             f"speculation is mtp, but Stemma doesn't read the MTP layer of {path}, whose weights are in the "
             f"format {format_name or quantization.get('quant_method')}"
         )
-    if hf_model.device.type != "cpu":
-        raise ConfigError("speculation is mtp, which runs on CPU only; take another speculation, e.g. auto")
 
 
 def _read(path: Path, prefix: str, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -260,16 +266,15 @@ def _read(path: Path, prefix: str, config: Any, dtype: torch.dtype) -> dict[str,
     format_name = find_format(path, quantization)
     if format_name is None:
         tensors = CheckpointTensors(path, prefix)
-        weights = {name: tensors.read(name) for name in tensors.stored}
-    else:
-        read, _ = read_quantized(path, format_name, quantization, config, dtype, prefix=prefix)
-        weights = plain_weights(read, dtype)
-    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        return {name.removeprefix(prefix): tensors.read(name) for name in tensors.stored}
+    read, _ = read_quantized(path, format_name, quantization, config, dtype, prefix=prefix)
+    return {name.removeprefix(prefix): weight for name, weight in read.dequantized(dtype).items()}
 
 
-def _build(path: Path, hf_model: Any, prefix: str, weights: dict[str, torch.Tensor]) -> tuple[Any, nn.Module]:
-    """Return the decoder layer and the norm behind it, as transformers loads a model of that one layer."""
-    config = copy.deepcopy(hf_model.config)
+def _build(checkpoint: Checkpoint, model_class: Any, prefix: str, weights: dict[str, torch.Tensor]) -> Any:
+    """Return a model of transformers with that one decoder layer and the norm behind it."""
+    path = checkpoint.path
+    config = copy.deepcopy(checkpoint.config)
     config.num_hidden_layers = 1
     config.first_k_dense_replace = int(not any(name.startswith("mlp.experts.") for name in weights))
     config.vocab_size, config.pad_token_id = 1, None  # its embedding and head are dropped
@@ -279,16 +284,12 @@ def _build(path: Path, hf_model: Any, prefix: str, weights: dict[str, torch.Tens
     state["model.norm.weight"] = state.pop("model.layers.0.shared_head.norm.weight")
     doing = f"can't load the MTP layer of {path}"
     with foreign_code(doing), transformers_reports(lambda _stage, _share: None):
-        model, loaded = type(hf_model).from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=hf_model.dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+        model, loaded = model_class.from_pretrained(
+            None, config=config, state_dict=state, **loading_options(checkpoint.dtype)
         )
-    missing = set(loaded["missing_keys"]) - set(_SHARED.values())
+        use_paged_attention(model)
+        cache_latents(model)
+    missing = set(loaded["missing_keys"]) - {"model.embed_tokens.weight", "lm_head.weight"}
     mismatched = {name for name, _, _ in loaded["mismatched_keys"]}
     if wrong := sorted(missing | mismatched | set(loaded["unexpected_keys"])):
         name = wrong[0].replace("model.layers.0.", prefix)
@@ -296,4 +297,4 @@ def _build(path: Path, hf_model: Any, prefix: str, weights: dict[str, torch.Tens
             f"{path}: {len(wrong)} weights of the MTP layer are missing, of another shape than config.json "
             f"says, or have no place, e.g. {name}"
         )
-    return model.model.layers[0], model.model.norm
+    return model

@@ -10,30 +10,23 @@ kind: the check reads weights three times, and an 8B model has 16 GB of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import SUPPORTED
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
-from stemma.model.families.registry import TESTED
-from stemma.model.foreign import foreign_code
+from stemma.model.foreign_code import foreign_code
 
 _BLOCK_SIZE = 8
 """On each of the ranks that tokens are divided over."""
-_CHUNKS = (7, 6)
+CHUNKS = (7, 6)
 """The second begins inside a block and ends in another."""
-_NUM_TOKENS = sum(_CHUNKS)
-LARGE_BYTES = 2 << 30
-"""Weights of all layers together above which only some layers are checked."""
-_LIMITS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+NUM_TOKENS = sum(CHUNKS)
+LIMITS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 """Maximum error of a chunk's median token, as a share of its logits' spread.
 
 Measured on 75 classes with random weights. Served correctly: at most 1e-6 in float32; in bfloat16 0.03 with 2
@@ -54,102 +47,6 @@ class Reference:
     """[T, vocab] float32, on CPU."""
 
 
-def needs_check(hf_model: Any) -> bool:
-    """Whether a model's logits must be compared: all but plain models of the tested classes."""
-    model_class = type(hf_model)
-    is_known = model_class.__name__ in TESTED and model_class.__module__.startswith("transformers.models.")
-    return not is_known or getattr(hf_model, "hf_quantizer", None) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class FirstLayers:
-    """The layers of a model that the check runs: all, or the first ones of a large model.
-
-    Chosen once, of the model as it was read: packing takes weights out of it, and it looks small afterwards.
-    """
-
-    config: Any
-    count: int
-    """Layers that run."""
-    parent: nn.Module | None = None
-    """The module whose list of layers is made shorter; None: all layers run."""
-    name: str = ""
-
-    @classmethod
-    def of(cls, hf_model: Any) -> FirstLayers:
-        """Choose the fewest layers that have one of each kind, and at least two.
-
-        A small model, one of a tested class (which has a fast path of its own) and one whose list of layers
-        can't be told run whole.
-        """
-        config = hf_model.config.get_text_config()
-        total = getattr(config, "num_hidden_layers", 0)
-        lists = [
-            (parent, name, layers)
-            for parent in hf_model.modules()
-            for name, layers in parent.named_children()
-            if isinstance(layers, nn.ModuleList) and len(layers) == total
-        ]
-        is_large = sum(p.nbytes for _, _, layers in lists for p in layers.parameters()) > LARGE_BYTES
-        if len(lists) != 1 or not is_large or type(hf_model).__name__ in TESTED:
-            return cls(config, total)
-        [(parent, name, layers)] = lists
-        kinds = [_kind(config, number, layer) for number, layer in enumerate(layers)]
-        count = next(n for n in range(1, total + 1) if set(kinds[:n]) == set(kinds))
-        return cls(config, min(total, max(2, count)), parent, name)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let the model run on these layers only."""
-        if self.parent is None:
-            yield
-            return
-        layers = getattr(self.parent, self.name)
-        setattr(self.parent, self.name, nn.ModuleList(list(layers)[: self.count]))
-        self.config.num_hidden_layers = self.count
-        try:
-            yield
-        finally:
-            setattr(self.parent, self.name, layers)
-            self.config.num_hidden_layers = len(layers)
-
-
-def _kind(config: Any, number: int, layer: nn.Module) -> tuple[object, ...]:
-    """Return what tells kinds of layers apart: classes, shapes, and the type that the config names."""
-    types = getattr(config, "layer_types", None)
-    classes = tuple(type(module).__name__ for module in layer.modules())
-    shapes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
-    return (None if types is None else types[number], classes, shapes)
-
-
-@torch.inference_mode()
-def take_reference(hf_model: Any) -> Reference:
-    """Run the check's tokens through the unchanged model, as transformers does.
-
-    Raises UnsupportedModel if it doesn't run on token ids alone, or if a token's logits depend on later ones.
-    """
-    name = type(hf_model).__name__
-    vocab_size = int(hf_model.config.get_text_config().vocab_size)
-    # Two prompts, equal in the first chunk: if logits differ there, the model looked ahead.
-    tokens = _prompt(hf_model.config, vocab_size)
-    other = torch.cat((tokens[: _CHUNKS[0]], tokens[_CHUNKS[0] :].flip(0)))
-    both = torch.stack((tokens, other)).to(hf_model.device)
-    with foreign_code(f"{name} doesn't compute logits from token ids alone", f". {SUPPORTED}"):
-        logits = hf_model(input_ids=both, use_cache=False).logits.float().cpu()
-    if logits.shape != (2, _NUM_TOKENS, vocab_size):
-        raise UnsupportedModel(
-            f"{name} returns logits {list(logits.shape)}, not one row of {vocab_size} a token. {SUPPORTED}"
-        )
-    _check_finite(name, logits)
-    ahead = _error(logits[1, : _CHUNKS[0]], logits[0, : _CHUNKS[0]])
-    if ahead > _LIMITS.get(hf_model.dtype, 1e-3):
-        raise UnsupportedModel(
-            f"{name} isn't causal: the logits of a token change with the tokens after it, so nothing of "
-            f"it can be cached. {SUPPORTED}"
-        )
-    return Reference(tokens, logits[0])
-
-
 def check_served(model: CausalLM, reference: Reference | None, weight_bits: int | None = None) -> None:
     """Run the check's tokens over paged KV and compare them with `reference`, if there is one.
 
@@ -159,16 +56,16 @@ def check_served(model: CausalLM, reference: Reference | None, weight_bits: int 
     if reference is None:
         tokens = torch.arange(1, 4) % model.vocab_size
         with foreign_code(f"{name} fails on its first tokens"):
-            _check_finite(name, _run(model, tokens, (len(tokens),)))
+            check_logits(name, _run(model, tokens, (len(tokens),)))
         return
-    chunks = _CHUNKS if model.max_model_len >= _NUM_TOKENS else (1, model.max_model_len - 1)
+    chunks = CHUNKS if model.max_model_len >= NUM_TOKENS else (1, model.max_model_len - 1)
     tokens = reference.token_ids[: sum(chunks)]
     with foreign_code(f"{name} can't be served: it fails on a prompt in two chunks", f". {SUPPORTED}"):
         logits = _run(model, tokens, chunks)
-    _check_finite(name, logits)
-    limit = max(_LIMITS.get(model.dtype, 1e-3), 0.0 if weight_bits is None else _ROUNDED[weight_bits])
-    first = _error(logits[: chunks[0]], reference.logits[: chunks[0]])
-    second = _error(logits[chunks[0] :], reference.logits[chunks[0] : len(tokens)])
+    check_logits(name, logits)
+    limit = max(LIMITS.get(model.dtype, 1e-3), 0.0 if weight_bits is None else _ROUNDED[weight_bits])
+    first = median_error(logits[: chunks[0]], reference.logits[: chunks[0]])
+    second = median_error(logits[chunks[0] :], reference.logits[chunks[0] : len(tokens)])
     if first > limit:
         raise UnsupportedModel(
             f"{name} can't be served: over paged KV it computes other logits than by itself (off by "
@@ -181,15 +78,6 @@ def check_served(model: CausalLM, reference: Reference | None, weight_bits: int 
             f"(off by {second:.0%} of their spread). It may count positions itself or keep state other than "
             f"KV. {SUPPORTED}"
         )
-
-
-def _prompt(config: Any, vocab_size: int) -> torch.Tensor:
-    """Return token ids from the whole vocabulary, without special ones that some models treat differently."""
-    special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
-    ids = [number * 7919 % vocab_size for number in range(1, 20 * _NUM_TOKENS)]
-    plain = [token_id for token_id in dict.fromkeys(ids) if token_id not in special and token_id > 3]
-    plain = plain or [0]
-    return torch.tensor((plain * _NUM_TOKENS)[:_NUM_TOKENS])
 
 
 def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
@@ -217,7 +105,7 @@ def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torc
     return torch.cat(logits)
 
 
-def _error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+def median_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the median token's error, as a share of the spread of its logits [T, vocab].
 
     The median: rounding may route a single token to another expert.
@@ -226,7 +114,8 @@ def _error(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float(((logits - reference).norm(dim=-1) / spread).median())
 
 
-def _check_finite(name: str, logits: torch.Tensor) -> None:
+def check_logits(name: str, logits: torch.Tensor) -> None:
+    """Raise ModelError if logits aren't finite."""
     if not torch.isfinite(logits).all():
         raise ModelError(
             f"{name} computes logits that are NaN or infinite; the checkpoint is broken, or its numbers "

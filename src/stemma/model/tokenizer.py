@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBacke
 
 from stemma.errors import InvalidRequest, ModelError
 from stemma.model.directory import is_gguf
-from stemma.model.foreign import foreign_code
+from stemma.model.foreign_code import foreign_code
 from stemma.model.llama_config import read_llama_config
 from stemma.model.template_bounds import BoundedEnvironment, rendering, use_bounds
 from stemma.model.text_cuts import TextCuts
@@ -32,8 +32,8 @@ _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
 
 
 def _gguf_tokenizer(path: Path) -> Any:
-    from stemma.model.formats.gguf.header import read_header
     from stemma.model.formats.gguf.tokenizer import read_tokenizer
+    from stemma.model.gguf_header import read_header
 
     return read_tokenizer(read_header(path))
 

@@ -12,32 +12,36 @@ from torch import nn
 from stemma.errors import ModelError
 from stemma.model.directory import StoredTensor, is_gguf
 from stemma.model.formats.checkpoint import CheckpointTensors
-from stemma.model.quantization.attach import is_spare
 
 _REPORT_BYTES = 1 << 28
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0"})
 _LAYER = re.compile(r"\.([0-9]+)\.")
 
 
-def check_weights(hf_model: nn.Module, path: Path, progress: Callable[[float], None]) -> None:
-    """Raise ModelError naming the first weight with NaN or infinite values, and where `path` holds it."""
-    parameters = list(hf_model.named_parameters())
+def check_weights(model: nn.Module, path: Path, progress: Callable[[float], None]) -> None:
+    """Check all parameters of `model` by `check_finite`; `progress` gets the share done, 0..1."""
+    parameters = list(model.named_parameters())
     unreported_bytes = 0
     for number, (name, parameter) in enumerate(parameters):
-        if is_spare(parameter):
-            continue  # what it stands for is checked as it is read
         unreported_bytes += parameter.nbytes
         if unreported_bytes > _REPORT_BYTES:
             progress(number / len(parameters))
             unreported_bytes = 0
-        # A sum reads at memory speed (torch's isfinite: a fortieth of that), and NaN and infinity show in it.
-        # So may an overflow, which the slow check then rules out.
-        if parameter.is_floating_point() and not torch.isfinite(parameter.sum()):
-            bad = int((~torch.isfinite(parameter)).sum())
-            if bad:
-                what = f"weight {name} has {bad} values that are NaN or infinite"
-                raise ModelError(f"{what}; {_cause(path, name, parameter.dtype)}")
+        if parameter.is_floating_point():
+            check_finite(path, name, parameter)
     progress(1.0)
+
+
+def check_finite(path: Path, name: str, weight: torch.Tensor) -> None:
+    """Raise ModelError if a weight has NaN or infinite values, naming it and where `path` holds it."""
+    # A sum reads at memory speed (torch's isfinite: a fortieth of that), and NaN and infinity show in it.
+    # So may an overflow, which the slow check then rules out.
+    if torch.isfinite(weight.sum()):
+        return
+    bad = int((~torch.isfinite(weight)).sum())
+    if bad:
+        what = f"weight {name} has {bad} values that are NaN or infinite"
+        raise ModelError(f"{what}; {_cause(path, name, weight.dtype)}")
 
 
 def _cause(path: Path, name: str, dtype: torch.dtype) -> str:
@@ -45,8 +49,8 @@ def _cause(path: Path, name: str, dtype: torch.dtype) -> str:
     found: tuple[str, Path] | None = None
     if is_gguf(path):
         # Not at the top: the package gguf takes time to import.
-        from stemma.model.formats.gguf.header import read_header
         from stemma.model.formats.gguf.weights import find_broken
+        from stemma.model.gguf_header import read_header
 
         in_gguf = find_broken(read_header(path), name)
         found = None if in_gguf is None else (in_gguf.name, path)

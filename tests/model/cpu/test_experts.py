@@ -9,8 +9,9 @@ from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from stemma.model.cpu.experts import pack_experts
 from stemma.model.cpu.packing import Packing
+from stemma.model.foreign.experts import pack_experts
+from stemma.model.foreign.weights import ModuleWeights
 from stemma.native.library import load_kernels
 
 CASES = {
@@ -42,7 +43,7 @@ def test_equal_to_plain_and_alone(name: str, dtype: torch.dtype, isa: str) -> No
         cases.append((hidden, ids, weights, module(hidden, ids, weights).detach()))
     kernels = load_kernels(isa)
     assert kernels is not None
-    assert pack_experts(module, Packing(kernels, dtype)) == 1
+    assert pack_experts(module, ModuleWeights(module, {}), Packing(kernels, dtype)) == 1
     assert not list(module.parameters())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     with torch.inference_mode():

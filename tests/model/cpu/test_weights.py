@@ -11,9 +11,10 @@ from tests import checkpoints
 from torch import nn
 
 from stemma.config.settings import ModelSettings
-from stemma.model.cpu.linears import PackedLinear, pack_linears
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.foreign.linears import PackedLinear, pack_linears
+from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.loading import load_model
 from stemma.native.library import Kernels, load_kernels
 
@@ -55,7 +56,16 @@ def test_tied_and_kept_layers_stay_plain(kernels: Kernels) -> None:
     """Packing a tied head would double its memory."""
     model = Tied()
     shares: list[float] = []
-    assert pack_linears(model, Packing(kernels, torch.float32), frozenset({model.kept}), shares.append) == 1
+    assert (
+        pack_linears(
+            model,
+            ModuleWeights(model, {}),
+            Packing(kernels, torch.float32),
+            frozenset({model.kept}),
+            shares.append,
+        )
+        == 1
+    )
     assert isinstance(model.inner[0], PackedLinear)
     assert type(model.kept) is nn.Linear
     assert type(model.head) is nn.Linear
@@ -70,7 +80,12 @@ def test_what_cant_be_packed_stays_plain(kernels: Kernels) -> None:
     assert not can_pack(torch.zeros(3, 4, dtype=torch.float16))
     assert not can_pack(torch.zeros(0, 4))
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5)).bfloat16()
-    assert pack_linears(model, Packing(kernels, torch.bfloat16), frozenset(), lambda share: None) == 1
+    assert (
+        pack_linears(
+            model, ModuleWeights(model, {}), Packing(kernels, torch.bfloat16), frozenset(), lambda share: None
+        )
+        == 1
+    )
     assert type(model[0]) is nn.Linear
 
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.model.attention import STEP_KEYWORD, AttentionProbe, use_paged_attention
 from stemma.model.batch import ForwardBatch
 from stemma.model.cuda.graphs import BUCKETS, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
+from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe, use_paged_attention
 
 BLOCK_SIZE = 4
 

@@ -21,11 +21,11 @@ from stemma.memory.device.layout import KVLayout
 from stemma.model import shared_prefix
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import ModuleDecoder
 from stemma.model.cuda.execution import TritonDecoder
 from stemma.model.cuda.graphs import GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
 from stemma.model.cuda.triton_attention import TritonAttentionStep, launch_shape, split_dim
+from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.latent import LatentProjection
 from stemma.model.paged import AttentionStep
 from stemma.model.shared_prefix import PrefixGroup, SharedTensors

@@ -23,13 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stemma import LLM, SamplingParams
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model import loading
+from stemma.model import gguf_header, loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.fingerprint import model_fingerprint
-from stemma.model.formats.gguf import header
-from stemma.model.formats.gguf.header import GGUFHeader, headers_kept, read_header
 from stemma.model.formats.gguf.keys import standing_of
 from stemma.model.formats.gguf.tensors import is_kept, split, widen
+from stemma.model.gguf_header import GGUFHeader, headers_kept, read_header
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.library import load_kernels
@@ -436,7 +435,7 @@ def test_starting_an_engine_reads_the_header_once(tmp_path: Path, monkeypatch: p
         num_read += 1
         return GGUFHeader(*of_file)
 
-    monkeypatch.setattr(header, "GGUFHeader", counted)
+    monkeypatch.setattr(gguf_header, "GGUFHeader", counted)
     LLM(path, kv_cache_memory="4MB").close()
     assert num_read == 1
 

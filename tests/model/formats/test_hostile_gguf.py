@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from stemma.errors import StemmaError
-from stemma.model.formats.gguf import header
+from stemma.model import gguf_header
 from tests import gguf_files
 from tests.gguf_bytes import ARRAY, FORMATS, STRING, Array, Entry, Parts, Value, join, split
 from tests.model.hostile import refusals
@@ -202,7 +202,7 @@ def test_each_lie_is_named(told: str, files: dict[str, Parts], tmp_path: Path) -
 def test_arrays_have_a_limit_together(
     files: dict[str, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "MAX_ELEMENTS", 600)
+    monkeypatch.setattr(gguf_header, "MAX_ELEMENTS", 600)
     refused = check(tmp_path / "model.gguf", join(files["llama"]))
     assert all("elements of arrays, more than 600" in str(error) for error in refused)
     assert len(refused) == 3
@@ -211,7 +211,7 @@ def test_arrays_have_a_limit_together(
 def test_metadata_have_a_limit(
     files: dict[str, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "MAX_METADATA_BYTES", 1000)
+    monkeypatch.setattr(gguf_header, "MAX_METADATA_BYTES", 1000)
     refused = check(tmp_path / "model.gguf", join(files["llama"]))
     assert all("metadata take more than 1000 bytes" in str(error) for error in refused)
     assert len(refused) == 3

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
-from stemma.model.parallel.cutting import read_share
+from stemma.model.checkpoint_config import load_config
+from stemma.model.parallel.cutting import check_cut, read_share
 from stemma.model.parallel.share import Share, check_share, cut_of, num_experts_of
-from stemma.model.pretrained import check_cut, load_config
 from tests.checkpoints import CONFIGS, build
 from tests.quantized_files import gptq, rewrite
 

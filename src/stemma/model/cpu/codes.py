@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from stemma.model.cpu.weight_memory import weight_memory
-from stemma.model.quantization.joining import alike
-from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
+from stemma.model.weights.joining import alike
+from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.native.library import Kernels
 from stemma.native.structures import Codes, PackCodesArgs, Strips
 

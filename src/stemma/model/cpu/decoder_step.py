@@ -18,6 +18,7 @@ from stemma.model.cpu.fused_layer import FusedLayer
 from stemma.model.cpu.logits_memory import LogitsMemory
 from stemma.model.cpu.low_rank import describe_rows
 from stemma.model.cpu.weights import PackedProduct
+from stemma.model.families.layout import ModelLayout
 from stemma.native.library import Kernels
 from stemma.native.structures import AttendArgs, LatentArgs, LayerWeights, RotateArgs, StepArgs
 
@@ -30,14 +31,16 @@ class DecoderStep:
     def __init__(
         self,
         kernels: Kernels,
+        layout: ModelLayout,
         layers: list[FusedLayer],
         final_norm: torch.Tensor,
         head: PackedProduct,
-        eps: float,
     ) -> None:
         self._kernels = kernels
         self._fused = layers  # the structures point into them
-        self._layers = (LayerWeights * len(layers))(*(layer.weights() for layer in layers))
+        self._layers = (LayerWeights * len(layers))(
+            *(fused.weights(layer) for fused, layer in zip(layers, layout.layers, strict=True))
+        )
         self._final_norm = final_norm
         self._head = head
         self._args = StepArgs(
@@ -47,7 +50,7 @@ class DecoderStep:
             head=head.strips,
             hidden_dim=head.in_features,
             is_bf16=final_norm.dtype == torch.bfloat16,
-            eps=eps,
+            eps=layout.norm.eps,
         )
         """What no step changes is set once."""
         self._room = torch.empty(0, dtype=torch.uint8)

@@ -6,16 +6,17 @@ together here; what all steps over the same cache share is made once.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import ref
 
 import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
+from stemma.model.causal_lm import KVShape
 from stemma.model.cpu.attention import native_format
 from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
-from stemma.model.families.layout import Rotation
+from stemma.model.families import layout
 from stemma.native.structures import AttendArgs, LatentArgs, RotateArgs
 
 
@@ -33,15 +34,14 @@ class Heads(Protocol):
 class GroupedHeads:
     """Heads of queries, on fewer heads of keys and values."""
 
-    def __init__(self, hf_model: Any) -> None:
-        base = hf_model.model
-        self._dtype = base.norm.weight.dtype
-        self._eps = float(base.norm.variance_epsilon)
-        self._dim = int(base.layers[0].self_attn.head_dim)
-        self._num_heads = int(base.config.num_attention_heads)
-        self.num_kv_heads = int(base.config.num_key_value_heads)
+    def __init__(
+        self, heads: layout.GroupedHeads, eps: float, angles: layout.Angles, dtype: torch.dtype
+    ) -> None:
+        """`eps`: of the norms of queries and keys, where the layers have any."""
+        self._dtype, self._eps, self._dim = dtype, eps, heads.head_dim
+        self._num_heads, self.num_kv_heads = heads.num_heads, heads.num_kv_heads
         self.group_size = self._num_heads // self.num_kv_heads
-        self._angles = RotaryAngles(base.rotary_emb, self._dtype)
+        self._angles = RotaryAngles(angles, dtype)
         self._made: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
         self._step: tuple[torch.Tensor, ...] = ()
 
@@ -93,21 +93,18 @@ class LatentHeads:
 
     num_kv_heads = 1
 
-    def __init__(self, hf_model: Any) -> None:
-        base = hf_model.model
-        attention = base.layers[0].self_attn
-        latent = attention.stemma_latent
-        self._dtype = base.norm.weight.dtype
-        self.group_size = int(attention.num_heads)
+    def __init__(self, heads: layout.LatentHeads, angles: layout.Angles, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.group_size = heads.num_heads
         self._dims = {
-            "heads": self.group_size,
-            "rank": latent.rank,
-            "nope": latent.nope_dim,
-            "rope": latent.rope_dim,
-            "value": latent.value_dim,
-            "rotation": rotation_of(hf_model),
+            "heads": heads.num_heads,
+            "rank": heads.rank,
+            "nope": heads.nope_dim,
+            "rope": heads.rope_dim,
+            "value": heads.value_dim,
+            "rotation": heads.rotation,
         }
-        self._angles = RotaryHalves(base.rotary_emb, self._dtype)
+        self._angles = RotaryHalves(angles, dtype)
         self._made: tuple[ref[DeviceKV], LatentArgs, AttendArgs] | None = None
         self._step: tuple[torch.Tensor, ...] = ()
 
@@ -150,8 +147,16 @@ class LatentHeads:
         return latent, attend
 
 
-def rotation_of(hf_model: Any) -> Rotation:
-    """Return how a DeepSeek model pairs the rotary part of a head, and in which order it leaves them."""
-    if type(hf_model).__name__ == "DeepseekV2ForCausalLM":
-        return Rotation.PAIRS
-    return Rotation.PAIRS_TO_HALVES if hf_model.config.rope_interleave else Rotation.HALVES
+def kv_shape_of(model: layout.ModelLayout) -> KVShape:
+    """Return what the layers keep for a token."""
+    heads, num_layers = model.heads, len(model.layers)
+    if isinstance(heads, layout.LatentHeads):
+        return KVShape(num_layers, 1, 1, heads.rank + heads.rope_dim, heads.rank)
+    return KVShape(num_layers, 2, heads.num_kv_heads, heads.head_dim)
+
+
+def heads_of(model: layout.ModelLayout, dtype: torch.dtype) -> Heads:
+    """Return what a model's steps need to know of its heads."""
+    if isinstance(model.heads, layout.LatentHeads):
+        return LatentHeads(model.heads, model.angles(), dtype)
+    return GroupedHeads(model.heads, model.norm.eps, model.angles(), dtype)

@@ -6,12 +6,9 @@ row's result depend on the chunk it came in, so every row is absorbed, prompts t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
-from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.cpu.weights import PackedProduct
 from stemma.model.latent import LatentProjection
 from stemma.native.library import Kernels
 
@@ -19,13 +16,20 @@ from stemma.native.library import Kernels
 class PackedLatent(LatentProjection):
     """A layer's `kv_b_proj` as two packed products a head."""
 
-    def __init__(self, plain: LatentProjection, kernels: Kernels) -> None:
-        """Pack `plain`, which the caller then drops; `can_pack_latent` says whether it can be."""
-        self.rank, self.nope_dim = plain.rank, plain.nope_dim
-        self.rope_dim, self.value_dim = plain.rope_dim, plain.value_dim
-        self.absorbing = [PackedProduct(kernels, [head[: plain.nope_dim].T]) for head in plain.weight]
+    def __init__(
+        self, weight: torch.Tensor, *, nope_dim: int, rope_dim: int, value_dim: int, kernels: Kernels
+    ) -> None:
+        """Pack `kv_b_proj.weight`, [H * (nope + value), rank]; `can_pack_latent` says whether it can be."""
+        self.rank, self.nope_dim, self.rope_dim, self.value_dim = (
+            weight.shape[1],
+            nope_dim,
+            rope_dim,
+            value_dim,
+        )
+        heads = weight.view(-1, nope_dim + value_dim, self.rank)
+        self.absorbing = [PackedProduct(kernels, [head[:nope_dim].T]) for head in heads]
         """Of each head: what folds its query, [rank, nope]."""
-        self.projecting = [PackedProduct(kernels, [head[plain.nope_dim :]]) for head in plain.weight]
+        self.projecting = [PackedProduct(kernels, [head[nope_dim:]]) for head in heads]
         """Of each head: weighted latents to values, [value, rank]."""
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
@@ -48,20 +52,3 @@ class PackedLatent(LatentProjection):
     def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Never called: see the module's docstring."""
         raise AssertionError("latents on CPU are absorbed")
-
-
-def pack_latents(model: nn.Module, kernels: Kernels) -> None:
-    """Pack the latent projections of all layers and drop the plain weights."""
-    modules: Any = list(model.modules())
-    for module in modules:
-        plain = getattr(module, "stemma_latent", None)
-        if plain is None or not can_pack_latent(plain):
-            continue
-        module.stemma_latent = PackedLatent(plain, kernels)
-        module.kv_b_proj = nn.Identity()
-
-
-def can_pack_latent(plain: LatentProjection) -> bool:
-    """Whether both products of a head can be packed."""
-    head = plain.weight[0]
-    return can_pack(head[: plain.nope_dim].T) and can_pack(head[plain.nope_dim :])

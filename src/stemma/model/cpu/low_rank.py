@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from stemma.model.cpu.fused_layer import FusedLayer, Mixture
 from stemma.model.cpu.weights import PackedProduct
+from stemma.model.families.layout import Mixture, ModelLayout
 from stemma.model.lora.adapter import Adapter, AdapterRows, LinearShape, LowRankPair
 from stemma.native.library import Kernels
 from stemma.native.structures import AdapterLayerArgs, AdapterRowsArgs, LowRankArgs
@@ -39,31 +39,20 @@ class PackedAdapter:
         return LowRankArgs(down.strips, up.strips, pair.scale)
 
 
-def adaptable(layers: Sequence[FusedLayer]) -> dict[str, LinearShape]:
+def adaptable(layout: ModelLayout) -> dict[str, LinearShape]:
     """Return the linear layers that adapters may add to: all but those of routed experts and their routers.
 
     Not the expansion of a cached latent either, which no step calls.
     """
     found: dict[str, LinearShape] = {}
-    for index, layer in enumerate(layers):
-        prefix = f"model.layers.{index}.self_attn."
-        hidden = layer.qkv.in_features
-        found |= {prefix + name: LinearShape(width, hidden) for name, width in layer.joined.items()}
-        found[f"{prefix}o_proj"] = _shape(layer.output)
-        if layer.latent is not None and layer.latent.expand is not None:
-            found[f"{prefix}q_b_proj"] = _shape(layer.latent.expand)
-        if isinstance(layer.mlp, Mixture):
-            gated, path = layer.mlp.shared, "mlp.shared_experts"
-        else:
-            gated, path = layer.mlp, "mlp"
-        if gated is not None:
-            for name, field in _GATED.items():
-                found[f"model.layers.{index}.{path}.{name}"] = _shape(getattr(gated, field))
+    for layer in layout.layers:
+        expand = None if layer.latent is None else layer.latent.expand
+        gated = layer.mlp.shared if isinstance(layer.mlp, Mixture) else layer.mlp
+        ends = () if gated is None else (gated.gate, gated.up, gated.down)
+        for linear in (*layer.inputs, layer.output, expand, *ends):
+            if linear is not None:
+                found[linear.name] = LinearShape(linear.outputs, linear.inputs)
     return found
-
-
-def _shape(product: PackedProduct) -> LinearShape:
-    return LinearShape(product.out_features, product.in_features)
 
 
 def describe_rows(adapters: Sequence[AdapterRows]) -> ctypes.Array[AdapterRowsArgs]:

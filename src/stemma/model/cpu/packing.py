@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
 
 import torch
 
 from stemma.model.cpu.codes import can_pack_codes
 from stemma.model.cpu.weights import PackedProduct
-from stemma.model.quantization.attach import attached
-from stemma.model.quantization.joining import alike
-from stemma.model.quantization.quantize import RoundInputs, RoundToNearest, quantize
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.joining import alike
+from stemma.model.weights.named import Affine, Weight
+from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.rounding import RoundInputs, RoundToNearest, quantize
 from stemma.native.library import Kernels
 
-Weight: TypeAlias = torch.Tensor | QuantizedWeight
 HEAD_BITS = 8
 """Of an output head, also where layers have 4: an error there goes straight into the logits."""
 
@@ -52,46 +50,34 @@ class Packing:
         self.saved_bytes = 0
         """Memory that codes and compressed weights take less than plain ones."""
 
-    def linears(self, *linears: Any) -> PackedProduct:
-        """Return one product that computes those of several layers, side by side."""
-        biases = [linear.bias for linear in linears]
-        bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-        return self.product(self._of(linears), bias)
+    def linears(self, *layers: Affine) -> PackedProduct:
+        """Return one product that computes those of several layers, side by side; all or none have a bias."""
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return self.product(self._in_one_form(layers), torch.cat(biases) if biases else None)
 
-    def side_by_side(self, *linears: Any) -> list[PackedProduct]:
+    def side_by_side(self, *layers: Affine) -> list[PackedProduct]:
         """Return a product for each of the layers, which share their inputs."""
-        weights = self._of(linears)
-        return [self.product([w], one.bias) for w, one in zip(weights, linears, strict=True)]
+        weights = self._in_one_form(layers)
+        return [self.product([w], one.bias) for w, one in zip(weights, layers, strict=True)]
 
-    def head(self, head: Any, embedding: Any = None) -> PackedProduct:
-        """Return the output head's product; its rows are the embeddings if `embedding` is tied to it."""
+    def head(self, head: Affine) -> PackedProduct:
+        """Return the output head's product."""
         how = None if self._how is None else replace(self._how, bits=HEAD_BITS)
-        stored = attached(head) or (attached(embedding) if embedding is not None else None)
-        return self.product([self._weight(head.weight.detach(), stored, how)], head.bias)
+        return self.product([self._weight(head.weight, how)], head.bias)
 
-    def experts(self, module: Any, **parts: torch.Tensor) -> dict[str, list[PackedProduct]]:
-        """Return the products of all experts of a module by part; the parts share their inputs.
-
-        `parts` are the plain weights, [E, n, k] each, by the names that checkpoints give them in quantized
-        form: `3.up_proj.weight` is expert 3's `up_proj`.
-        """
-        names = [(number, name) for name, stacked in parts.items() for number in range(len(stacked))]
-        weights = in_one_form(
-            [
-                self._weight(
-                    parts[name][number].detach(), attached(module, f"{number}.{name}.weight"), self._how
-                )
-                for number, name in names
-            ]
-        )
-        products: dict[str, list[PackedProduct]] = {name: [] for name in parts}
-        for (_, name), weight in zip(names, weights, strict=True):
-            products[name].append(self.product([weight]))
-        return products
+    def experts(
+        self, gates: Sequence[Weight], ups: Sequence[Weight], downs: Sequence[Weight]
+    ) -> list[tuple[PackedProduct, PackedProduct, PackedProduct]]:
+        """Return the products of all experts of a layer: gate, up and down of each."""
+        inner = in_one_form([self._weight(weight, self._how) for weight in (*gates, *ups)])
+        outer = in_one_form([self._weight(weight, self._how) for weight in downs])
+        products = [self.product([weight]) for weight in (*inner, *outer)]
+        count = len(gates)
+        return list(zip(products[:count], products[count : 2 * count], products[2 * count :], strict=True))
 
     def tensor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedProduct:
         """Return the product of a weight that checkpoints never hold quantized."""
-        return self.product([self._weight(weight, None, self._how)], bias)
+        return self.product([self._weight(weight, self._how)], bias)
 
     def plain(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedProduct:
         """Return the product of a weight that is never rounded."""
@@ -109,19 +95,18 @@ class Packing:
             self.saved_bytes -= product.num_bytes
         return product
 
-    def _of(self, linears: Sequence[Any]) -> list[Weight]:
-        return in_one_form([self._weight(one.weight.detach(), attached(one), self._how) for one in linears])
+    def _in_one_form(self, layers: Sequence[Affine]) -> list[Weight]:
+        return in_one_form([self._weight(layer.weight, self._how) for layer in layers])
 
-    def _weight(
-        self, plain: torch.Tensor, stored: QuantizedWeight | None, how: RoundToNearest | None
-    ) -> Weight:
-        if stored is None and how is not None:
-            stored = quantize(plain, how)
-        if stored is None:
-            return plain
+    def _weight(self, weight: Weight, how: RoundToNearest | None) -> Weight:
+        quantized = weight if isinstance(weight, QuantizedWeight) else None
+        if isinstance(weight, torch.Tensor) and how is not None:
+            quantized = quantize(weight.detach(), how)
+        if quantized is None:
+            return weight
         if self._inputs is not None:
-            stored = self._inputs.apply(stored)
-        return stored if can_pack_codes(stored) else stored.dequantize(self._dtype)
+            quantized = self._inputs.apply(quantized)
+        return quantized if can_pack_codes(quantized) else quantized.dequantize(self._dtype)
 
 
 def in_one_form(weights: Sequence[Weight]) -> list[Weight]:

@@ -18,7 +18,7 @@ import torch
 from stemma.model.cpu.codes import PackedCodes
 from stemma.model.cpu.compressed import CompressedWeight, can_compress, compress
 from stemma.model.cpu.weight_memory import weight_memory
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
 from stemma.native.library import Kernels
 from stemma.native.structures import MultiplyArgs, PackArgs, Strips
 

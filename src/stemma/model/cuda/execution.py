@@ -14,9 +14,10 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import Decoder, ModuleDecoder
+from stemma.model.causal_lm import Decoder
 from stemma.model.cuda.graphs import CudaGraphRecorder, GraphDecoder
 from stemma.model.cuda.step_tensors import StepTensors
+from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.shared_prefix import SharedTensors, find_groups
 
@@ -58,7 +59,7 @@ class TritonDecoder:
 
 def make_cuda_decoder(hf_model: Any, device: torch.device, *, max_context: int, use_graphs: bool) -> Decoder:
     """Return the fastest decoder there is for a model on a CUDA device."""
-    modules = ModuleDecoder(hf_model, None)
+    modules = ModuleDecoder(hf_model, None, None)
     if importlib.util.find_spec("triton") is None:
         logger.warning("Triton is not installed: attention runs through torch, decode without CUDA graphs")
         return modules

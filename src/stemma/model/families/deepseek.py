@@ -172,7 +172,5 @@ def _angles(config: Any, code: Callable[[], Any]) -> Angles:
     return angles
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", "DeepseekV2DecoderLayer", own_layout=_v2_layout)
-DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3DecoderLayer", own_layout=_v3_layout, prediction=True
-)
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", own_layout=_v2_layout)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", own_layout=_v3_layout, prediction=True)

@@ -25,8 +25,6 @@ class Family:
     """Of config.json."""
     architecture: str
     """The class of transformers for a causal LM."""
-    layer_class: str | None = None
-    """The decoder layer that the native step computes (cpu/fused.py); None: its modules run."""
     pattern: LlamaPattern | None = None
     """How it differs from Llama; None: it isn't of that pattern."""
     own_layout: MakeLayout | None = None

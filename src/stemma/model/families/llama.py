@@ -14,4 +14,4 @@ def biased(config: Any) -> tuple[str, ...]:
     return (*attention, *GATED) if config.mlp_bias else attention
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", "LlamaDecoderLayer", LlamaPattern(biased))
+LLAMA = Family("llama", "LlamaForCausalLM", LlamaPattern(biased))

@@ -13,4 +13,4 @@ def one_window(config: Any) -> tuple[int | None, ...]:
     return (getattr(config, "sliding_window", None),) * int(config.num_hidden_layers)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", "MistralDecoderLayer", LlamaPattern(windows=one_window))
+MISTRAL = Family("mistral", "MistralForCausalLM", LlamaPattern(windows=one_window))

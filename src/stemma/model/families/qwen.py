@@ -34,11 +34,10 @@ def _mlp(config: Any, number: int) -> Gated | Mixture:
     return Mixture(router, tuple(experts))
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "Qwen2DecoderLayer", LlamaPattern(_inputs_of_attention))
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "Qwen3DecoderLayer", LlamaPattern(_attention, norms_heads=True))
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", LlamaPattern(_inputs_of_attention))
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", LlamaPattern(_attention, norms_heads=True))
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    "Qwen3MoeDecoderLayer",
     LlamaPattern(_attention, norms_heads=True, windows=one_window, mlp=_mlp),
 )

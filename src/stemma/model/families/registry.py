@@ -36,8 +36,6 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)
 """Classes whose logits tests/model compares with plain transformers, on every path and on several ranks."""
-FUSED_LAYERS = frozenset(family.layer_class for family in FAMILIES if family.layer_class is not None)
-"""Classes of decoder layers that the native step computes."""
 PREDICTING = frozenset(family.architecture for family in FAMILIES if family.prediction)
 """Classes whose layer for multi-token prediction is run."""
 
@@ -47,10 +45,10 @@ def family_of(model_type: object) -> Family | None:
     return _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
 
 
-def fitting_layout(
+def contained_layout(
     config: Any, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]
 ) -> ModelLayout | None:
-    """Return what `config` makes, if that has exactly these tensors and the native step computes it."""
+    """Return what `config` makes, if all its tensors are among these and the native step computes it."""
     is_known = type(config).__module__.startswith(_CONFIG_MODULES)
     family = family_of(config.model_type)
     if family is None or family.layout is None or not is_known:
@@ -58,9 +56,12 @@ def fitting_layout(
     if dtype not in (torch.bfloat16, torch.float32):
         return None
     layout = family.layout(config, len(shapes))
-    if layout is None or layout.shapes() != shapes:
+    if layout is None:
         return None
-    return layout if all(size > 0 for shape in shapes.values() for size in shape) else None
+    wanted = layout.shapes()
+    if any(shapes.get(name) != shape for name, shape in wanted.items()):
+        return None
+    return layout if all(size > 0 for shape in wanted.values() for size in shape) else None
 
 
 def pattern_of(model_type: object) -> LlamaPattern | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-_SCALED = frozenset({"linear", "llama3", "yarn"})
-"""Rotary embeddings whose angles transformers computes once; others may change with the length."""
+_SCALED = frozenset({"linear", "llama3", "yarn", "dynamic", "longrope"})
+"""Rotary embeddings whose angles transformers computes once. Those of the last two change where a context
+grows beyond the training length, at which `context_limit` ends it."""
 
 
 class RotaryAngles:

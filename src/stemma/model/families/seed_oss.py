@@ -14,4 +14,4 @@ def _biased(config: Any) -> tuple[str, ...]:
     return (*inputs, *output, *(GATED if config.mlp_bias else ()))
 
 
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", "SeedOssDecoderLayer", LlamaPattern(_biased))
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", LlamaPattern(_biased))

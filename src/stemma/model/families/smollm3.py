@@ -20,6 +20,5 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
-    "SmolLM3DecoderLayer",
     LlamaPattern(biased, rotating=_rotating, windows=_windows),
 )

@@ -13,8 +13,8 @@ import torch
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights, make_weight
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import StoredWeights
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import StoredWeights
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Of a word's eight fields, from the lowest on, field _ORDER[n] is that of output n."""

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from stemma.errors import ModelError
 from stemma.model.directory import StoredTensor, stored_tensors
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import DeferredWeight, StoredWeights
-from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
+from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
+from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)

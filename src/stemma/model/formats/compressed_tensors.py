@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils.match import match_name
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.foreign import foreign_code
+from stemma.model.foreign_code import foreign_code
 from stemma.model.formats.checkpoint import (
     PER_TOKEN,
     UNQUANTIZED,
@@ -29,8 +29,8 @@ from stemma.model.formats.checkpoint import (
 from stemma.model.formats.fp8 import dequantize_fp8
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import StoredWeights
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import StoredWeights
 
 _READ = (
     "Read are int weights of up to 8 bits and FP8, in pack-quantized, int-, float- and naive-quantized files"

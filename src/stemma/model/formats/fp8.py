@@ -16,7 +16,7 @@ from stemma.errors import ModelError
 from stemma.model.directory import StoredTensor
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import StoredWeights
+from stemma.model.weights.stored import StoredWeights
 
 METHODS = ("fp8", "mxfp8")
 """Names of the format in config.json, `quantization_config.quant_method`."""

@@ -18,8 +18,8 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights, make_weight
 from stemma.model.formats.permuted import dequantize_permuted, permuted_groups
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import StoredWeights
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import StoredWeights
 
 _BITS = (2, 3, 4, 8)
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}

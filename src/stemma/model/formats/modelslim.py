@@ -39,8 +39,8 @@ from stemma.model.formats.checkpoint import (
     static_activations,
 )
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import StoredWeights
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import StoredWeights
 
 _PLAIN = ("FLOAT", "W16A16S")
 _STATIC = ("W8A8", "W8A8S")

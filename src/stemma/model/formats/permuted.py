@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stemma.errors import ModelError
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
 
 
 def permuted_groups(where: str, groups: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from stemma.model.directory import description_file, is_gguf, read_json
 from stemma.model.formats.checkpoint import CheckpointTensors
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import StoredWeights
+from stemma.model.weights.stored import StoredWeights
 
 GGUF, MODELSLIM = "gguf", "modelslim"
 _BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8")
@@ -42,8 +42,8 @@ def read_quantized(
     what the format knows and the reader doesn't.
     """
     if name == GGUF:
-        from stemma.model.formats.gguf.header import read_header
         from stemma.model.formats.gguf.weights import read_weights
+        from stemma.model.gguf_header import read_header
 
         return read_weights(read_header(path), config, dtype)
     tensors = CheckpointTensors(path, prefix)

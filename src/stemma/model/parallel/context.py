@@ -18,11 +18,13 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout
-from stemma.model.attention import AttentionCall, AttentionProbe
+from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
-from stemma.model.causal_lm import ModuleDecoder
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.packing import Packing
+from stemma.model.foreign.attention import AttentionProbe
+from stemma.model.foreign.decoder import ModuleDecoder
+from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.paged import AttentionStep
 from stemma.model.parallel.dealing import Dealing, DealtStep, Integers, Queries, Sizes
 from stemma.model.parallel.group import RankGroup
@@ -140,9 +142,11 @@ class _LayerCall:
 class ContextDecoder(ModuleDecoder):
     """Runs the rows of one rank. All ranks call `forward` with the same batch, and with KV of their own."""
 
-    def __init__(self, hf_model: Any, packing: Packing | None, group: RankGroup) -> None:
+    def __init__(
+        self, hf_model: Any, weights: ModuleWeights, packing: Packing | None, group: RankGroup
+    ) -> None:
         """`hf_model` adds up what the ranks compute that divide the model, if they do."""
-        super().__init__(hf_model, packing)
+        super().__init__(hf_model, weights, packing)
         self._group = group
         config = hf_model.config.get_text_config()
         self._vocab_size, self._dtype = int(config.vocab_size), hf_model.dtype

@@ -9,9 +9,33 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from stemma.errors import ModelError
-from stemma.model.directory import stored_tensors
-from stemma.model.parallel.share import COLUMNS, ROWS, Share, cut_of
+from stemma.config.settings import ModelSettings
+from stemma.errors import ModelError, UnsupportedModel
+from stemma.model.checkpoint_config import quantization_of, runs_remote_code
+from stemma.model.directory import is_gguf, stored_tensors
+from stemma.model.formats.reading import find_format
+from stemma.model.parallel.share import COLUMNS, ROWS, Share, check_groups, check_share, cut_of
+from stemma.model.weights.rounding import round_to_nearest
+
+
+def check_cut(settings: ModelSettings, config: Any, share: Share) -> None:
+    """Raise UnsupportedModel or ConfigError for a checkpoint that can't be cut for several ranks."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    quantization = quantization_of(config)
+    if quantization or find_format(settings.path, quantization) is not None:
+        kind = "a GGUF file" if is_gguf(settings.path) else "quantized"
+        raise UnsupportedModel(
+            f"{settings.path} is {kind}: only plain safetensors are cut for several ranks; leave "
+            "tensor_parallel_size and context_parallel_size 1, or take the unquantized checkpoint"
+        )
+    if runs_remote_code(settings):
+        raise UnsupportedModel(f"{settings.path} brings its own code, which isn't cut for several ranks")
+    architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type))
+    check_share(architecture, config.get_text_config(), share)
+    if settings.quantize in ("int8", "int4"):
+        how = round_to_nearest(8 if settings.quantize == "int8" else 4, settings.quantize_group_size)
+        check_groups(architecture, config.get_text_config(), share, how.group_size)
 
 
 def read_share(path: Path, share: Share, num_experts: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model.families.registry import TESTED
-from stemma.model.quantization.quantize import fitting_group
+from stemma.model.weights.rounding import fitting_group
 
 COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
 ROWS = frozenset({"o_proj", "down_proj"})

@@ -18,9 +18,9 @@ from gguf import dequantize
 from transformers import PreTrainedConfig
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.formats.gguf.header import GGUFHeader, shown
 from stemma.model.formats.gguf.keys import NEUTRAL, YARN_KEYS, standing_of
 from stemma.model.formats.gguf.tensors import raw_data
+from stemma.model.gguf_header import GGUFHeader, shown
 from stemma.model.llama_config import LlamaConfig
 
 _MAX_NUMBER = (1 << 31) - 1

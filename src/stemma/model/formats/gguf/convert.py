@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from stemma.model.formats.gguf.config import read_config
-from stemma.model.formats.gguf.header import read_header
 from stemma.model.formats.gguf.tokenizer import end_token_ids, read_tokenizer
 from stemma.model.formats.gguf.weights import read_weights
+from stemma.model.gguf_header import read_header
 from stemma.model.llama_config import as_transformers
-from stemma.model.quantization.attach import plain_weights
 
 
 def convert(source: Path, target: Path) -> None:
@@ -25,7 +24,7 @@ def convert(source: Path, target: Path) -> None:
     config, tokenizer = read_config(header), read_tokenizer(header)
     config.dtype = torch.bfloat16
     weights, _ = read_weights(header, config, torch.bfloat16, keep=False)
-    save_file(plain_weights(weights, torch.bfloat16), target / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights.dequantized(torch.bfloat16), target / "model.safetensors", metadata={"format": "pt"})
     as_transformers(config).save_pretrained(target)
     tokenizer.save_pretrained(target)
     # A completion without a chat template ends with the end of a document, not with the end of a turn.

@@ -19,8 +19,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from gguf.quants import IQ4_NL
 
 from stemma.errors import ModelError
-from stemma.model.formats.gguf.header import GGUFTensor
-from stemma.model.quantization.weights import ActivationScheme, QuantizedWeight
+from stemma.model.gguf_header import GGUFTensor
+from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
 _Kind = GGMLQuantizationType
 _PLAIN = {

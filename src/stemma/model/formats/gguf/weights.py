@@ -20,11 +20,11 @@ import torch
 
 from stemma.errors import ModelError
 from stemma.model.formats.gguf.config import ROTARY_FACTORS
-from stemma.model.formats.gguf.header import GGUFHeader, GGUFTensor
 from stemma.model.formats.gguf.tensors import is_kept, is_read, raw_data, split, widen
 from stemma.model.formats.summary import FormatCounts
-from stemma.model.quantization.stored import DeferredWeight, StoredWeights
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.gguf_header import GGUFHeader, GGUFTensor
+from stemma.model.weights.quantized import QuantizedWeight
+from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
 _TOP = {
     "token_embd": "model.embed_tokens",

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
+from stemma.model.foreign.weights import ModuleWeights
 from stemma.native.library import Kernels
 
 Operation: TypeAlias = Callable[..., Any]
@@ -85,14 +86,14 @@ class RowwiseOperations(TorchFunctionMode):
             return F.embedding(input, weight, *args, **options)
         return kept[1].take_rows(input.reshape(-1)).view(*input.shape, -1)
 
-    def pack_tied_head(self, model: nn.Module, packing: Packing) -> None:
+    def pack_tied_head(self, model: nn.Module, weights: ModuleWeights, packing: Packing) -> None:
         """Pack an output head that is tied to the embedding, whose rows are then read out of it."""
         modules: Any = list(model.modules())
         embeddings = {id(module.weight): module for module in modules if isinstance(module, nn.Embedding)}
         for module in modules:
             if type(module) is nn.Linear and id(module.weight) in embeddings and can_pack(module.weight):
                 weight = module.weight
-                self._packed[id(weight)] = weight, packing.head(module, embeddings[id(weight)])
+                self._packed[id(weight)] = weight, packing.head(weights.head(module, embeddings[id(weight)]))
                 weight.data = weight.new_zeros(1, 1).expand(weight.shape)  # only its shape is asked for
 
 

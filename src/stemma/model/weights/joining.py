@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
 
 
 def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stemma.model.quantization.weights import SMALLEST_GROUP, ActivationScheme, QuantizedWeight
+from stemma.model.weights.quantized import SMALLEST_GROUP, ActivationScheme, QuantizedWeight
 
 _SMALLEST_HALF = 6.2e-5
 """Below it half precision loses digits: then scales stay in float32."""

@@ -1,4 +1,4 @@
-"""Linear layers of a model of transformers, replaced by products over packed weights (weights.py)."""
+"""Linear layers of a model of transformers, replaced by products over packed weights (cpu/weights.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
-from stemma.model.quantization.attach import fill, is_spare
+from stemma.model.foreign.weights import ModuleWeights
 
 _ROUTERS = frozenset({"gate", "router"})
 """Names under which mixtures of experts keep the layer that chooses; it is small, and never rounded."""
@@ -36,7 +36,11 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(
-    model: nn.Module, packing: Packing, keep: frozenset[nn.Module], report: Callable[[float], None]
+    model: nn.Module,
+    weights: ModuleWeights,
+    packing: Packing,
+    keep: frozenset[nn.Module],
+    report: Callable[[float], None],
 ) -> int:
     """Replace the linear layers of `model` by packed ones; return how many.
 
@@ -64,17 +68,16 @@ def pack_linears(
         if name in _ROUTERS:
             product = packing.plain(linear.weight.detach(), linear.bias)
         else:
-            product = packing.head(linear) if linear is head else packing.linears(linear)
+            pack = packing.head if linear is head else packing.linears
+            product = pack(weights.linear(linear))
         setattr(parent, name, PackedLinear(product))
-    fill(model)
     leave_file(model)
     return len(found)
 
 
 def leave_file(model: nn.Module) -> None:
     """Copy the weights that stay plain: the checkpoint file is unmapped and its pages leave memory."""
-    for name, parameter in model.named_parameters():
-        assert not is_spare(parameter), f"{name} would be served as zeros"
+    for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 

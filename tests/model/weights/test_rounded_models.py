@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
 from stemma.model.loading import load_model
-from stemma.model.quantization.quantize import RoundToNearest, fitting_group, quantize
+from stemma.model.weights.rounding import RoundToNearest, fitting_group, quantize
 from stemma.native.library import load_kernels
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")

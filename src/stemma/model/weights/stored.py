@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stemma.model.quantization.weights import QuantizedWeight
+from stemma.model.weights.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,17 @@ class StoredWeights(Mapping[str, "torch.Tensor | QuantizedWeight"]):
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self._weights)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of all weights by name, without making any."""
+        return {name: found.shape for name, found in self._weights.items()}
+
+    def dequantized(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return all weights as tensors, the quantized ones as `dtype`."""
+        return {
+            name: weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
+            for name, weight in self.items()
+        }
 
     def deferred(self) -> dict[str, DeferredWeight]:
         """Return the quantized ones by name, without making them."""

@@ -1,8 +1,9 @@
-"""Models read without transformers' modules equal those that go through them, bit for bit."""
+"""Models read without transformers' modules are those that go through them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
-from stemma.model import pretrained
+from stemma.model import fused_loading, loading
 from stemma.model.causal_lm import CausalLM
-from stemma.model.dense import DenseModel
+from stemma.model.families.layout import ModelLayout
+from stemma.model.load import Load, Loaded
 from stemma.model.loading import load_model
 from stemma.native.library import load_kernels
 from tests import checkpoints
@@ -24,6 +26,10 @@ ROPE = {"rope_theta": 5e5}
 LLAMA3 = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     **{"original_max_position_embeddings": 256, **ROPE},
+}
+LONGROPE = {
+    **{"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 256},
+    **{"short_factor": [1.0 + n / 8 for n in range(8)], "long_factor": [2.0 + n for n in range(8)], **ROPE},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, **ROPE}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "qwen3-dynamic": ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **ROPE}}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "qwen3-moe": ("qwen3-moe", {}),
+    "deepseek-v2": ("deepseek-v2", {}),
+    "deepseek-v3": ("deepseek-v3", {}),
     "qwen3-linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **ROPE}}),
 }
 
@@ -55,16 +66,15 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="without kernels 
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[DenseModel]:
-    """Return the models that were read without modules."""
-    found: list[DenseModel] = []
+def read(monkeypatch: pytest.MonkeyPatch) -> list[ModelLayout]:
+    """Return the layouts of models that were read without modules."""
+    found: list[ModelLayout] = []
 
-    class Seen(DenseModel):
-        def __init__(self, *of_checkpoint: Any) -> None:
-            super().__init__(*of_checkpoint)
-            found.append(self)
+    def seen(load: Load, layout: ModelLayout) -> Loaded:
+        found.append(layout)
+        return fused_loading.load_fused(load, layout)
 
-    monkeypatch.setattr(pretrained, "DenseModel", Seen)
+    monkeypatch.setattr(loading, "load_fused", seen)
     return found
 
 
@@ -76,7 +86,7 @@ def load_both(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> t
     """Return the model as it is read, and as it goes through transformers."""
     own = load(path, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "fitting_layout", lambda *_of_checkpoint: None)
+        patch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
         return own, load(path, **settings)
 
 
@@ -88,16 +98,24 @@ def logits(model: CausalLM) -> torch.Tensor:
 
 
 def assert_same(own: CausalLM, other: CausalLM) -> None:
-    assert own.info == other.info
+    # Joined products take other room.
+    assert replace(own.info, weight_bytes=0) == replace(other.info, weight_bytes=0)
     assert own.layout(16) == other.layout(16)
     assert own.adaptable == other.adaptable
-    assert torch.equal(logits(own), logits(other))
+    assert_close(own, other)
+
+
+def assert_close(own: CausalLM, other: CausalLM) -> None:
+    """Modules add up some sums in another order, which may route a token to another expert."""
+    one, two = logits(own), logits(other)
+    errors = (one - two).norm(dim=-1) / two.norm(dim=-1)
+    assert errors.median() <= (1e-5 if own.dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_same_bits_as_through_transformers(
-    case: str, dtype: str, read: list[DenseModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_as_through_transformers(
+    case: str, dtype: str, read: list[ModelLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, fields = CASES[case]
     path = checkpoints.build(family, tmp_path, **fields)
@@ -107,7 +125,7 @@ def test_same_bits_as_through_transformers(
 
 
 def test_rounded_weights_are_the_same(
-    read: list[DenseModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: list[ModelLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints.build("qwen3", tmp_path)
     own, other = load_both(path, monkeypatch, quantize="int8", dtype="bfloat16")
@@ -116,7 +134,7 @@ def test_rounded_weights_are_the_same(
 
 
 def test_tensors_of_mixed_dtypes(
-    read: list[DenseModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: list[ModelLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints.build("llama", tmp_path, dtype=torch.bfloat16)
     tensors = load_file(path / "model.safetensors")
@@ -132,30 +150,64 @@ def test_tensors_of_mixed_dtypes(
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        ("qwen3-moe", {}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **ROPE}}),
         ("gemma2", {}),
     ],
 )
 def test_others_go_through_transformers(
-    family: str, fields: dict[str, Any], read: list[DenseModel], tmp_path: Path
+    family: str, fields: dict[str, Any], read: list[ModelLayout], tmp_path: Path
 ) -> None:
     load(checkpoints.build(family, tmp_path, **fields))
     assert not read
 
 
-def test_a_tensor_too_many_goes_through_transformers(read: list[DenseModel], tmp_path: Path) -> None:
-    """transformers ignores what its list says: old Llama checkpoints have frequencies in each layer."""
+def edit(path: Path, **tensors: torch.Tensor) -> None:
+    """Add tensors to a checkpoint; in names, two underscores stand for a dot."""
+    stored = load_file(path / "model.safetensors")
+    stored |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_frequencies_of_old_checkpoints_are_left(
+    read: list[ModelLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoints.build("llama", tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edit(path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    own, other = load_both(path, monkeypatch)
+    assert len(read) == 1
+    assert_close(own, other)
+
+
+def test_a_head_equal_to_the_embedding_that_it_is_tied_to_is_left(
+    read: list[ModelLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.build("qwen2", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    edit(path, lm_head__weight=embedding.clone())
+    own, other = load_both(path, monkeypatch)
+    assert len(read) == 1
+    assert_close(own, other)
+
+
+def test_another_head_than_the_embedding_goes_through_transformers(
+    read: list[ModelLayout], tmp_path: Path
+) -> None:
+    path = checkpoints.build("qwen2", tmp_path, tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    edit(path, lm_head__weight=embedding + 1)
     load(path)
     assert not read
 
 
+def test_a_tensor_without_a_place_is_refused(read: list[ModelLayout], tmp_path: Path) -> None:
+    path = checkpoints.build("llama", tmp_path)
+    edit(path, model__layers__0__more__weight=torch.ones(8))
+    with pytest.raises(ModelError, match="no place"):
+        load(path)
+    assert not read
+
+
 def test_without_kernels_modules_run(
-    read: list[DenseModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    read: list[ModelLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEMMA_NATIVE", "0")
     load(checkpoints.build("llama", tmp_path))

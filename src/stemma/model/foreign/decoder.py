@@ -1,0 +1,78 @@
+"""Models that run through the modules of transformers, with attention over paged KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.attention import StepContext
+from stemma.model.batch import ForwardBatch
+from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.cpu.packing import Packing
+from stemma.model.foreign.adapters import AdaptedModules
+from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
+from stemma.model.foreign.rowwise import RowwiseOperations
+from stemma.model.foreign.weights import ModuleWeights
+from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.paged import AttentionStep
+
+
+class ModuleDecoder:
+    """Runs the modules of transformers, with attention over paged KV: serves every supported architecture."""
+
+    def __init__(self, hf_model: Any, weights: ModuleWeights | None, packing: Packing | None) -> None:
+        """Take a model whose weights are packed already; `weights` and `packing` are None without kernels."""
+        self._hf = hf_model
+        self._kernels = None if packing is None else packing.kernels
+        self.operations: RowwiseOperations | None = None
+        """What replaces torch's operations while the modules run; None: nothing does."""
+        if packing is not None and weights is not None:
+            self.operations = RowwiseOperations(packing.kernels)
+            self.operations.pack_tied_head(hf_model, weights, packing)
+        self._adapted = AdaptedModules(hf_model, self._kernels, self._try)
+
+    def adaptable(self) -> Mapping[str, LinearShape]:
+        """See `Decoder.adaptable`."""
+        return self._adapted.shapes
+
+    def prepare_adapter(self, adapter: Adapter) -> object:
+        """See `Decoder.prepare_adapter`."""
+        return self._adapted.prepare(adapter)
+
+    def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
+        """See `Decoder.forward`."""
+        if self._kernels is None or self.operations is None:
+            return self.run(batch, AttentionStep(batch, kv))
+        with self.operations, NativeAttentionStep(batch, kv, self._kernels) as step:
+            return self.run(batch, step)
+
+    def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
+        """Run the modules with `step` as context of attention; return logits [L, vocab]."""
+        batch.on_launch()  # torch leaves the interpreter to others in each of its calls
+        with self._adapted.step(batch):
+            return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
+
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        output = self._hf(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logits_rows,
+            **{STEP_KEYWORD: step},
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _try(self, num_tokens: int, probe: AttentionProbe | None = None) -> None:
+        """Run `num_tokens` tokens without KV; logits of the last."""
+        device = self._hf.device
+        positions = torch.arange(num_tokens, device=device)
+        with self.operations or nullcontext():
+            self._run(torch.zeros_like(positions), positions, positions[-1:], probe or AttentionProbe())

@@ -1,0 +1,52 @@
+"""What the steps of one load share: what is loaded, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from stemma.config.settings import ModelSettings
+from stemma.model.causal_lm import Decoder, KVShape
+from stemma.model.checkpoint import Checkpoint
+from stemma.model.cpu.packing import Packing
+from stemma.model.parallel.group import RankGroup
+from stemma.model.plan import LoadPlan
+from stemma.model.progress import Progress
+from stemma.model.selfcheck import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is loaded, and how."""
+
+    settings: ModelSettings
+    checkpoint: Checkpoint
+    device: torch.device
+    max_model_len: int
+    packing: Packing | None
+    """None: without kernels."""
+    predicts: bool
+    """Load the layer for multi-token prediction too."""
+    group: RankGroup | None
+    plan: LoadPlan | None
+    report: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A decoder, and what its checks need."""
+
+    decoder: Decoder
+    kv_shape: KVShape
+    architecture: str
+    num_bytes: int
+    """Of all weights, were they plain."""
+    num_codes: int
+    """Weights of the checkpoint that stay quantized."""
+    reference: Reference | None = None
+    """What the model computes by itself; None: tests have compared its family."""
+    checked: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
+    """Lets the decoder run just those layers that the reference comes from."""

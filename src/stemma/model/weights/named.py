@@ -1,0 +1,67 @@
+"""A checkpoint's weights as a decoder takes them: by name, of the model's dtype, finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from stemma.model.families.layout import Linear, Norm
+from stemma.model.weights.quantized import QuantizedWeight
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """The weight of a linear layer, and its bias."""
+
+    weight: Weight
+    """[num_outputs, num_inputs]."""
+    bias: torch.Tensor | None = None
+    """[num_outputs]."""
+
+
+class NamedWeights:
+    """Reads weights when they are asked for; nothing is kept."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, Weight],
+        dtype: torch.dtype,
+        check: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        """`check` takes the name and the numbers of each plain tensor, and raises if they can't be served."""
+        self._stored, self._dtype, self._check = stored, dtype, check
+
+    def affine(self, linear: Linear) -> Affine:
+        """Return what a linear layer computes with; its weight may be quantized."""
+        weight = self._stored[f"{linear.name}.weight"]
+        if isinstance(weight, torch.Tensor):
+            weight = self._plain(f"{linear.name}.weight", weight)
+        return Affine(weight, self.tensor(f"{linear.name}.bias") if linear.has_bias else None)
+
+    def norm(self, norm: Norm) -> torch.Tensor:
+        """Return a norm's weight [size], apart from its file."""
+        return self.tensor(f"{norm.name}.weight").clone()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a weight's numbers, dequantized if it is quantized."""
+        weight = self._stored[name]
+        if isinstance(weight, torch.Tensor):
+            return self._plain(name, weight)
+        return weight.dequantize(self._dtype)
+
+    def floats(self, name: str) -> torch.Tensor:
+        """Return a plain tensor as it is stored, in float32."""
+        weight = self._stored[name]
+        assert isinstance(weight, torch.Tensor)
+        self._check(name, weight)
+        return weight.float().contiguous()
+
+    def _plain(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.to(self._dtype)
+        self._check(name, weight)
+        return weight
