@@ -21,6 +21,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from stemma.errors import ModelError
+from stemma.model.gguf_keys import shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -38,7 +39,6 @@ _MAX_TENSOR_NAME_BYTES = 256
 """Four times what ggml allows."""
 MAX_METADATA_BYTES = 1 << 28
 """Ten times the metadata of the largest vocabularies. Python's objects take several times as much."""
-_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,6 @@ class GGUFHeader:
     def architecture(self) -> str:
         """llama.cpp's name of the family, e.g. ``qwen3moe``."""
         return str(self.metadata["general.architecture"])
-
-
-def shown(value: object) -> str:
-    """Return a value of the metadata in few characters, for an error."""
-    if isinstance(value, list):
-        return f"an array of {len(value)}"
-    return repr(value[:_MAX_SHOWN] if isinstance(value, str) else value)[:_MAX_SHOWN]
 
 
 class _Kept:

@@ -26,9 +26,9 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.model import gguf_header, loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.fingerprint import model_fingerprint
-from stemma.model.formats.gguf.keys import standing_of
 from stemma.model.formats.gguf.tensors import is_kept, split, widen
 from stemma.model.gguf_header import GGUFHeader, headers_kept, read_header
+from stemma.model.gguf_keys import standing_of
 from stemma.model.loading import load_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.library import load_kernels

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stemma.errors import ModelError
 from stemma.model.families.family import Family
+from stemma.model.families.gguf import LAYER_NAMES, Fields, GGUFForm, base, dense
 from stemma.model.families.layout import Gated, Linear, Mixture, RoutedBy, Router
 from stemma.model.families.mistral import one_window
 from stemma.model.families.pattern import ATTENTION, LlamaPattern, gated, layer_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def _inputs_of_attention(_config: Any) -> tuple[str, ...]:
@@ -34,10 +39,54 @@ def _mlp(config: Any, number: int) -> Gated | Mixture:
     return Mixture(router, tuple(experts))
 
 
+def _qwen2(fields: Fields) -> PreTrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, **dense(fields))
+
+
+def _qwen3(fields: Fields) -> PreTrainedConfig:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(architectures=["Qwen3ForCausalLM"], use_sliding_window=False, **dense(fields))
+
+
+def _qwen3_moe(fields: Fields) -> PreTrainedConfig:
+    from transformers import Qwen3MoeConfig
+
+    num_experts, width, _ = fields.shape("blk.0.ffn_up_exps.weight", num_dimensions=3)
+    if num_experts != fields.whole("expert_count"):
+        raise ModelError(f"{fields.header.path}: expert_count isn't that of its tensors, {num_experts}")
+    if width != fields.whole("expert_feed_forward_length", width):
+        raise ModelError(
+            f"{fields.header.path}: expert_feed_forward_length isn't that of its tensors, {width}"
+        )
+    num_used = fields.whole("expert_used_count")
+    if num_used > num_experts:
+        raise ModelError(f"{fields.header.path}: expert_used_count is {num_used}, of {num_experts} experts")
+    return Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=num_experts,
+        num_experts_per_tok=num_used,
+        moe_intermediate_size=width,
+        intermediate_size=fields.whole("feed_forward_length", width),
+        norm_topk_prob=True,  # llama.cpp's graph of the family always does
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        use_sliding_window=False,
+        **base(fields),
+    )
+
+
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", LlamaPattern(_inputs_of_attention))
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", LlamaPattern(_attention, norms_heads=True))
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     LlamaPattern(_attention, norms_heads=True, windows=one_window, mlp=_mlp),
+)
+QWEN_FORMS = (
+    GGUFForm("qwen2", _qwen2, LAYER_NAMES),
+    GGUFForm("qwen3", _qwen3, LAYER_NAMES),
+    GGUFForm("qwen3moe", _qwen3_moe, LAYER_NAMES),
 )

@@ -9,12 +9,13 @@ import torch
 
 from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from stemma.model.families.family import Family
-from stemma.model.families.gemma import GEMMA2
+from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
+from stemma.model.families.gguf import GGUFForm
 from stemma.model.families.layout import ModelLayout
-from stemma.model.families.llama import LLAMA
+from stemma.model.families.llama import LLAMA, LLAMA_FORM
 from stemma.model.families.mistral import MISTRAL
 from stemma.model.families.pattern import LlamaPattern
-from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN_FORMS
 from stemma.model.families.seed_oss import SEED_OSS
 from stemma.model.families.smollm3 import SMOLLM3
 
@@ -32,6 +33,10 @@ FAMILIES: tuple[Family, ...] = (
 )
 _CONFIG_MODULES = ("transformers.models.", "stemma.model.llama_config")
 """Where configs come from that mean what they say; imported by whoever has one."""
+GGUF_FORMS: dict[str, GGUFForm] = {
+    form.architecture: form for form in (LLAMA_FORM, *QWEN_FORMS, *GEMMA_FORMS)
+}
+"""Architectures that are read from GGUF files."""
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)

@@ -21,7 +21,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.foreign_code import foreign_code
 from stemma.model.formats.gguf.merges import merges_of
-from stemma.model.gguf_header import GGUFHeader, shown
+from stemma.model.gguf_header import GGUFHeader
+from stemma.model.gguf_keys import shown
 
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "exaone"})
 """Vocabularies that split as GPT-2's does once every digit stands alone."""

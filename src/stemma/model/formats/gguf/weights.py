@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from stemma.errors import ModelError
-from stemma.model.formats.gguf.config import ROTARY_FACTORS
+from stemma.model.families.gguf import ROTARY_FACTORS
+from stemma.model.formats.gguf.config import form_of
 from stemma.model.formats.gguf.tensors import is_kept, is_read, raw_data, split, widen
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.gguf_header import GGUFHeader, GGUFTensor
@@ -31,26 +32,6 @@ _TOP = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_FOUR_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-"""Gemma 2 and 3 normalize before and after attention and the network."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _Read: TypeAlias = Callable[[], npt.NDArray[np.uint8]]
 """Reads the bytes of a weight, [rows, bytes of a row]."""
@@ -107,8 +88,8 @@ def _plain(
     header: GGUFHeader, tensor: GGUFTensor, name: str, data: npt.NDArray[np.uint8], dtype: torch.dtype
 ) -> torch.Tensor:
     with _named(header, tensor):
-        if header.architecture.startswith("gemma") and name.endswith("norm.weight"):
-            return (widen(data, tensor.type, torch.float32) - 1.0).to(dtype)
+        if (offset := form_of(header).norm_offset) and name.endswith("norm.weight"):
+            return (widen(data, tensor.type, torch.float32) - offset).to(dtype)
         return widen(data, tensor.type, dtype)
 
 
@@ -141,7 +122,7 @@ def _names(header: GGUFHeader, tensor: GGUFTensor) -> Iterator[tuple[str, int | 
         for expert in range(tensor.shape[0]):
             yield f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}", expert
         return
-    renamed = (_TOP if layer is None else _layer_names(header)).get(part)
+    renamed = (_TOP if layer is None else form_of(header).layer_names).get(part)
     if renamed is None or len(tensor.shape) > 2:
         raise ModelError(
             f"{header.path} has a tensor that no {header.architecture} model has: {tensor.name} "
@@ -155,15 +136,11 @@ def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tupl
     for name, expert in _names(header, tensor):
         read: _Read = partial(raw_data, header.path, tensor, expert)
         projection = name.split(".")[-2]
-        if header.architecture == "llama" and projection in ("q_proj", "k_proj"):
+        if form_of(header).pairs_rotate and projection in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
             _check_heads(header, tensor, heads)
             read = partial(_half_rotated, header, tensor, heads)
         yield name, read
-
-
-def _layer_names(header: GGUFHeader) -> dict[str, str]:
-    return _LAYER | _FOUR_NORMS if header.architecture in ("gemma2", "gemma3") else _LAYER
 
 
 def _check_heads(header: GGUFHeader, tensor: GGUFTensor, num_heads: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+_MAX_SHOWN = 60
 YARN_KEYS = tuple(
     f"rope.scaling.{name}" for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_attn_factor", "attn_factor")
 )
@@ -69,3 +70,10 @@ def standing_of(key: str, architecture: str) -> Literal["read", "harmless", "ref
     if key.startswith(prefix) and name in _ARCHITECTURE_HARMLESS:
         return "harmless"
     return "refused"
+
+
+def shown(value: object) -> str:
+    """Return a value of the metadata in few characters, for an error."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    return repr(value[:_MAX_SHOWN] if isinstance(value, str) else value)[:_MAX_SHOWN]
