@@ -70,7 +70,7 @@ def run_schedule(run: PagedSequences, data: st.DataObject, shared: list[int]) ->
             if run.done[target] == 0 and seed.random() < 0.5:
                 waiting.discard(target)
                 common = min(shared[0], shared[target], run.done[0])
-                if common and seed.random() < 0.7:
+                if common and not run.has_states and seed.random() < 0.7:
                     run.reuse(0, target, common)
         plan = []
         for number, prompt in enumerate(run.prompts):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from stemma.config.settings import KVDtype
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StoredAs
-from stemma.model.batch import ForwardBatch
+from stemma.model.batch import ForwardBatch, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.kv_format import decode, encode
 from stemma.model.lora.adapter import AdapterRows
@@ -84,7 +84,10 @@ class PagedSequences:
         self.prompts = [list(prompt) for prompt in prompts]
         self.block_size = block_size
         num_blocks = sum(-(-len(p) // block_size) for p in prompts) + 3
-        self.kv = DeviceKV(model.layout(block_size, kv_dtype), num_blocks)
+        layout = model.layout(block_size, kv_dtype)
+        self.has_states = layout.state is not None
+        num_blocks = layout.aligned(num_blocks)
+        self.kv = DeviceKV(layout, num_blocks, num_states=len(prompts) if self.has_states else 0)
         # Whatever other requests left behind must not shine through.
         self.kv.data.fill_(1e3 if kv_dtype == "auto" else 0x47)
         self.free = list(range(num_blocks))
@@ -142,6 +145,7 @@ class PagedSequences:
             block_tables=torch.from_numpy(tables),
             logits_rows=torch.tensor(range(len(token_ids)) if wanted is None else wanted, dtype=torch.int64),
             adapters=self._adapter_rows(plan, starts),
+            states=self._state_moves(plan) if self.has_states else None,
         )
         decoder = self.model.decoder
         if isinstance(decoder, PredictingDecoder):
@@ -159,6 +163,11 @@ class PagedSequences:
                 ]
             self.done[seq] += num_tokens
         return logits
+
+    def _state_moves(self, plan: Sequence[tuple[int, int]]) -> StateMoves:
+        """Each sequence has the state of its own number."""
+        initial = tuple(seq if self.done[seq] else None for seq, _ in plan)
+        return StateMoves(initial, tuple(seq for seq, _ in plan), ())
 
     def _adapter_rows(
         self, plan: Sequence[tuple[int, int]], starts: Sequence[int]

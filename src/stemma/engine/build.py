@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -35,10 +36,11 @@ from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.device.kv import DeviceKV, num_blocks_for
+from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.device.sizing import num_device_blocks
+from stemma.memory.device.sizing import blocks_and_states, device_bytes
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
@@ -145,9 +147,10 @@ def _build(
     memory: MemoryPlan | None = None
     if settings.cache.memory_limit is not None:
         memory = plan_memory(settings.cache.memory_limit, model, settings)
-        num_blocks = num_blocks_for(layout, memory.kv_bytes)
+        num_bytes = memory.kv_bytes
     else:
-        num_blocks = num_device_blocks(settings.cache, layout, model.device)
+        num_bytes = device_bytes(settings.cache, model.device)
+    num_blocks, num_states = blocks_and_states(layout, num_bytes, settings.cache)
     kv_layout = layout.describe()
     if not settings.cache.share_across_levels:
         kv_layout += f":{model.numeric_path}"
@@ -158,7 +161,7 @@ def _build(
         if ranks.share.context_size > 1:
             kv_layout += f":cp{ranks.share.context_size}"
     key_space = KeySpace(model.fingerprint, kv_layout, settings.cache.block_size)
-    kv = make_kv(layout, num_blocks, model.device, key_space, ranks)
+    kv = make_kv(layout, num_blocks, model.device, key_space, ranks, num_states)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
     lower: LowerTiers | None = None
@@ -186,6 +189,7 @@ def _build(
         takes_tails=settings.role == "decode",
         block_costs=device_block_costs(settings.cache, kv.num_blocks),
         other_models=known_models(settings.tiers.disk_cache, own_space),
+        states=make_states(settings.cache, kv, lower),
     )
     eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
@@ -203,7 +207,7 @@ def _build(
         drafter=drafter,
         model_drafts=model_drafts,
         trace_log=open_trace_log(settings.cache, supervisor),
-        queue=open_queue(settings, model.device),
+        queue=None if kv.num_states else open_queue(settings, model.device),
         memory=memory,
         grammars=GrammarCompiler(
             tokenizer.transformers_tokenizer,
@@ -234,13 +238,33 @@ def _header_kept(path: Path) -> AbstractContextManager[None]:
 
 
 def make_kv(
-    layout: KVLayout, num_blocks: int, device: torch.device, key_space: KeySpace, ranks: Ranks | None
+    layout: KVLayout,
+    num_blocks: int,
+    device: torch.device,
+    key_space: KeySpace,
+    ranks: Ranks | None,
+    num_states: int,
 ) -> DeviceKV:
     """Return the device tier; on several ranks every rank has one of these blocks, and its tiers are open."""
     if ranks is None:
-        return DeviceKV(layout, num_blocks, device)
+        return DeviceKV(layout, num_blocks, device, num_states=num_states)
     ranks.open(Open(num_blocks, key_space, layout.describe()))
     return LeadingKV(layout, num_blocks, device, ranks)
+
+
+def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None) -> CachedStates | None:
+    """Return what keeps the states of recurrent layers; None: the model has none."""
+    if not kv.num_states:
+        return None
+    return CachedStates(
+        kv.num_states,
+        settings.block_size,
+        kv.state_blocks,
+        lower,
+        time.monotonic,
+        interval=settings.state_interval,
+        keeps=settings.enable_prefix_cache,
+    )
 
 
 def open_attachment(

@@ -11,9 +11,9 @@ from stemma.model.latent import LatentProjection
 
 SUPPORTED = (
     "Stemma serves causal language models of transformers that go through its attention interface and keep "
-    "only per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM3, Seed-OSS, Qwen3-MoE, Gemma 2, "
-    "DeepSeek-V2/V3/R1 and others built alike. Recurrent, linear-attention and other hybrid models are not "
-    "among them."
+    "per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM3, Seed-OSS, Qwen3-MoE, Gemma 2, "
+    "DeepSeek-V2/V3/R1 and others built alike; and hybrids with the recurrent layers of Qwen3-Next, Qwen3.5, "
+    "Kimi-Linear, Granite 4, Mamba and LFM2."
 )
 
 

@@ -14,6 +14,18 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """Where the recurrent states of a step's S sequences lie in the device's states."""
+
+    initial: tuple[int | None, ...]
+    """[S]: before the first row; None: zeros."""
+    last: tuple[int, ...]
+    """[S]: where the state behind the last row goes."""
+    snapshots: tuple[tuple[int, int], ...]
+    """Rows, ascending, behind which states are kept, and where."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens of S sequences, flattened; sequence s owns rows ``query_starts[s]:query_starts[s + 1]``.
@@ -43,6 +55,9 @@ class ForwardBatch:
     previous_hidden: torch.Tensor | None = None
     """[S, H]: for the layer of `model/prediction.py`, the model's last hidden state of the token before each
     sequence's first row. None: every sequence begins in this batch."""
+
+    states: StateMoves | None = None
+    """None: the model has no recurrent layers."""
 
     on_launch: Callable[[], None] = _nothing
     """Decoders call it once they are about to compute outside Python: from then on the step leaves the

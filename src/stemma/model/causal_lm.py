@@ -11,7 +11,7 @@ import torch
 from stemma.config.settings import KVArrangement, KVDtype
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import COLUMNS, KVLayout
+from stemma.memory.device.layout import COLUMNS, KVLayout, StateLayout
 from stemma.model.batch import ForwardBatch
 from stemma.model.lora.adapter import Adapter, LinearShape
 
@@ -28,6 +28,8 @@ class KVShape:
     """The larger one where keys and values differ."""
     latent_rank: int = 0
     """Dims of a compressed latent before its rotary key; 0: KV is no latent."""
+    state: StateLayout | None = None
+    """What recurrent layers keep of a sequence; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +142,16 @@ class CausalLM:
         shape, block_size = self._kv_shape, block_size // self.context_size
         dtype = str(self.dtype).removeprefix("torch.")
         plain = KVLayout(
-            shape.num_layers, shape.num_parts, block_size, shape.num_kv_heads, shape.head_dim, dtype
+            shape.num_layers,
+            shape.num_parts,
+            block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype,
+            state=shape.state,
         )
+        if shape.state is not None and self.device.type != "cpu":
+            raise ConfigError(f"{self.info.architecture} has recurrent layers, which run on CPU only")
         if arrangement == "nz":
             self._check_tiles()
             plain = replace(plain, tiled=True)

@@ -22,7 +22,9 @@ from stemma.model.foreign_code import foreign_code
 from stemma.model.llama_config import read_llama_config
 
 _GENERATION = "generation_config.json"
-_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_SERVED_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
+)
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Of plain weights in safetensors, and what holds them in memory."""
 

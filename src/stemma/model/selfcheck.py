@@ -17,7 +17,7 @@ import torch
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import SUPPORTED
-from stemma.model.batch import ForwardBatch
+from stemma.model.batch import ForwardBatch, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.foreign_code import foreign_code
 
@@ -84,7 +84,8 @@ def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torc
     """Return logits [T, vocab] on CPU of one sequence, computed in chunks over blocks in mixed order."""
     block_size = _BLOCK_SIZE * model.context_size
     num_blocks = -(-len(tokens) // block_size)
-    kv = DeviceKV(model.layout(block_size), num_blocks + 1, model.device)
+    layout = model.layout(block_size)
+    kv = DeviceKV(layout, num_blocks + 1, model.device, num_states=0 if layout.state is None else 1)
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     logits: list[torch.Tensor] = []
     start = 0
@@ -99,6 +100,7 @@ def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torc
             context_lens=[start + length],
             block_tables=table[None],
             logits_rows=torch.arange(length, device=model.device),
+            states=None if layout.state is None else StateMoves((0 if start else None,), (0,), ()),
         )
         logits.append(model.forward(batch, kv).cpu())
         start += length

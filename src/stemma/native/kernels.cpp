@@ -12,6 +12,7 @@
 #include "masks.h"
 #include "mixture.h"
 #include "products.h"
+#include "scan.h"
 #include "units.h"
 
 #include "layouts.h"  // written for the build by structures.py; needs all of the above
@@ -111,6 +112,15 @@ static void mix(const MixtureArgs& a) {
     });
 }
 
+// Pieces of 16 columns of all sequences, `heads` times `columns` each
+template <class F>
+static void for_pieces(const StateRows& rows, int64_t heads, int64_t columns, F&& body) {
+    const int64_t across = (columns + LANES - 1) / LANES, each = heads * across;
+#pragma omp parallel for num_threads(rows.threads) schedule(dynamic, 1) if (rows.threads > 1)
+    for (int64_t i = 0; i < rows.num_sequences * each; i++)
+        body(i / each, i % each / across, i % across * LANES);
+}
+
 extern "C" {
 
 void stemma_copy(char* target, const char* source, int64_t num_bytes) { stream_copy(target, source, num_bytes); }
@@ -171,6 +181,18 @@ void stemma_pack_codes(const PackCodesArgs* args) {
     const PackCodesArgs& a = *args;
     int64_t first = a.first / STRIP, last = (a.first + a.rows + STRIP - 1) / STRIP;
     for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_codes(a, first + i); });
+}
+void stemma_scan(const ScanArgs* args) {
+    for_pieces(args->rows, args->heads, args->value_dim,
+               [&](int64_t sequence, int64_t head, int64_t first) { scan_piece(*args, sequence, head, first); });
+}
+void stemma_select(const SelectiveArgs* args) {
+    for_pieces(args->rows, 1, args->channels,
+               [&](int64_t sequence, int64_t, int64_t first) { select_piece(*args, sequence, first); });
+}
+void stemma_convolve(const ConvolveArgs* args) {
+    for_pieces(args->rows, 1, args->channels,
+               [&](int64_t sequence, int64_t, int64_t first) { convolve_piece(*args, sequence, first); });
 }
 int32_t stemma_reads_compressed() { return STEMMA_COMPRESSED; }
 int64_t stemma_compressed_bytes(const Strips* weight) { return weight->count() * CompressedStrip::bytes(*weight); }

@@ -92,9 +92,13 @@ class Kernels:
         self.take_rows.restype = None
         self.add_rms_norm = library.stemma_add_rms_norm
         self.silu_and_multiply = library.stemma_silu_and_multiply
+        self.scan = library.stemma_scan
+        self.select = library.stemma_select
+        self.convolve = library.stemma_convolve
         for function in (
             *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
             *(self.pack, self.pack_codes, self.compress, self.multiply, self.mixture, self.merge_parts),
+            *(self.scan, self.select, self.convolve),
         ):
             function.argtypes = [ctypes.c_void_p]
             function.restype = None

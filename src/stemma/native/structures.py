@@ -121,6 +121,22 @@ class StepArgs(Mirror):
     """A whole step (decoder_step.h)."""
 
 
+class StateRows(Mirror):
+    """Sequences of a step and their recurrent states (scan.h)."""
+
+
+class ScanArgs(Mirror):
+    """Rows of linear attention (scan.h)."""
+
+
+class SelectiveArgs(Mirror):
+    """Rows of a selective scan (scan.h)."""
+
+
+class ConvolveArgs(Mirror):
+    """Rows of a short convolution (scan.h)."""
+
+
 def _read_fields() -> None:
     """Give every mirror its fields; one that holds another comes after it."""
     headers = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.h")))

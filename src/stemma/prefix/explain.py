@@ -34,6 +34,8 @@ class MissReason(StrEnum):
     """A lower tier has more of it, but computing it is predicted to be faster."""
     LOAD_NOT_AWAITED = "load_not_awaited"
     """A slow tier has more of it, but requests don't wait for slow tiers (prefetch policy best_effort)."""
+    NO_STATE = "no_state"
+    """KV of more tokens is cached, but no recurrent state behind them: the model has recurrent layers."""
     NO_ROOM = "no_room"
     """The head of a block could have been reused, but no block was free to copy it to."""
     OTHER_ADAPTER = "other_adapter"
@@ -189,6 +191,15 @@ LAST_TOKEN_MISS = Miss(
 RECOMPUTED_MISS = Miss(
     MissReason.RECOMPUTED, "Log-probabilities of the prompt were asked for: each token was computed."
 )
+
+
+def no_state(num_with_kv: int, num_cached_tokens: int) -> Miss:
+    """Return the miss of a prompt with KV of `num_with_kv` tokens, but a state behind fewer."""
+    return Miss(
+        MissReason.NO_STATE,
+        f"KV of {num_with_kv} tokens is cached, but this model's recurrent layers need a state too, and the "
+        f"last one kept stands behind position {num_cached_tokens}.",
+    )
 
 
 def load_failed(num_blocks: int, num_cached_tokens: int) -> Miss:

@@ -20,7 +20,7 @@ from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
-from stemma.model.batch import ForwardBatch
+from stemma.model.batch import ForwardBatch, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.weights import PREPARED_BYTES
 from stemma.native.process_memory import large_blocks_apart, peak_bytes, reset_peak, resident_bytes, trim_heap
@@ -102,9 +102,13 @@ def step_bytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_logits: i
     lengths = _lengths(num_tokens, num_logits, model.max_model_len)
     with large_blocks_apart():
         # Blocks of one token: no more KV than tokens, which for a large model is much.
-        kv = DeviceKV(replace(layout, block_size=1), sum(lengths))
+        num_states = 0 if layout.state is None else len(lengths)
+        layout = replace(layout, block_size=1)
+        kv = DeviceKV(layout, layout.aligned(sum(lengths)), num_states=num_states)
     kv.data.zero_()
     batch = _batch(lengths)
+    if num_states:
+        batch.states = StateMoves((None,) * num_states, tuple(range(num_states)), ())
     before = resident_bytes()
     reset_peak()
     logits = model.forward(batch, kv)

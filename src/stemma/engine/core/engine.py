@@ -388,6 +388,8 @@ class Engine:
         for item in rows.items:
             sequence, scored = item.sequence, item.scored_logits
             sequence.num_computed = item.end - len(item.draft)
+            if not item.draft:
+                self._scheduler.land(item)
             if scored and sequence.scores is not None:
                 sequence.scores.add(logits[scored.start : scored.stop])
         drawn = rows.drawn(self._siblings)
@@ -442,6 +444,8 @@ class Engine:
             self._finish(sequence)
         elif sequence is one.item.sequence:
             self._scheduler.commit(one.item)
+            if draft:
+                self._scheduler.land(one.item)
         return SequenceNews(
             sequence.state,
             sequence.index,

@@ -19,7 +19,7 @@ from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch
+from stemma.model.batch import ForwardBatch, StateMoves
 
 
 class LanguageModel(Protocol):
@@ -164,6 +164,7 @@ class Runner:
             block_tables=self._block_tables(buffers, rows, -(-max(context_lens) // self._block_size)),
             logits_rows=buffers.logits_rows.to_device(rows.num_logits),
             adapters=() if self._adapters is None else self._adapters.rows(rows.adapters),
+            states=_state_moves(rows) if self.kv.num_states else None,
         )
 
     def _fill(self, buffers: StepBuffers, item: Scheduled) -> None:
@@ -198,3 +199,19 @@ class Runner:
             if used < max_blocks:
                 tables[i, used:] = 0
         return result
+
+
+def _state_moves(rows: StepRows) -> StateMoves:
+    """Return where the states of a step lie, as the scheduler planned it."""
+    initial: list[int | None] = []
+    last: list[int] = []
+    snapshots: list[tuple[int, int]] = []
+    for item in rows.items:
+        assert item.sequence.lease is not None
+        assert item.sequence.lease.state is not None
+        move = item.sequence.lease.state.move
+        assert move is not None
+        initial.append(move.initial)
+        last.append(move.last)
+        snapshots += [(item.row_of(position - 1), state) for position, state in move.snapshots]
+    return StateMoves(tuple(initial), tuple(last), tuple(snapshots))

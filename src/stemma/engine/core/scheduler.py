@@ -24,6 +24,7 @@ from stemma.engine.core.ordering import MAX_MATCHED, order_waiting
 from stemma.engine.core.request import Scheduled, SequenceState, Status
 from stemma.engine.core.seats import Seats, StepTokens
 from stemma.errors import GenerationFailed, PromptTooLong, StemmaError
+from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
@@ -260,6 +261,13 @@ class Scheduler:
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
 
+    def land(self, item: Scheduled) -> None:
+        """Take over the recurrent state that a step left; `sequence.num_computed` is up to date."""
+        sequence = item.sequence
+        assert sequence.lease is not None
+        if not self._cache.land_state(sequence.lease, item.end, sequence.num_computed):
+            sequence.num_computed = item.start
+
     def commit(self, item: Scheduled) -> None:
         """Enter in the cache what a step computed of an item; `sequence.num_computed` is up to date."""
         lease = item.sequence.lease
@@ -305,20 +313,27 @@ class Scheduler:
             source_row = sequence.in_flight.drawn_logits.start if sequence.in_flight.num_logits else None
             return Scheduled(sequence, sequence.num_launched, 1, 1, source_row=source_row)
         draft: tuple[int, ...] = ()
+        start = sequence.num_computed
         if self._drafter is not None:
             if (most := min(most_drafted, sequence.num_left - 1)) > 0:
                 namespace = sequence.state.request.namespace
                 forced = sequence.sampling.forced()
                 draft = self._drafter.propose(sequence.age, namespace, sequence.tokens, most, forced)
                 draft = draft[: sequence.sampling.num_valid(draft)]
-            if draft and not self._cache.extend(lease, sequence.num_tokens + len(draft)):
+            if draft and not self._has_room(lease, start, sequence.num_tokens + len(draft), len(draft)):
                 draft = ()
-        while not self._cache.extend(lease, sequence.num_tokens):
+        while not draft and not self._has_room(lease, start, sequence.num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return None
-        return Scheduled(sequence, sequence.num_computed, 1 + len(draft), 1 + len(draft), draft)
+        return Scheduled(sequence, start, 1 + len(draft), 1 + len(draft), draft)
+
+    def _has_room(self, lease: Lease, start: int, end: int, num_drafts: int = 0) -> bool:
+        """Make room for KV and states of a step over tokens [start, end); False if there is none."""
+        if not self._cache.extend(lease, end):
+            return False
+        return self._cache.plan_state(lease, start, end, num_drafts=num_drafts)
 
     def _add_chunk(self, plan: list[Scheduled], sequence: SequenceState, budget: int) -> int:
         """Plan the next tokens of a prompt; return how many. 0: the step has no room for more logits."""
@@ -330,6 +345,9 @@ class Scheduler:
             if len(scored) > room:
                 num_tokens = scored.start + room - start
                 scored = scored[:room]
+        assert sequence.lease is not None
+        if num_tokens and not self._cache.plan_state(sequence.lease, start, start + num_tokens):
+            return 0  # until another sequence ends
         if num_tokens:
             plan.append(Scheduled(sequence, start, num_tokens, int(num_tokens == num_missing), scored=scored))
         return num_tokens

@@ -35,6 +35,40 @@ class PendingLoad:
     """Where each block comes from."""
     num_loaded: Future[int]
     """How many leading blocks arrived; fewer than requested is a miss, not an error."""
+    num_state_blocks: int = 0
+    """Blocks of a recurrent state that follow them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateMove:
+    """What a step does with the state of one sequence."""
+
+    initial: int | None
+    """The state before its first row; None: zeros."""
+    last: int
+    """Where the state behind its last row goes."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """Positions inside the step, ascending, and where the states behind so many tokens go."""
+
+
+class LeaseState:
+    """The recurrent state of one sequence that runs. Only states.py changes it."""
+
+    __slots__ = ("branch", "checkpoint", "move", "position", "rolling", "state")
+
+    def __init__(self, state: int | None, position: int, branch: int) -> None:
+        self.state = state
+        """None: zeros, before the first token."""
+        self.position = position
+        """Tokens that it stands for."""
+        self.branch = branch
+        """Where cached KV went on without a state: the tree branches there; 0: nowhere."""
+        self.checkpoint = position
+        """The last checkpoint of this sequence."""
+        self.rolling: BlockKey | None = None
+        """The last one that was taken of its answer."""
+        self.move: StateMove | None = None
+        """Of the step that is planned or runs."""
 
 
 class TokenBuffer:
@@ -85,6 +119,7 @@ class Lease:
         "block_size",
         "buffer",
         "cached_by_tier",
+        "has_loaded_state",
         "load_error",
         "miss",
         "namespace",
@@ -95,6 +130,7 @@ class Lease:
         "priority",
         "retention",
         "roots",
+        "state",
         "ttl_s",
     )
 
@@ -129,6 +165,10 @@ class Lease:
         self.cached_by_tier: dict[Tier, int] = {}
         self.miss: Miss | None = None
         self.pending: PendingLoad | None = None
+        self.state: LeaseState | None = None
+        """Of a model with recurrent layers: the sequence's state (states.py)."""
+        self.has_loaded_state: bool | None = None
+        """Whether a load brought all of a recurrent state; None: none was to be loaded."""
         self.load_error: str | None = None
         """Why a load failed, if the policy is to fail the request."""
 

@@ -17,6 +17,7 @@ from stemma.errors import IntegrityError
 from stemma.memory.cache.cached_blocks import CachedBlocks
 from stemma.memory.cache.late_frees import LateFrees
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.types import BlockIds
 
@@ -39,9 +40,14 @@ class LeasedBlocks:
     """The leases of one cache. Not thread-safe: one owner, the step loop."""
 
     def __init__(
-        self, block_size: int, buffer: BlockBuffer, allocator: BlockAllocator, cached: CachedBlocks | None
+        self,
+        block_size: int,
+        buffer: BlockBuffer,
+        allocator: BlockAllocator,
+        cached: CachedBlocks | None,
+        states: CachedStates | None = None,
     ) -> None:
-        """`cached` None: nothing is committed."""
+        """`cached` None: nothing is committed. `states`: what leases hold beside blocks; None: nothing."""
         self.block_size = block_size
         self.num_deduplicated = 0
         """Blocks that leases freed for identical ones of the index."""
@@ -49,6 +55,7 @@ class LeasedBlocks:
         self._buffer = buffer
         self._allocator = allocator
         self._cached = cached
+        self._states = states
         self._leases: set[Lease] = set()
         self._tails: dict[Lease, int] = {}
         """Partial blocks that a lease has committed and still writes: evicting one frees no memory yet."""
@@ -61,6 +68,11 @@ class LeasedBlocks:
             return self._allocator.num_free
         num_in_use = sum(map(self._cached.has, self._tails.values()))
         return self._allocator.num_free + self._cached.index.num_evictable - num_in_use
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """All leases, those included whose blocks are freed later."""
+        return (*self._leases, *self._late.leases())
 
     def allocate(self, num_blocks: int) -> BlockIds | None:
         """Return fresh blocks, evicting as many as needed; None if that isn't enough."""
@@ -179,7 +191,9 @@ class LeasedBlocks:
                 self.free_blocks(lease)
 
     def free_blocks(self, lease: Lease) -> None:
-        """Unpin and free the blocks of a lease that isn't registered, now."""
+        """Unpin and free the blocks of a lease that isn't registered, and its recurrent state, now."""
+        if self._states is not None:
+            self._states.end(lease)
         if self._cached is not None:
             self._cached.index.unpin(lease.block_table[: lease.num_committed])
         self._allocator.free(lease.block_table)

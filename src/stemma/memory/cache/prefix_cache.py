@@ -27,6 +27,8 @@ from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.leased_blocks import BlockBuffer, LeasedBlocks
 from stemma.memory.cache.prompt_loads import PromptLoads
 from stemma.memory.cache.rests import Rests
+from stemma.memory.cache.state_hits import StateHit, StateHits
+from stemma.memory.cache.states import CachedStates
 from stemma.memory.cache.tiers_below import TiersBelow
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import KVEventSink
@@ -38,6 +40,7 @@ from stemma.prefix.explain import (
     Miss,
     MissReason,
     load_failed,
+    no_state,
 )
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
@@ -79,11 +82,14 @@ class PrefixCache:
         takes_tails: bool = False,
         block_costs: npt.NDArray[np.float32] | None = None,
         other_models: OtherModels | None = None,
+        states: CachedStates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`index` None disables reuse: blocks are then only allocated and shared between forks.
 
         `other_models` knows the prompts that other models left on the disk, for explanations.
+
+        `states`: those of recurrent layers; None: the model has none.
 
         `block_costs` tells the policy what a block costs by depth, shape [num_blocks]; None: all equal.
         """
@@ -108,8 +114,12 @@ class PrefixCache:
                 block_costs=block_costs,
                 clock=clock,
             )
-        self._leased = LeasedBlocks(self.block_size, buffer, self._allocator, self._cached)
+        self._leased = LeasedBlocks(self.block_size, buffer, self._allocator, self._cached, states)
         self._rests = Rests(self._leased)
+        self._states = states
+        self._state_hits: StateHits | None = None
+        if states is not None and self._cached is not None:
+            self._state_hits = StateHits(states, self._cached, lower, self.block_size)
         self._held: set[Lease] = set()
         """The leases of `hold`."""
         self._num_touched = 0
@@ -152,7 +162,8 @@ class PrefixCache:
         """Return how many leading tokens of a prompt are on the device, never the last one. Read-only."""
         if self._rests and self._rests.has(namespace, tokens):
             return len(tokens) - 1
-        return self._match(namespace, tokens).num_tokens
+        found = self._match(namespace, tokens)
+        return found.num_tokens if self._state_hits is None else self._state_hits.on_device(found)
 
     def reserve(
         self,
@@ -184,10 +195,16 @@ class PrefixCache:
                 return lease
         found = self._match(namespace, tokens if max_cached is None else tokens[: max_cached + 1])
         lease = make()
+        loads = self._loads if max_cached is None else None
+        hit = None
+        if self._state_hits is not None:
+            tiers, keys = loads.match(lease, found) if loads is not None else ((), [])
+            hit = self._state_hits.find(lease, found, tiers, keys)
+            found = hit.found
         num_full = found.num_full_blocks(self.block_size)
         self._leased.share(lease, found.block_ids[:num_full])
         try:
-            is_reserved = self._fill(lease, found, num_new, loads=self._loads if max_cached is None else None)
+            is_reserved = self._fill(lease, found, num_new, loads=loads, hit=hit)
         except BaseException:
             self._leased.free_blocks(lease)
             raise
@@ -199,10 +216,17 @@ class PrefixCache:
         self._leased.add(lease)
         return lease
 
-    def _fill(self, lease: Lease, found: Match, num_new: int, *, loads: PromptLoads | None) -> bool:
+    def _fill(
+        self, lease: Lease, found: Match, num_new: int, *, loads: PromptLoads | None, hit: StateHit | None
+    ) -> bool:
         """Allocate the other blocks of a lease that shares what `found` has; False if there is no room."""
+        if self._states is not None and not self._begin_state(lease, hit):
+            return False
         num_full = found.num_full_blocks(self.block_size)
-        tiers, keys = loads.match(lease, found) if loads is not None else ((), [])
+        if hit is not None:
+            tiers, keys = hit.tiers, list(hit.keys)
+        else:
+            tiers, keys = loads.match(lease, found) if loads is not None else ((), [])
         num_tail = found.num_tokens % self.block_size if not tiers else 0
         num_needed = -(-(lease.num_tokens + num_new) // self.block_size) - num_full
         num_lost = 0
@@ -218,11 +242,35 @@ class PrefixCache:
         lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
         if self._cached is not None:
             self._cached.use(found.block_ids[:num_full])
-        if loads is not None and tiers:
-            loads.start(lease, num_full, tiers, keys)
+        pieces = () if hit is None else hit.pieces
+        if loads is not None and (tiers or pieces):
+            state = [] if self._states is None or not pieces else self._states.blocks_of(lease)
+            loads.start(lease, num_full, tiers, [*keys, *pieces], state)
+        elif hit is not None and hit.num_with_kv > hit.position:
+            lease.miss = no_state(hit.num_with_kv, hit.position)
         else:
             lease.miss = self._explain(lease, found, num_lost)
         return True
+
+    def _begin_state(self, lease: Lease, hit: StateHit | None) -> bool:
+        """Give a lease the state that it goes on from, or room to load it into; False: no state is free."""
+        assert self._states is not None
+        if hit is None:
+            return self._states.begin(lease, 0)
+        if hit.pieces:
+            return self._states.begin_loading(lease, hit.position, hit.num_with_kv)
+        return self._states.begin(lease, hit.position, hit.num_with_kv)
+
+    def plan_state(self, lease: Lease, start: int, end: int, *, num_drafts: int = 0) -> bool:
+        """Make room for the recurrent states of a step over tokens [start, end); False if there is none."""
+        return self._states is None or self._states.plan(lease, start, end, num_drafts=num_drafts)
+
+    def land_state(self, lease: Lease, end: int, num_computed: int) -> bool:
+        """Take over the states that a step left, which ends at `end` and of whose tokens `num_computed` hold.
+
+        Returns False if these must be computed again, because drafts were wrong.
+        """
+        return self._states is None or self._states.land(lease, end, num_computed=num_computed)
 
     def hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
         """Return a lease on the full blocks of a prompt that are on the device; it may be empty.
@@ -286,12 +334,24 @@ class PrefixCache:
         assert lease.pending is not None
         num_asked = lease.pending.first + len(lease.pending.tiers)
         num_held = self._loads.finish(lease)
+        if self._states is not None:
+            self._finish_state(lease, num_held)
         self.commit(lease, lease.num_cached_tokens)
         found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
         if num_held < num_asked:
             lease.miss = load_failed(num_asked - num_held, lease.num_cached_tokens)
         else:
             lease.miss = self._explain(lease, found, 0)
+
+    def _finish_state(self, lease: Lease, num_held: int) -> None:
+        """Have a lease whose load ended go on from a state that is there, whose tokens count as cached."""
+        assert self._states is not None
+        position = self._states.finish_loading(lease, lease.keys(num_held), num_held * self.block_size)
+        counted = 0
+        for tier, num_tokens in list(lease.cached_by_tier.items()):
+            lease.cached_by_tier[tier] = min(num_tokens, position - counted)
+            counted += lease.cached_by_tier[tier]
+        lease.cached_by_tier = {tier: count for tier, count in lease.cached_by_tier.items() if count}
 
     def loads(self) -> list[Future[int]]:
         """Return the loads that still write into blocks, of waiting leases and of freed ones."""
@@ -333,6 +393,8 @@ class PrefixCache:
             twin = self._leased.twin(lease, num_computed, num_blocks, make)
         if twin is None:
             return None
+        if self._states is not None:
+            self._states.twin(lease, twin)
         twin.cached_by_tier = dict(lease.cached_by_tier)
         twin.miss = lease.miss
         return twin
@@ -351,7 +413,8 @@ class PrefixCache:
 
         Those are spared a lookup and an entry in the index; blocks that are needed elsewhere don't wait.
         """
-        if self._cached is None or self._leased.has_fence or lease.pending is not None or not num_computed:
+        is_plain = self._cached is not None and self._states is None
+        if not is_plain or self._leased.has_fence or lease.pending is not None or not num_computed:
             self.free(lease, num_computed)
         else:
             self._rests.add(lease, num_computed)
@@ -404,6 +467,8 @@ class PrefixCache:
         """Drop every block that no lease holds; return how many."""
         self.end_rests()
         self._leased.free_loaded()
+        if self._states is not None:
+            self._states.flush()
         return self._cached.flush() if self._cached is not None else 0
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
@@ -445,6 +510,8 @@ class PrefixCache:
         if self._lower is not None:
             self._lower.check()
         self._leased.check()
+        if self._states is not None:
+            self._states.check(self._leased.leases)
 
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         if self._cached is None or len(tokens) < 2:

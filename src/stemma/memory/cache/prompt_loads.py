@@ -55,10 +55,21 @@ class PromptLoads:
             left.num_blocks, left.tier, num_held * self._block_size, is_awaited=left.is_awaited
         )
 
-    def start(self, lease: Lease, first: int, tiers: tuple[Tier, ...], keys: Sequence[BlockKey]) -> None:
-        """Load what `match` found, one block for each of `tiers`, into the lease's table from `first` on."""
-        block_ids = lease.block_table[first : first + len(tiers)].tolist()
-        lease.pending = PendingLoad(first, tiers, self._lower.load(keys[: len(tiers)], block_ids))
+    def start(
+        self,
+        lease: Lease,
+        first: int,
+        tiers: tuple[Tier, ...],
+        keys: Sequence[BlockKey],
+        state: Sequence[int] = (),
+    ) -> None:
+        """Load what `match` found, one block for each of `tiers`, into the lease's table from `first` on.
+
+        `state`: blocks for a recurrent state, whose keys follow those of the table's blocks.
+        """
+        block_ids = [*lease.block_table[first : first + len(tiers)].tolist(), *state]
+        future = self._lower.load(keys[: len(block_ids)], block_ids)
+        lease.pending = PendingLoad(first, tiers, future, len(state))
 
     def finish(self, lease: Lease) -> int:
         """Record the result of a finished load on the lease; return how many leading blocks have KV.
@@ -77,6 +88,9 @@ class PromptLoads:
                 lease.load_error = str(error)
             else:
                 raise error
+        if pending.num_state_blocks:
+            lease.has_loaded_state = num_loaded == len(pending.tiers) + pending.num_state_blocks
+            num_loaded = min(num_loaded, len(pending.tiers))
         for number, tier in enumerate(pending.tiers[:num_loaded], pending.first):
             # The last token is always computed, even where its block was loaded.
             num_tokens = min(self._block_size, lease.num_tokens - 1 - number * self._block_size)

@@ -6,6 +6,8 @@ single copy. One layer of all blocks is therefore a strided view, which attentio
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -34,11 +36,21 @@ class DeviceKV:
     tiled, the last axes are [columns / 16, block_size, 16].
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        *,
+        num_states: int = 0,
+    ) -> None:
+        """`num_states`: sequences whose recurrent states fit, in blocks behind the others; on CPU only."""
         if num_blocks < 1:
             raise ConfigError(f"the device tier needs at least one block, got {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_states = num_states
+        num_blocks += num_states * layout.blocks_per_state
         self.device = torch.device(device)
         dtype, shape = TORCH_DTYPES[layout.dtype], [num_blocks, *layout.block_shape]
         if layout.stored != "plain":
@@ -58,7 +70,7 @@ class DeviceKV:
             self._token_rows = raw.reshape(num_blocks, num_runs, layout.block_size, -1)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=self.device)
-        self._layers = list(self.data.unbind(dim=1))
+        self._layers = list(self.data[: self.num_blocks].unbind(dim=1))
         self._bytes = self.data.view(num_blocks, -1).view(torch.uint8)
 
     @property
@@ -92,6 +104,21 @@ class DeviceKV:
     def block_bytes_view(self, block_id: int) -> torch.Tensor:
         """Return a block as contiguous uint8 [block_bytes]; writing to it writes the block."""
         return self._bytes[block_id]
+
+    def state_blocks(self, state: int) -> range:
+        """Return the ids of the blocks that hold a state."""
+        each = self.layout.blocks_per_state
+        first = self.num_blocks + state * each
+        return range(first, first + each)
+
+    def state_part(self, state: int, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a part of a state, float32; a view."""
+        raw = self._bytes[self.state_blocks(state).start :].view(-1)
+        return raw[offset : offset + 4 * math.prod(shape)].view(torch.float32).view(shape)
+
+    def state_address(self, state: int) -> int:
+        """Return where a state begins in memory; on CPU."""
+        return self._bytes[self.state_blocks(state).start].data_ptr()
 
     def touch(self, block_id: int) -> None:
         """Have memory given to a block that was never used; its first use takes milliseconds otherwise."""

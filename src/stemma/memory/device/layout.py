@@ -14,7 +14,9 @@ their scales.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -23,8 +25,43 @@ SCALE_BYTES = 2
 COLUMNS = 16
 """Of a piece of a tiled row; COLUMNS of native/kv_format.h."""
 
+_STATE_ALIGNMENT = 64
+"""Bytes: states begin at multiples."""
+
 StoredAs = Literal["plain", "int8", "fp8"]
 """Numbers of KV in a block: as they were computed, or codes of one byte with a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """What one recurrent layer keeps of a sequence, whatever its length, as float32."""
+
+    layer: int
+    name: str
+    """``conv``: the inputs that a short convolution still needs; ``recurrent``: the matrix."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence."""
+        return math.prod(self.shape) * DTYPE_BYTES["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The state of one sequence: its parts, one behind the other."""
+
+    parts: tuple[StatePart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def offsets(self) -> dict[tuple[int, str], int]:
+        """Return where each part begins, in bytes, by layer and name."""
+        ends = accumulate((part.num_bytes for part in self.parts), initial=0)
+        return {(part.layer, part.name): start for part, start in zip(self.parts, ends, strict=False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +82,20 @@ class KVLayout:
     """For stored codes of a latent: its first dims, which have a scale of their own. 0: one scale for all."""
     tiled: bool = False
     """Rows lie in pieces of 16 columns, [columns / 16, token, 16]. One KV head only."""
+    state: StateLayout | None = None
+    """What recurrent layers keep of a sequence; None: there are none."""
+
+    @property
+    def blocks_per_state(self) -> int:
+        """Blocks that take one sequence's state, up to an address that suits floats. 0: no states."""
+        if self.state is None:
+            return 0
+        return self.aligned(-(-self.state.num_bytes // self.block_bytes))
+
+    def aligned(self, num_blocks: int) -> int:
+        """Return the next number of blocks behind which a state may begin."""
+        together = _STATE_ALIGNMENT // math.gcd(_STATE_ALIGNMENT, self.block_bytes)
+        return -(-num_blocks // together) * together
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -97,6 +148,11 @@ class KVLayout:
         shape = "x".join(str(n) for n in self.block_shape)
         axes = f"layer,part,dim/{COLUMNS},token,{COLUMNS}" if self.tiled else "layer,part,token,head,dim"
         plain = f"{axes}:{shape}:{self.dtype}"
+        if self.state is not None:
+            parts = ",".join(
+                f"{part.layer}.{part.name}{list(part.shape)}" for part in self.state.parts
+            ).replace(" ", "")
+            plain += f":states {parts}"
         if self.stored == "plain":
             return plain
         return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

@@ -50,7 +50,7 @@ def paged_attention(
             f"reused. {SUPPORTED}"
         )
     call = AttentionCall(
-        layer_idx=module.layer_idx,  # type: ignore[arg-type]
+        layer_idx=getattr(module, "stemma_layer", module.layer_idx),  # type: ignore[arg-type]
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
         sliding_window=sliding_window,
         softcap=softcap,

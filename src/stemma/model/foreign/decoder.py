@@ -13,12 +13,22 @@ from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.recurrence import NativeRecurrence
 from stemma.model.foreign.adapters import AdaptedModules
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
+from stemma.model.foreign.recurrence import (
+    PagedStates,
+    ProbedStates,
+    StateStep,
+    cache_of,
+    divert,
+    running,
+)
 from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.paged import AttentionStep
+from stemma.model.recurrence import Recurrence, TorchRecurrence
 
 
 class ModuleDecoder:
@@ -33,6 +43,10 @@ class ModuleDecoder:
         if packing is not None and weights is not None:
             self.operations = RowwiseOperations(packing.kernels)
             self.operations.pack_tied_head(hf_model, weights, packing)
+        self._is_recurrent = divert(hf_model)
+        self._recurrence: Recurrence = TorchRecurrence()
+        if self._kernels is not None:
+            self._recurrence = NativeRecurrence(self._kernels)
         self._adapted = AdaptedModules(hf_model, self._kernels, self._try)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
@@ -53,18 +67,25 @@ class ModuleDecoder:
     def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
         """Run the modules with `step` as context of attention; return logits [L, vocab]."""
         batch.on_launch()  # torch leaves the interpreter to others in each of its calls
-        with self._adapted.step(batch):
+        with self._adapted.step(batch), running(self._states(batch, step)):
             return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
+
+    def _states(self, batch: ForwardBatch, step: StepContext) -> StateStep | None:
+        if not self._is_recurrent:
+            return None
+        assert isinstance(step, AttentionStep | NativeAttentionStep)
+        return PagedStates(self._recurrence, batch, step.kv)
 
     def _run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
+        options = cache_of(self._hf) if self._is_recurrent else {}
         output = self._hf(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logits_rows,
-            **{STEP_KEYWORD: step},
+            **{STEP_KEYWORD: step, **options},
         )
         logits: torch.Tensor = output.logits[0]
         return logits
@@ -74,5 +95,6 @@ class ModuleDecoder:
         """Run `num_tokens` tokens without KV; logits of the last."""
         device = self._hf.device
         positions = torch.arange(num_tokens, device=device)
-        with self.operations or nullcontext():
+        states = ProbedStates(self._recurrence, num_tokens) if self._is_recurrent else None
+        with self.operations or nullcontext(), running(states):
             self._run(torch.zeros_like(positions), positions, positions[-1:], probe or AttentionProbe())

@@ -82,6 +82,12 @@ def leave_file(model: nn.Module) -> None:
 
 
 def plain_layers(model: nn.Module) -> frozenset[nn.Module]:
-    """Return linear layers that are used as tensors, not called: the expansion of a cached latent."""
-    modules: Iterable[Any] = model.modules()
-    return frozenset(module.kv_b_proj for module in modules if hasattr(module, "stemma_latent"))
+    """Return linear layers that are used as tensors, not called.
+
+    They are the expansion of a cached latent, and of a Mamba layer's time step.
+    """
+    modules: Iterable[Any] = list(model.modules())
+    latent = [module.kv_b_proj for module in modules if hasattr(module, "stemma_latent")]
+    return frozenset(
+        [*latent, *(m.dt_proj for m in modules if hasattr(m, "dt_proj") and hasattr(m, "x_proj"))]
+    )

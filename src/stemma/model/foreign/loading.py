@@ -81,6 +81,7 @@ def loading_options(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "dtype": dtype,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",  # one expert after the other: rows don't depend on each other
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are reported, and refused in our words
     }

@@ -11,6 +11,10 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.attention import SUPPORTED, AttentionCall
 from stemma.model.causal_lm import KVShape
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
+from stemma.model.foreign.recurrence import ProbedStates, cache_of, divert, running
+from stemma.model.recurrence import TorchRecurrence
+
+_LEAST_DIM = 16
 
 
 def probe(
@@ -26,14 +30,16 @@ def probe(
     name = type(hf_model).__name__
     recorder = AttentionProbe(after_layer)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=hf_model.device)
-    with torch.inference_mode():
+    states = ProbedStates(TorchRecurrence(), 2) if divert(hf_model) else None
+    options = {} if states is None else cache_of(hf_model)
+    with torch.inference_mode(), running(states):
         try:
             hf_model(
                 input_ids=tokens,
                 position_ids=torch.tensor([[0, last_position]], device=hf_model.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor([1], device=hf_model.device),
-                **{STEP_KEYWORD: recorder},
+                **{STEP_KEYWORD: recorder, **options},
             )
         except TypeError as error:
             raise UnsupportedModel(f"{name} doesn't take our keywords: {error}. {SUPPORTED}") from error
@@ -43,28 +49,58 @@ def probe(
             ) from error
     calls = {call.layer_idx: (call, heads, dim, value) for call, heads, dim, value in recorder.calls}
     num_layers = config.num_hidden_layers
-    if len(recorder.calls) != num_layers or sorted(calls) != list(range(num_layers)):
+    state = None if states is None else states.layout()
+    with_state = set() if state is None else {part.layer for part in state.parts}
+    without_kv = _without_kv(config, with_state)
+    if len(recorder.calls) != len(calls) or calls.keys() != set(range(num_layers)) - without_kv:
         raise UnsupportedModel(
             f"{name}: {len(calls)} of {num_layers} layers go through attention. {SUPPORTED}"
         )
-    ordered = [calls[index][0] for index in range(num_layers)]
-    _check_windows(name, config, [call.sliding_window for call in ordered])
+    if not calls:
+        # A block holds nothing then; it stands for its tokens.
+        return KVShape(1, 1, 1, _LEAST_DIM, state=state), []
+    _number_layers(hf_model, sorted(calls))
+    ordered = [calls[index][0] for index in sorted(calls)]
+    _check_windows(name, config, {layer: calls[layer][0].sliding_window for layer in sorted(calls)})
     shapes = {(heads, max(dim, value), call.latent is None) for call, heads, dim, value in calls.values()}
     if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: layers keep KV of different shapes. {SUPPORTED}")
     heads, dim, has_value = shapes.pop()
     latent = ordered[0].latent
     rank = 0 if latent is None else latent.rank
-    return KVShape(num_layers, 2 if has_value else 1, heads, dim, rank), ordered
+    return KVShape(len(calls), 2 if has_value else 1, heads, dim, rank, state), ordered
 
 
-def _check_windows(name: str, config: Any, passed: list[int | None]) -> None:
+def _without_kv(config: Any, with_state: set[int]) -> set[int]:
+    """Return the layers that need no attention: those that keep a state, or have only a feed-forward part."""
+    types = getattr(config, "layer_types", None) or []
+    return {
+        number
+        for number in range(config.num_hidden_layers)
+        if (
+            number in with_state
+            and (number >= len(types) or not types[number].startswith(("full", "hybrid")))
+        )
+        or (number < len(types) and types[number] in ("moe", "mlp"))
+    }
+
+
+def _number_layers(hf_model: Any, with_attention: list[int]) -> None:
+    """Have layers with attention count their KV without the others."""
+    numbers = {layer: number for number, layer in enumerate(with_attention)}
+    modules: Any = hf_model.modules()
+    for module in modules:
+        if getattr(module, "layer_idx", None) in numbers:
+            module.stemma_layer = numbers[module.layer_idx]
+
+
+def _check_windows(name: str, config: Any, passed: dict[int, int | None]) -> None:
     """Refuse a model that applies its sliding window by a mask that isn't passed to us."""
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
-    for index, seen in enumerate(passed):
+    for index, seen in passed.items():
         slides = layer_types[index] == "sliding_attention" if layer_types else window is not None
         if slides and seen is None:
             raise UnsupportedModel(f"{name}: layer {index} hides its sliding window. {SUPPORTED}")

@@ -35,6 +35,7 @@ _ELEMENTWISE: frozenset[Operation] = frozenset(
         *(F.silu, F.gelu, F.softplus, torch.erf, torch.Tensor.erf),
     }
 )
+_MATMUL: frozenset[Operation] = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 MAX_PACKED = 1 << 22
 """Elements of a weight that isn't a layer's own up to which it is packed too: a router's."""
 
@@ -55,6 +56,8 @@ class RowwiseOperations(TorchFunctionMode):
         options = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **options)
+        if func in _MATMUL and isinstance(args[0], nn.Parameter) and args[1].dim() == 3:
+            return self._columns(*args)
         if func is F.embedding:
             return self._embedding(*args, **options)
         if func in _ELEMENTWISE and args and not options.get("inplace") and args[0].is_floating_point():
@@ -69,6 +72,10 @@ class RowwiseOperations(TorchFunctionMode):
             return F.linear(input, weight, bias)
         rows = input.reshape(-1, input.shape[-1])
         return self._product(weight, bias)(rows).view(*input.shape[:-1], weight.shape[0])
+
+    def _columns(self, weight: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Multiply a weight [n, k] by columns [1, k, T]."""
+        return self._linear(columns.transpose(1, 2), weight).transpose(1, 2)
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
         if not isinstance(weight, nn.Parameter):  # made anew by every call

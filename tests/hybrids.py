@@ -1,0 +1,111 @@
+"""Tiny seeded checkpoints of models with recurrent layers, one of each kind that transformers has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from stemma.model.tiny import save_checkpoint
+from tests.checkpoints import base_fields, make_model, tokenizer
+
+_DELTA = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 12},
+}
+_MIXED = ["linear_attention", "full_attention", "linear_attention"]
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+}
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **_DELTA,
+        **_MOE,
+        "num_hidden_layers": 3,
+        "layer_types": _MIXED,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 16,
+    },
+    "qwen3_5_text": {**_DELTA, "num_hidden_layers": 3, "layer_types": _MIXED, "head_dim": 16},
+    "qwen3_5_moe_text": {
+        **_DELTA,
+        **_MOE,
+        "num_hidden_layers": 3,
+        "layer_types": _MIXED,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 16,
+    },
+    "olmo_hybrid": {
+        "num_hidden_layers": 3,
+        "layer_types": _MIXED,
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 12},
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "layer_types": _MIXED,
+        **{"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 16, "head_dim": 16, "num_experts_per_tok": 2, "num_local_experts": 4},
+        **{"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+        **{"linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}},
+    },
+    "bamba": {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "num_hidden_layers": 3,
+        "layer_types": _MIXED,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    },
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 128, "num_hidden_layers": 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1, "head_dim": 16},
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        **{"attn_layer_period": 4, "attn_layer_offset": 1, "expert_layer_period": 2},
+        **{"expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8},
+    },
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {
+        **_MOE,
+        "num_hidden_layers": 3,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "mamba": {"num_hidden_layers": 2, "state_size": 8},
+    "falcon_mamba": {"num_hidden_layers": 2, "state_size": 8},
+    "mamba2": {"num_hidden_layers": 2, "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2},
+}
+"""By `model_type`: fields in which a tiny model differs from `base_fields`."""
+FAMILIES = tuple(FIELDS)
+
+
+def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
+    """Return the tiny config of a `model_type`."""
+    fields = base_fields() | FIELDS[family] | overrides
+    if family in ("mamba", "falcon_mamba", "mamba2"):
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            fields.pop(name, None)
+    return AutoConfig.for_model(family, **fields)
+
+
+def build(
+    family: str, path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Write a checkpoint of a `model_type` into `path`."""
+    model: Any = make_model(config_of(family, **overrides), seed)
+    return save_checkpoint(model.to(dtype), tokenizer(), path)

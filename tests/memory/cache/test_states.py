@@ -1,0 +1,267 @@
+"""States of recurrent layers: who holds which, checkpoints, and what is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.states import CachedStates
+from stemma.prefix.keys import KeySpace, Namespace
+
+BLOCK_SIZE = 32
+UNIT = 64
+SPACE = KeySpace("model", "layout", BLOCK_SIZE)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def make_states(num_states: int, **options: object) -> CachedStates:
+    fields: dict[str, object] = {"interval": 256} | options
+    return CachedStates(
+        num_states,
+        BLOCK_SIZE,
+        lambda state: range(100 + 2 * state, 102 + 2 * state),
+        None,
+        Clock(),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def lease_of(prompt: int, num_tokens: int, common: int = 0) -> Lease:
+    """A lease whose first `common` tokens are those of prompt 0."""
+    tokens = np.full(num_tokens, prompt, dtype=np.int32)
+    tokens[:common] = 0
+    return Lease(Namespace(), SPACE, tokens)
+
+
+def run(states: CachedStates, lease: Lease, end: int) -> None:
+    assert lease.state is not None
+    assert states.plan(lease, lease.state.position, end, num_drafts=0)
+    assert states.land(lease, end, num_computed=end)
+
+
+def deepest(states: CachedStates, lease: Lease, num_tokens: int) -> int:
+    return states.deepest(lease.keys(num_tokens // BLOCK_SIZE), num_tokens)
+
+
+def test_a_prompt_leaves_states_where_others_may_go_on() -> None:
+    states = make_states(8)
+    lease = lease_of(0, 600)
+    assert states.begin(lease, 0)
+    run(states, lease, 600)
+    assert [deepest(states, lease, at) for at in (64, 255, 256, 511, 512, 575, 576)] == [
+        *(0, 0, 256, 256, 512, 512, 576)
+    ]
+    states.end(lease)
+    again = lease_of(0, 640)
+    assert states.begin(again, 576)
+    assert again.state is not None
+    assert again.state.state is not None
+    states.end(again)
+    states.check([])
+
+
+def test_a_state_is_kept_where_the_tree_branched() -> None:
+    states = make_states(8)
+    first = lease_of(0, 200)
+    states.begin(first, 0)
+    run(states, first, 200)
+    second = lease_of(1, 200, common=150)
+    assert deepest(states, second, 128) == 0
+    states.begin(second, 0, num_with_kv=150)
+    run(states, second, 200)
+    assert deepest(states, lease_of(2, 200, common=150), 128) == 128
+
+
+def test_alone_a_sequence_writes_in_place_and_leaves_checkpoints_behind() -> None:
+    states = make_states(4)
+    lease = lease_of(0, 100)
+    states.begin(lease, 0)
+    run(states, lease, 100)
+    assert lease.state is not None
+    own = lease.state.state
+    for _ in range(27):
+        lease.append(7)
+        run(states, lease, lease.num_tokens)
+        assert lease.state.state == own
+    lease.append(7)
+    run(states, lease, 128)
+    assert deepest(states, lease, 128) == 128
+    lease.append(7)
+    run(states, lease, 129)
+    assert lease.state.state != own  # which is the checkpoint now
+    states.check([lease])
+
+
+def test_the_last_state_of_an_answer_replaces_the_one_before() -> None:
+    states = make_states(8)
+    lease = lease_of(0, 63)
+    states.begin(lease, 0)
+    run(states, lease, 63)
+    for end in range(64, 300):
+        lease.append(7)
+        run(states, lease, end)
+    assert deepest(states, lease, 299) == 256
+    assert deepest(states, lease, 255) == 0
+    states.check([lease])
+
+
+def test_a_wrong_draft_goes_back() -> None:
+    states = make_states(3)
+    lease = lease_of(0, 100)
+    states.begin(lease, 0)
+    run(states, lease, 100)
+    assert lease.state is not None
+    own = lease.state.state
+    assert states.plan(lease, 100, 104, num_drafts=3)
+    assert not states.land(lease, 104, num_computed=102)
+    assert (lease.state.state, lease.state.position) == (own, 100)
+    assert states.plan(lease, 100, 104, num_drafts=3)
+    assert states.land(lease, 104, num_computed=104)
+    assert (lease.state.position, lease.state.state == own) == (104, False)
+    states.check([lease])
+
+
+def test_without_room_a_sequence_takes_its_checkpoint_back() -> None:
+    states = make_states(1)
+    lease = lease_of(0, 128)
+    assert states.begin(lease, 0)
+    run(states, lease, 128)
+    assert states.num_checkpoints == 1
+    other = lease_of(1, 10)
+    assert not states.begin(other, 0)
+    lease.append(7)
+    run(states, lease, 129)
+    assert states.num_checkpoints == 0
+    states.check([lease])
+
+
+def test_what_spares_least_goes_first() -> None:
+    states = make_states(4, interval=64)
+    long, short = lease_of(0, 512), lease_of(1, 64)
+    for lease in (long, short):
+        states.begin(lease, 0)
+    run(states, long, 512)
+    run(states, short, 64)
+    states.end(long)
+    states.end(short)
+    before = states.num_checkpoints
+    taken = [states.take() for _ in range(4 - before)]
+    assert None not in taken
+    for _ in range(5):
+        again = lease_of(1, 80)
+        states.begin(again, 64)
+        states.end(again)
+    assert states.take() is not None
+    assert deepest(states, short, 64) == 64
+    assert states.num_checkpoints == before - 1
+
+
+def test_a_load_that_brings_less_falls_back() -> None:
+    states = make_states(4)
+    lease = lease_of(0, 300)
+    states.begin(lease, 0)
+    run(states, lease, 130)
+    states.end(lease)
+    loading = lease_of(0, 300)
+    assert states.begin_loading(loading, 256, 256)
+    assert len(states.blocks_of(loading)) == 2
+    loading.has_loaded_state = False
+    assert states.finish_loading(loading, loading.keys(8), 256) == deepest(states, loading, 256)
+    states.check([loading])
+    states.end(loading)
+    assert states.begin_loading(loading, 256, 256)
+    loading.has_loaded_state = True
+    assert states.finish_loading(loading, loading.keys(8), 256) == 256
+    assert deepest(states, loading, 256) == 256
+    states.check([loading])
+
+
+def test_pieces_have_keys_of_their_own() -> None:
+    states = make_states(2)
+    one, other = lease_of(0, 64).key(1), lease_of(1, 64).key(1)
+    keys = [*states.piece_keys(one), *states.piece_keys(other), one, other]
+    assert len(set(keys)) == len(keys) == 6
+
+
+@dataclass
+class Model:
+    """Only what was computed may be found: positions by prompt."""
+
+    computed: set[tuple[int, int]] = field(default_factory=set)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_holders_always_agree(data: st.DataObject) -> None:
+    states = make_states(data.draw(st.integers(2, 9)), interval=data.draw(st.sampled_from((64, 128, 1024))))
+    model = Model()
+    leases: list[tuple[int, Lease]] = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(("begin", "run", "draft", "twin", "end", "flush")))
+        if action == "begin":
+            prompt = data.draw(st.integers(0, 3))
+            lease = lease_of(prompt, data.draw(st.integers(2, 400)))
+            position = deepest(states, lease, (lease.num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
+            assert position == 0 or (prompt, position) in model.computed
+            if states.begin(lease, position, data.draw(st.integers(position, 400))):
+                leases.append((prompt, lease))
+        elif action == "flush":
+            states.flush()
+        elif leases:
+            prompt, lease = leases[data.draw(st.integers(0, len(leases) - 1))]
+            assert lease.state is not None
+            start = lease.state.position
+            if action == "end":
+                states.end(lease)
+                leases = [pair for pair in leases if pair[1] is not lease]
+            elif action == "twin":
+                twin = Lease(Namespace(), SPACE, lease.tokens)
+                states.twin(lease, twin)
+                leases.append((prompt, twin))
+            elif action == "draft":
+                for _ in range(4):
+                    lease.append(prompt)
+                end = lease.num_tokens
+                if states.plan(lease, start, end, num_drafts=3):
+                    accepted = data.draw(st.integers(0, 3))
+                    if states.land(lease, end, num_computed=end - 3 + accepted):
+                        model.computed |= {(prompt, at) for at in range(start, end + 1)}
+            else:
+                if start == lease.num_tokens:
+                    lease.append(prompt)
+                end = data.draw(st.integers(start + 1, lease.num_tokens))
+                if states.plan(lease, start, end, num_drafts=0):
+                    model.computed |= {(prompt, at) for at in range(start, end + 1)}
+                    assert states.land(lease, end, num_computed=end)
+        states.check([lease for _, lease in leases])
+    for _, lease in leases:
+        states.end(lease)
+    states.check([])
+
+
+def test_nothing_is_kept_without_a_cache() -> None:
+    states = make_states(4, keeps=False)
+    lease = lease_of(0, 300)
+    states.begin(lease, 0)
+    run(states, lease, 300)
+    assert states.num_checkpoints == 0
+
+
+def test_a_state_that_stands_elsewhere_is_an_error() -> None:
+    states = make_states(2)
+    lease = lease_of(0, 100)
+    states.begin(lease, 0)
+    with pytest.raises(AssertionError, match="other tokens"):
+        states.plan(lease, 1, 2, num_drafts=0)
