@@ -92,11 +92,13 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: fields in which a tiny model differs from `base_fields`."""
 FAMILIES = tuple(FIELDS)
+REFUSED: dict[str, dict[str, Any]] = {"minimax": {"num_local_experts": 2, "head_dim": 16}}
+"""Recurrent, and not served."""
 
 
 def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the tiny config of a `model_type`."""
-    fields = base_fields() | FIELDS[family] | overrides
+    fields = base_fields() | (FIELDS | REFUSED)[family] | overrides
     if family in ("mamba", "falcon_mamba", "mamba2"):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             fields.pop(name, None)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.directory import stored_tensors
 from stemma.model.families.layout import Norm
 from stemma.model.families.registry import FAMILIES, contained_layout
 from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.latent import cache_latents
 from stemma.model.foreign.probe import probe
-from tests import checkpoints
+from tests import checkpoints, hybrids
 
 BUILT = {
     "deepseek_v2": "deepseek-v2",
@@ -30,17 +31,40 @@ BUILT = {
 }
 
 
+RECURRENT = {
+    model_type: layer
+    for model_type, layer in (
+        *(
+            ("qwen3_next", "linear_attn"),
+            ("qwen3_5_text", "linear_attn"),
+            ("qwen3_5_moe_text", "linear_attn"),
+        ),
+        *(("granitemoehybrid", "mamba"), ("bamba", "mamba")),
+    )
+}
+"""Families with recurrent layers, and what transformers calls these."""
+
+
+def build(model_type: str, path: Path) -> Path:
+    if model_type in RECURRENT:
+        return hybrids.build(model_type, path)
+    return checkpoints.build(BUILT[model_type], path)
+
+
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in stored_tensors(path)}
 
 
 def test_every_family_with_a_layout_is_tested() -> None:
-    assert {family.model_type for family in FAMILIES if family.layout is not None} == BUILT.keys()
+    assert {family.model_type for family in FAMILIES if family.layout is not None} == {
+        *BUILT,
+        *RECURRENT,
+    }
 
 
-@pytest.mark.parametrize("model_type", BUILT)
+@pytest.mark.parametrize("model_type", [*BUILT, *RECURRENT])
 def test_a_layout_names_all_tensors(model_type: str, tmp_path: Path) -> None:
-    path = checkpoints.build(BUILT[model_type], tmp_path)
+    path = build(model_type, tmp_path)
     config, shapes = AutoConfig.from_pretrained(path), shapes_of(path)
     layout = contained_layout(config, torch.bfloat16, shapes)
     assert layout is not None
@@ -68,6 +92,23 @@ def test_layers_attend_and_norm_as_transformers_modules_do(model_type: str, tmp_
     some, positions = torch.empty(0), torch.arange(40)[None]
     own, theirs = layout.angles()(some, positions), model.model.rotary_emb(some, positions)
     assert torch.equal(torch.stack(list(own)), torch.stack(list(theirs)))
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_states_are_those_that_the_modules_keep(model_type: str, tmp_path: Path) -> None:
+    path = build(model_type, tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    layout = contained_layout(AutoConfig.from_pretrained(path), torch.float32, shapes_of(path))
+    assert layout is not None
+    use_paged_attention(model)
+    kv_shape, calls = probe(model)
+    own = kv_shape_of(layout)
+    assert own == kv_shape
+    with_attention = [layer for layer in layout.layers if layer.recurrent is None]
+    assert [call.scaling for call in calls] == [layer.scaling for layer in with_attention]
+    assert [RECURRENT[model_type] in layer.output.name for layer in layout.layers] == [
+        layer.recurrent is not None for layer in layout.layers
+    ]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v3"])

@@ -31,8 +31,8 @@ from stemma.model.weight_check import check_finite, check_weights
 from stemma.model.weights.named import NamedWeights, Weight
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
 
-_FREQUENCIES = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Old checkpoints hold what the config says."""
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^mtp\.")
+"""Old checkpoints hold what the config says of angles; Qwen's have a layer that guesses tokens."""
 
 
 def fitting_layout(checkpoint: Checkpoint) -> ModelLayout | None:
@@ -126,7 +126,7 @@ def _may_be_left(
     name: str, checkpoint: Checkpoint, layout: ModelLayout, weights: Mapping[str, Weight]
 ) -> bool:
     """Whether a tensor that the layout doesn't have means nothing, or nothing new."""
-    if _FREQUENCIES.search(name) or is_prediction(name, checkpoint.config):
+    if _IGNORED.search(name) or is_prediction(name, checkpoint.config):
         return True
     weight = weights[name]
     if checkpoint.quantized is not None and name.endswith(".bias"):

@@ -1,5 +1,5 @@
-// A whole step through a decoder of the Llama pattern, or of DeepSeek's with latent attention, in one parallel region
-// (see team.h).
+// A whole step through a decoder in one parallel region (see team.h): layers of the Llama pattern, of DeepSeek's with
+// latent attention, and recurrent ones (recurrent.h).
 #pragma once
 
 #include "attention.h"
@@ -8,15 +8,21 @@
 #include "low_rank.h"
 #include "mixture.h"
 #include "products.h"
+#include "recurrent.h"
 #include "team.h"
 
 struct LayerWeights {
-    Strips qkv, output;           // with latents: the query or its latent, then the token's latent and rotary key
+    Strips qkv, output;           // with latents: the query or its latent, then the token's latent and rotary key;
+                                  // of a recurrent layer: all that its scan reads
     LatentWeights latent;
+    RecurrentWeights recurrent;
     GatedWeights dense;           // or, if there are routed experts, those that all tokens share; n = 0: none
     Router router;
     const GatedWeights* experts;  // [router.num_experts]
     const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+    const float* shared_gate;     // [hidden_dim]: shared experts count by its sigmoid; null: whole
+    int32_t kv_layer;             // number of the layer among those with KV
+    int32_t gates;                // 1: behind the values, qkv has gates of what is attended, one for each number
     int32_t window;
     int32_t unrotated;            // 1: queries and keys know no positions
     float scale;
@@ -38,10 +44,13 @@ struct StepArgs {
     RotateArgs rotate;           // qkv, norms and query are set here; not used with latents
     LatentArgs latent;
     AttendArgs attend;           // of layer 0; query and output are set here
+    StateRows state_rows;        // of recurrent layers; its offset is set here
     const AdapterRowsArgs* adapters;  // [num_adapters], in order of rows
     int32_t num_adapters;
     int32_t is_bf16;
+    int32_t centered;            // norms are centered_norm_row(), with weights in floats
     float eps;
+    float residual_scale;        // of what a layer adds to the residual; 0: as it is
 };
 
 // Up to so many rows every member norms them and lays inputs out for itself: that takes less time than to wait for one
@@ -58,7 +67,7 @@ struct Room {
     T *query_latent, *expanded, *projected, *shared;  // of latent attention; of shared experts
     float *router_logits, *routing_weights;
     int32_t* routing;
-    char *mixture, *low_rank;
+    char *mixture, *low_rank, *recurrent;
     int64_t query_width, attended_width;  // of a row
     int64_t widest, bytes;
 
@@ -70,12 +79,19 @@ struct Room {
             attended_width = int64_t(latent.heads) * latent.rank;
         }
         int64_t inner = 0, experts = 0, top_k = 0, input_bytes = 0, mixture_bytes = 0, query_rank = 0, shared_rows = 0;
-        widest = std::max(a.layers[0].output.k, a.hidden_dim);
+        int64_t joined = 0, recurrent_bytes = 0;
+        widest = a.hidden_dim;
         auto multiplied = [&](const Strips& w) { input_bytes = std::max(input_bytes, bytes_of_inputs<T>(a.rows, w)); };
         multiplied(a.head);
         for (int l = 0; l < a.num_layers; l++) {
             const LayerWeights& layer = a.layers[l];
             multiplied(layer.qkv), multiplied(layer.output);
+            joined = std::max(joined, layer.qkv.n), widest = std::max(widest, layer.output.k);
+            if (layer.recurrent.kind != NOT_RECURRENT) {
+                recurrent_bytes = std::max(recurrent_bytes, RecurrentStep<T>::bytes(layer.recurrent, a.rows));
+                query_width = std::max(query_width, layer.recurrent.width());
+                attended_width = std::max(attended_width, layer.recurrent.width());
+            }
             if (layer.latent.expand.n > 0) {
                 query_rank = std::max(query_rank, layer.latent.expand.k);
                 multiplied(layer.latent.expand);
@@ -94,7 +110,8 @@ struct Room {
         }
         char* at = a.room;
         auto cut = [&](int64_t width, int64_t rows) { return (T*)cut_room(at, rows * width * int64_t(sizeof(T))); };
-        qkv = cut(a.layers[0].qkv.n, a.rows);
+        qkv = cut(joined, a.rows);
+        recurrent = cut_room(at, recurrent_bytes);
         query = cut(query_width, a.rows), attended = cut(attended_width, a.rows);
         query_latent = cut(query_rank, a.rows);
         expanded = cut(query_rank > 0 ? latent.heads * latent.head_width() : 0, a.rows);
@@ -152,13 +169,19 @@ class DecoderStep {
             const LayerWeights& layer = a_.layers[l];
             hidden = norm(hidden, delta, layer.input_norm, rows);
             multiply(layer.qkv, room_.normed, rows, room_.qkv, layer.qkv.n);
-            adapt_qkv(layer, l);
             const bool at_end = l == a_.num_layers - 1 && a_.states == nullptr;
-            prepare_and_attend(layer, l, at_end);
+            if (layer.recurrent.kind != NOT_RECURRENT) {
+                RecurrentStep<T>(layer.recurrent, a_.state_rows, room_.qkv, layer.qkv.n, a_.rows, room_.recurrent)
+                    .run(team_, member_, room_.attended);
+            } else {
+                adapt_qkv(layer, l);
+                prepare_and_attend(layer, l, at_end);
+                if (layer.gates) gate_attended(layer);
+            }
             const T* attended = room_.attended;
             if (at_end) {  // what follows serves logits alone
                 if (a_.num_logits == 0) return;
-                keep_logits_rows(hidden);
+                keep_logits_rows(hidden, a_.latent.heads > 0 ? room_.attended_width : layer.output.k);
                 hidden = room_.last, attended = room_.query, rows = a_.num_logits;
             }
             if (a_.latent.heads > 0) {
@@ -206,7 +229,8 @@ class DecoderStep {
     // Add `delta`, if any, to the residual, and norm the sums into room_.normed. Returns where the sums are, once
     // share_behind_norm() was called.
     T* norm(T* residual, const T* delta, const void* weight, int64_t rows) {
-        NormArgs args{delta, residual, weight, room_.normed, rows, a_.hidden_dim, a_.is_bf16, 1, a_.eps};
+        NormArgs args{delta,     residual, weight, room_.normed,      rows,       a_.hidden_dim,
+                      a_.is_bf16, 1,        a_.eps, a_.residual_scale, a_.centered};
         if (!room_.alone) {
             team_.share(member_, rows, [&](int64_t i) { add_rms_norm_row<T>(args, i); });
             return residual;
@@ -308,12 +332,41 @@ class DecoderStep {
     void mix(const LayerWeights& layer, int index, bool at_end, int64_t rows) {
         const bool shares = layer.dense.down.n > 0;
         if (shares) gate(layer.dense, index, at_end, rows, room_.shared);
+        if (shares && layer.shared_gate)
+            team_.share(member_, rows, [&](int64_t i) { weigh_shared(layer.shared_gate, i); });
         route(layer.router, rows);
         MixtureArgs args = Room<T>::mixture_args(a_, layer, rows);
         args.x = room_.normed, args.ids = room_.routing, args.weights = room_.routing_weights;
         args.added = shares ? room_.shared : nullptr;
         args.output = room_.delta, args.room = room_.mixture;
         run_mixture<T>(team_, member_, args);
+    }
+
+    // What shared experts give a row, times the sigmoid of the row's product with `gate`
+    void weigh_shared(const float* gate, int64_t row) {
+        const T* x = room_.normed + row * a_.hidden_dim;
+        T* shared = room_.shared + row * a_.hidden_dim;
+        v16f parts = {};
+        float sum = 0;
+        int64_t d = 0;
+        for (; d + LANES <= a_.hidden_dim; d += LANES) parts = fma(load(x + d), load(gate + d), parts);
+        for (; d < a_.hidden_dim; d++) sum = fma_one(to_float(x[d]), gate[d], sum);
+        const float weight = sigmoid_one(sum + sum_lanes(parts));
+        for (d = 0; d < a_.hidden_dim; d++) shared[d] = from_float<T>(to_float(shared[d]) * weight);
+    }
+
+    // What is attended, times the sigmoids of the gates behind the values
+    void gate_attended(const LayerWeights& layer) {
+        const int64_t width = layer.output.k, stride = layer.qkv.n;
+        team_.share(member_, a_.rows, [&](int64_t i) {
+            const T* gates = room_.qkv + i * stride + stride - width;
+            T* attended = room_.attended + i * width;
+            for (int64_t d = 0; d < width; d += LANES) {
+                const int some = int(std::min<int64_t>(LANES, width - d));
+                const v16f open = vmin(-load_few(gates + d, some), splat(80.0f));
+                store_few(attended + d, load_few(attended + d, some) / (vexp(open) + 1.0f), some);
+            }
+        });
     }
 
     void route(const Router& router, int64_t rows) {
@@ -342,16 +395,17 @@ class DecoderStep {
     void prepare_and_attend(const LayerWeights& layer, int index, bool at_end) {
         AttendArgs attend = a_.attend;
         if (a_.latent.heads > 0) {
-            void* latents = (char*)a_.latent.latents + index * a_.layer_bytes;
+            void* latents = (char*)a_.latent.latents + layer.kv_layer * a_.layer_bytes;
             fold(layer, index, latents);
             attend.keys = attend.values = latents;
         } else {
             RotateArgs rotate = a_.rotate;
             rotate.qkv = room_.qkv, rotate.query = room_.query;
             if (layer.unrotated) rotate.cos = rotate.sin = nullptr;
+            rotate.qkv_stride = layer.qkv.n, rotate.centered = a_.centered;
             rotate.q_norm = layer.q_norm, rotate.k_norm = layer.k_norm;
-            rotate.keys = (char*)a_.rotate.keys + index * a_.layer_bytes;
-            rotate.values = (char*)a_.rotate.values + index * a_.layer_bytes;
+            rotate.keys = (char*)a_.rotate.keys + layer.kv_layer * a_.layer_bytes;
+            rotate.values = (char*)a_.rotate.values + layer.kv_layer * a_.layer_bytes;
             team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<T>(rotate, i); });
             attend.keys = rotate.keys, attend.values = rotate.values;
         }
@@ -405,8 +459,7 @@ class DecoderStep {
         team_.share(member_, products.pieces(), [&](int64_t piece) { products.run(piece); });
     }
 
-    void keep_logits_rows(const T* hidden) {
-        const int64_t width = room_.attended_width;
+    void keep_logits_rows(const T* hidden, int64_t width) {
         team_.share(member_, a_.num_logits, [&](int64_t i) {
             int64_t row = a_.logits_rows[i];
             copy_row(hidden, row, room_.last, i);

@@ -192,7 +192,7 @@ void stemma_select(const SelectiveArgs* args) {
 }
 void stemma_convolve(const ConvolveArgs* args) {
     for_pieces(args->rows, 1, args->channels,
-               [&](int64_t sequence, int64_t, int64_t first) { convolve_piece(*args, sequence, first); });
+               [&](int64_t sequence, int64_t, int64_t first) { convolve_piece<float>(*args, sequence, first); });
 }
 int32_t stemma_reads_compressed() { return STEMMA_COMPRESSED; }
 int64_t stemma_compressed_bytes(const Strips* weight) { return weight->count() * CompressedStrip::bytes(*weight); }

@@ -9,23 +9,44 @@
 
 constexpr int MAX_HEAD_DIM = 1024;
 
+// x times a factor, rounded to T as torch does; by 1 nothing changes
+template <class T>
+static inline v16f scaled(v16f x, float factor) {
+    return factor == 1.0f ? x : rounded<T>(x * factor);
+}
+
+// out = weight * x / rms(x) in floats, rounded to T once, as models do whose weights are kept less 1
+template <class T>
+static void centered_norm_row(const T* x, const float* weight, T* out, int64_t dim, float eps) {
+    v16f parts = {};
+    float sum = 0;
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) parts = fma(load(x + d), load(x + d), parts);
+    for (; d < dim; d++) sum += to_float(x[d]) * to_float(x[d]);
+    sum += sum_lanes(parts);
+    const float factor = 1.0f / std::sqrt(sum / dim + eps);
+    for (d = 0; d + LANES <= dim; d += LANES) store(out + d, load(x + d) * factor * load(weight + d));
+    for (; d < dim; d++) out[d] = from_float<T>(to_float(x[d]) * factor * weight[d]);
+}
+
 // out = weight * x / rms(x), rounded to T between, as the models of transformers do. With a `delta`, it is added to x
 // first.
 template <class T>
-static void add_and_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t dim, float eps) {
+static void add_and_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t dim, float eps,
+                             float delta_scale = 1.0f) {
     v16f parts = {};
     float sum = 0;
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
         v16f v = load(x + d);
         if (delta) {
-            v = rounded<T>(v + load(delta + d));
+            v = rounded<T>(v + scaled<T>(load(delta + d), delta_scale));
             store(x + d, v);
         }
         parts = fma(v, v, parts);
     }
     for (; d < dim; d++) {
-        if (delta) x[d] = from_float<T>(to_float(x[d]) + to_float(delta[d]));
+        if (delta) x[d] = from_float<T>(to_float(x[d]) + first_lane(scaled<T>(splat(to_float(delta[d])), delta_scale)));
         sum += to_float(x[d]) * to_float(x[d]);
     }
     sum += sum_lanes(parts);
@@ -44,32 +65,43 @@ static void rms_norm_row(const T* x, const T* weight, T* out, int64_t dim, float
 struct NormArgs {
     const void* delta;  // [rows, dim], added to the residual first; null: nothing to add
     void* residual;     // [rows, dim]
-    const void* weight;
+    const void* weight;  // floats if `centered`
     void* output;
     int64_t rows, dim;
     int32_t is_bf16, threads;
     float eps;
+    float delta_scale;  // of delta; 0: as it is
+    int32_t centered;   // see centered_norm_row()
 };
 
 template <class T>
 static void add_rms_norm_row(const NormArgs& a, int64_t i) {
     const T* delta = a.delta ? (const T*)a.delta + i * a.dim : nullptr;
-    add_and_norm_row((T*)a.residual + i * a.dim, delta, (const T*)a.weight, (T*)a.output + i * a.dim, a.dim, a.eps);
+    T *residual = (T*)a.residual + i * a.dim, *output = (T*)a.output + i * a.dim;
+    const float scale = a.delta_scale == 0.0f ? 1.0f : a.delta_scale;
+    if (!a.centered) return add_and_norm_row(residual, delta, (const T*)a.weight, output, a.dim, a.eps, scale);
+    for (int64_t d = 0; delta && d < a.dim; d += LANES) {
+        const int width = int(std::min<int64_t>(LANES, a.dim - d));
+        const v16f sum = load_few(residual + d, width) + scaled<T>(load_few(delta + d, width), scale);
+        store_few(residual + d, sum, width);
+    }
+    centered_norm_row(residual, (const float*)a.weight, output, a.dim, a.eps);
 }
 
 struct RotateArgs {
     const void* qkv;          // [tokens, (heads + 2 kv_heads) * dim]
     const void *cos, *sin;    // [tokens, dim]; null: nothing is rotated
-    const void *q_norm, *k_norm;  // [dim] each, or null
+    const void *q_norm, *k_norm;  // [dim] each, or null; floats if `centered`
     void* query;              // [tokens, heads * dim]
     void *keys, *values;      // the layer's blocks, as in AttendArgs
     const int64_t* slots;     // [tokens]
     int64_t tokens, block_stride, token_stride, head_stride;
+    int64_t qkv_stride;  // from a token's qkv to the next one's
     int32_t heads, kv_heads, dim, block_size, is_bf16, threads;
+    int32_t rotary_dim;  // leading dims of a head that are rotated; cos and sin are [tokens, rotary_dim]
+    int32_t centered;    // see centered_norm_row()
     float eps;
     KVFormat format;
-
-    int64_t width() const { return int64_t(heads + 2 * kv_heads) * dim; }
 };
 
 // Norm and rotate one head, if it is to be: pairs are (d, d + dim / 2).
@@ -77,14 +109,18 @@ template <class T>
 static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T* cos, const T* sin, T* out) {
     T normed[MAX_HEAD_DIM];
     if (norm) {
-        rms_norm_row(x, norm, normed, a.dim, a.eps);
+        if (a.centered)
+            centered_norm_row(x, (const float*)(const void*)norm, normed, a.dim, a.eps);
+        else
+            rms_norm_row(x, norm, normed, a.dim, a.eps);
         x = normed;
     }
     if (!cos) {
         std::memcpy(out, x, sizeof(T) * a.dim);
         return;
     }
-    int half = a.dim / 2, d = 0;
+    int half = a.rotary_dim / 2, d = 0;
+    std::memcpy(out + a.rotary_dim, x + a.rotary_dim, sizeof(T) * (a.dim - a.rotary_dim));
     for (; d + LANES <= half; d += LANES) {
         v16f x1 = load(x + d), x2 = load(x + d + half);
         store(out + d, fma(x1, load(cos + d), -(x2 * load(sin + d))));
@@ -99,9 +135,9 @@ static void rotate_head(const RotateArgs& a, const T* x, const T* norm, const T*
 
 template <class T>
 static void rotate_and_write_token(const RotateArgs& a, int64_t i) {
-    const T* x = (const T*)a.qkv + i * a.width();
+    const T* x = (const T*)a.qkv + i * a.qkv_stride;
     const T *cos = nullptr, *sin = nullptr;
-    if (a.cos) cos = (const T*)a.cos + i * a.dim, sin = (const T*)a.sin + i * a.dim;
+    if (a.cos) cos = (const T*)a.cos + i * a.rotary_dim, sin = (const T*)a.sin + i * a.rotary_dim;
     for (int h = 0; h < a.heads; h++, x += a.dim)
         rotate_head(a, x, (const T*)a.q_norm, cos, sin, (T*)a.query + (i * a.heads + h) * a.dim);
     int64_t at = a.slots[i] / a.block_size * a.block_stride + a.slots[i] % a.block_size * a.token_stride;

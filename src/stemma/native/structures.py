@@ -101,6 +101,14 @@ class Router(Mirror):
     """How a layer chooses experts (mixture.h)."""
 
 
+class StateRows(Mirror):
+    """Sequences of a step and their recurrent states (scan.h)."""
+
+
+class RecurrentWeights(Mirror):
+    """Weights of a recurrent layer beside its products (recurrent.h)."""
+
+
 class LayerWeights(Mirror):
     """A decoder layer's weights (decoder_step.h)."""
 
@@ -119,10 +127,6 @@ class AdapterRowsArgs(Mirror):
 
 class StepArgs(Mirror):
     """A whole step (decoder_step.h)."""
-
-
-class StateRows(Mirror):
-    """Sequences of a step and their recurrent states (scan.h)."""
 
 
 class ScanArgs(Mirror):

@@ -244,6 +244,21 @@ static inline void store(bf16* p, v16f x) {
     Memory<v16u>::narrow((uint16_t*)p, round_high(x) >> 16);
 #endif
 }
+// Some of 16 numbers, the others 0
+template <class T>
+static inline v16f load_few(const T* p, int count) {
+    if (count >= LANES) return load(p);
+    float lanes[LANES] = {};
+    for (int i = 0; i < count; i++) lanes[i] = to_float(p[i]);
+    return load(lanes);
+}
+template <class T>
+static inline void store_few(T* p, v16f x, int count) {
+    if (count >= LANES) return store(p, x);
+    float lanes[LANES];
+    store(lanes, x);
+    for (int i = 0; i < count; i++) p[i] = from_float<T>(lanes[i]);
+}
 // What x becomes when it is kept as a T
 template <class T>
 static inline v16f rounded(v16f x) {

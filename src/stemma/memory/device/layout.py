@@ -93,7 +93,9 @@ class KVLayout:
         return self.aligned(-(-self.state.num_bytes // self.block_bytes))
 
     def aligned(self, num_blocks: int) -> int:
-        """Return the next number of blocks behind which a state may begin."""
+        """Return the next number of blocks behind which a state may begin; without states any number."""
+        if self.state is None:
+            return num_blocks
         together = _STATE_ALIGNMENT // math.gcd(_STATE_ALIGNMENT, self.block_bytes)
         return -(-num_blocks // together) * together
 

@@ -9,6 +9,7 @@ less.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -17,6 +18,7 @@ from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
 from stemma.model.cpu.logits_memory import LogitsMemory
 from stemma.model.cpu.low_rank import describe_rows
+from stemma.model.cpu.recurrent_layer import StepStates, offsets_of, state_layout_of
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.families.layout import ModelLayout
 from stemma.native.library import Kernels
@@ -35,12 +37,12 @@ class DecoderStep:
         layers: list[FusedLayer],
         final_norm: torch.Tensor,
         head: PackedProduct,
+        dtype: torch.dtype,
     ) -> None:
         self._kernels = kernels
         self._fused = layers  # the structures point into them
-        self._layers = (LayerWeights * len(layers))(
-            *(fused.weights(layer) for fused, layer in zip(layers, layout.layers, strict=True))
-        )
+        self._layers = (LayerWeights * len(layers))(*_described(layers, layout))
+        self._is_recurrent = any(layer.recurrent is not None for layer in layout.layers)
         self._final_norm = final_norm
         self._head = head
         self._args = StepArgs(
@@ -49,7 +51,9 @@ class DecoderStep:
             final_norm=final_norm.data_ptr(),
             head=head.strips,
             hidden_dim=head.in_features,
-            is_bf16=final_norm.dtype == torch.bfloat16,
+            is_bf16=dtype == torch.bfloat16,
+            centered=layout.norm.is_centered,
+            residual_scale=layout.residual_scale,
             eps=layout.norm.eps,
         )
         """What no step changes is set once."""
@@ -84,6 +88,9 @@ class DecoderStep:
         adapters = describe_rows(batch.adapters) if batch.adapters else None
         args.adapters = None if adapters is None else ctypes.addressof(adapters)
         args.num_adapters = len(batch.adapters)
+        states_of_rows = StepStates(batch, kv) if self._is_recurrent else None
+        if states_of_rows is not None:
+            args.state_rows = states_of_rows.rows
         if isinstance(heads, RotateArgs):
             args.rotate = heads
         else:
@@ -96,3 +103,12 @@ class DecoderStep:
         batch.on_launch()
         self._kernels.decoder_step(plan, at)
         return logits
+
+
+def _described(layers: list[FusedLayer], layout: ModelLayout) -> Iterator[LayerWeights]:
+    """Yield each layer's weights, with its number among those that have KV."""
+    states, kv_layer = state_layout_of(layout), 0
+    for number, (fused, layer) in enumerate(zip(layers, layout.layers, strict=True)):
+        offsets = (0, 0) if layer.recurrent is None else offsets_of(states, number)
+        yield fused.weights(layer, kv_layer, offsets)
+        kv_layer += layer.recurrent is None

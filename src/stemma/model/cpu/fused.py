@@ -81,8 +81,9 @@ class FusedDecoder:
         self._kernels = kernels = packing.kernels
         self._heads = heads_of(layout, dtype)
         self._embed, self._head = packed.embed, packed.head
-        self._step = DecoderStep(kernels, layout, packed.layers, packed.norm, packed.head)
+        self._step = DecoderStep(kernels, layout, packed.layers, packed.norm, packed.head, dtype)
         self._num_layers, self._dtype = len(packed.layers), dtype
+        self._embedding_scale, self._logits_divisor = layout.embedding_scale, layout.logits_divisor
         self._adaptable = adaptable(layout)
 
     def adaptable(self) -> dict[str, LinearShape]:
@@ -106,7 +107,8 @@ class FusedDecoder:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [T, H] of ids [T]."""
-        return self._embed(token_ids)
+        embedded = self._embed(token_ids)
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits [T, vocab] of hidden states [T, H] behind the final norm."""
@@ -115,7 +117,8 @@ class FusedDecoder:
     def _run(
         self, batch: ForwardBatch, step: NativeAttentionStep, states: torch.Tensor | None = None
     ) -> torch.Tensor:
-        hidden = self._embed(batch.token_ids)
+        hidden = self.embed(batch.token_ids)
         heads, attend = self._heads.of_step(batch, step.kv)
         plan = step.plan(self._heads.num_kv_heads, self._heads.group_size).open(self._kernels)
-        return self._step.forward(batch, step.kv, hidden, heads, attend, plan, states)
+        logits = self._step.forward(batch, step.kv, hidden, heads, attend, plan, states)
+        return logits if self._logits_divisor == 1.0 else logits / self._logits_divisor

@@ -10,6 +10,7 @@ import torch
 from stemma.model.cpu.experts import PackedExperts
 from stemma.model.cpu.latent import PackedLatent
 from stemma.model.cpu.packing import Packing
+from stemma.model.cpu.recurrent_layer import FusedRecurrent
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.families import layout
 from stemma.model.weights.named import NamedWeights
@@ -63,6 +64,8 @@ class Mixture:
     experts: PackedExperts
     shared: Gated | None
     """Experts that all tokens share, as one gated layer."""
+    shared_gate: torch.Tensor | None = None
+    """[H] float32."""
 
 
 class FusedLatent:
@@ -116,11 +119,18 @@ class FusedLayer:
     head_norms: tuple[torch.Tensor, ...] = field(default=())
     """Of queries and of keys."""
     latent: FusedLatent | None = None
+    recurrent: FusedRecurrent | None = None
 
-    def weights(self, layer: layout.Layer) -> LayerWeights:
-        """Describe the layer to the kernels; valid as long as this object. `layer` says how it attends."""
+    def weights(self, layer: layout.Layer, kv_layer: int, offsets: tuple[int, int]) -> LayerWeights:
+        """Describe the layer to the kernels; valid as long as this object.
+
+        `layer` says how it attends, `kv_layer` its number among those with KV, `offsets` where a recurrent
+        layer's parts of a state begin.
+        """
         mlp = self.mlp
         described = LayerWeights(
+            kv_layer=kv_layer,
+            gates=layer.has_gates,
             qkv=self.qkv.strips,
             output=self.output.strips,
             input_norm=self.input_norm.data_ptr(),
@@ -131,6 +141,8 @@ class FusedLayer:
         )
         if self.latent is not None:
             described.latent = self.latent.weights()
+        if self.recurrent is not None:
+            described.recurrent = self.recurrent.weights(*offsets)
         if self.head_norms:
             described.q_norm, described.k_norm = (norm.data_ptr() for norm in self.head_norms)
         if isinstance(mlp, Gated):
@@ -138,6 +150,8 @@ class FusedLayer:
             return described
         if mlp.shared is not None:
             described.dense = mlp.shared.weights()
+        if mlp.shared_gate is not None:
+            described.shared_gate = mlp.shared_gate.data_ptr()
         described.router = mlp.routing.weights()
         described.experts = ctypes.addressof(mlp.experts.weights)
         return described
@@ -155,13 +169,14 @@ def fuse(
         assert isinstance(heads, layout.LatentHeads)
         latent = FusedLatent(layer.latent, heads, weights, packing)
     return FusedLayer(
-        qkv=packing.linears(*(weights.affine(linear) for linear in layer.inputs)),
+        qkv=packing.linears(*(weights.affine(linear) for linear in layer.inputs), order=layer.order),
         output=packing.linears(weights.affine(layer.output)),
         mlp=_mlp(layer.mlp, weights, packing),
         input_norm=weights.norm(layer.input_norm),
         post_norm=weights.norm(layer.post_norm),
         head_norms=tuple(weights.norm(norm) for norm in layer.head_norms or ()),
         latent=latent,
+        recurrent=None if layer.recurrent is None else FusedRecurrent(layer.recurrent, weights),
     )
 
 
@@ -184,7 +199,10 @@ def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -
         [weights.affine(expert.down).weight for expert in mixture.experts],
     )
     shared = None if mixture.shared is None else _gated(mixture.shared, weights, packing)
-    return Mixture(_routing(mixture.router, weights, packing), experts, shared)
+    gate = None
+    if mixture.shared_gate is not None:
+        gate = weights.floats(f"{mixture.shared_gate.name}.weight").flatten()
+    return Mixture(_routing(mixture.router, weights, packing), experts, shared, gate)
 
 
 def _routing(router: layout.Router, weights: NamedWeights, packing: Packing) -> Routing:

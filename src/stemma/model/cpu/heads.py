@@ -15,6 +15,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import KVShape
 from stemma.model.cpu.attention import native_format
+from stemma.model.cpu.recurrent_layer import state_layout_of
 from stemma.model.cpu.rotary import RotaryAngles, RotaryHalves
 from stemma.model.families import layout
 from stemma.native.structures import AttendArgs, LatentArgs, RotateArgs
@@ -40,6 +41,7 @@ class GroupedHeads:
         """`eps`: of the norms of queries and keys, where the layers have any."""
         self._dtype, self._eps, self._dim = dtype, eps, heads.head_dim
         self._num_heads, self.num_kv_heads = heads.num_heads, heads.num_kv_heads
+        self._rotary_dim = heads.rotary_dim or heads.head_dim
         self.group_size = self._num_heads // self.num_kv_heads
         self._angles = RotaryAngles(angles, dtype)
         self._made: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
@@ -68,6 +70,7 @@ class GroupedHeads:
             heads=self._num_heads,
             kv_heads=self.num_kv_heads,
             dim=self._dim,
+            rotary_dim=self._rotary_dim,
             block_size=kv.layout.block_size,
             is_bf16=self._dtype == torch.bfloat16,
             eps=self._eps,
@@ -149,10 +152,11 @@ class LatentHeads:
 
 def kv_shape_of(model: layout.ModelLayout) -> KVShape:
     """Return what the layers keep for a token."""
-    heads, num_layers = model.heads, len(model.layers)
+    heads = model.heads
+    num_layers = sum(layer.recurrent is None for layer in model.layers)
     if isinstance(heads, layout.LatentHeads):
         return KVShape(num_layers, 1, 1, heads.rank + heads.rope_dim, heads.rank)
-    return KVShape(num_layers, 2, heads.num_kv_heads, heads.head_dim)
+    return KVShape(num_layers, 2, heads.num_kv_heads, heads.head_dim, state=state_layout_of(model))
 
 
 def heads_of(model: layout.ModelLayout, dtype: torch.dtype) -> Heads:

@@ -49,7 +49,10 @@ def adaptable(layout: ModelLayout) -> dict[str, LinearShape]:
         expand = None if layer.latent is None else layer.latent.expand
         gated = layer.mlp.shared if isinstance(layer.mlp, Mixture) else layer.mlp
         ends = () if gated is None else (gated.gate, gated.up, gated.down)
-        for linear in (*layer.inputs, layer.output, expand, *ends):
+        # Inputs in another order, and those of a recurrent layer, aren't where an adapter adds.
+        inputs = () if layer.order is not None or layer.recurrent is not None else layer.inputs
+        output = () if layer.recurrent is not None else (layer.output,)
+        for linear in (*inputs, *output, expand, *ends):
             if linear is not None:
                 found[linear.name] = LinearShape(linear.outputs, linear.inputs)
     return found
@@ -70,6 +73,6 @@ def _fields(index: int) -> dict[str, str]:
     layer = f"model.layers.{index}"
     return {f"{layer}.self_attn.{name}": field for name, field in _ATTENTION.items()} | {
         f"{layer}.{path}.{name}": field
-        for path in ("mlp", "mlp.shared_experts")
+        for path in ("mlp", "mlp.shared_experts", "mlp.shared_expert")
         for name, field in _GATED.items()
     }

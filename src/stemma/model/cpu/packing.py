@@ -14,7 +14,7 @@ import torch
 
 from stemma.model.cpu.codes import can_pack_codes
 from stemma.model.cpu.weights import PackedProduct
-from stemma.model.weights.joining import alike
+from stemma.model.weights.joining import alike, below_each_other
 from stemma.model.weights.named import Affine, Weight
 from stemma.model.weights.quantized import QuantizedWeight
 from stemma.model.weights.rounding import RoundInputs, RoundToNearest, quantize
@@ -50,10 +50,18 @@ class Packing:
         self.saved_bytes = 0
         """Memory that codes and compressed weights take less than plain ones."""
 
-    def linears(self, *layers: Affine) -> PackedProduct:
-        """Return one product that computes those of several layers, side by side; all or none have a bias."""
+    def linears(self, *layers: Affine, order: Sequence[int] | None = None) -> PackedProduct:
+        """Return one product that computes those of several layers, side by side; all or none have a bias.
+
+        `order`: which of their outputs, one after the other; None: all, as they are.
+        """
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        return self.product(self._in_one_form(layers), torch.cat(biases) if biases else None)
+        bias = torch.cat(biases) if biases else None
+        weights = self._in_one_form(layers)
+        if order is None:
+            return self.product(weights, bias)
+        chosen = torch.tensor(order)
+        return self.product([joined(weights, chosen)], None if bias is None else bias[chosen])
 
     def side_by_side(self, *layers: Affine) -> list[PackedProduct]:
         """Return a product for each of the layers, which share their inputs."""
@@ -107,6 +115,14 @@ class Packing:
         if self._inputs is not None:
             quantized = self._inputs.apply(quantized)
         return quantized if can_pack_codes(quantized) else quantized.dequantize(self._dtype)
+
+
+def joined(weights: Sequence[Weight], order: torch.Tensor) -> Weight:
+    """Return weights of one form below each other, with their outputs in this order."""
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if plain:
+        return torch.cat(plain)[order]
+    return below_each_other([weight for weight in weights if isinstance(weight, QuantizedWeight)], order)
 
 
 def in_one_form(weights: Sequence[Weight]) -> list[Weight]:

@@ -33,6 +33,7 @@ class NativeRecurrence:
         args = ConvolveArgs(
             rows=places.rows,
             x=x.data_ptr(),
+            x_stride=x.stride(0),
             weight=weight.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             output=output.data_ptr(),
@@ -59,6 +60,8 @@ class NativeRecurrence:
             query=query.data_ptr(),
             key=key.data_ptr(),
             value=value.data_ptr(),
+            key_stride=key.stride(0),
+            value_stride=value.stride(0),
             decay=decay.data_ptr(),
             beta=None if beta is None else beta.data_ptr(),
             output=output.data_ptr(),

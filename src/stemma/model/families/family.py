@@ -16,10 +16,7 @@ that has more tensors."""
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One class of transformers whose logits the tests compare with transformers, on every path.
-
-    All of them are cut for several ranks (parallel/share.py).
-    """
+    """One class of transformers whose logits the tests compare with transformers, on every path."""
 
     model_type: str
     """Of config.json."""
@@ -29,6 +26,8 @@ class Family:
     """How it differs from Llama; None: it isn't of that pattern."""
     own_layout: MakeLayout | None = None
     """Makes the layout of a family of another pattern."""
+    is_cut: bool = True
+    """Whether it is cut for several ranks (parallel/share.py)."""
     prediction: bool = False
     """Whether its layer for multi-token prediction is run (prediction.py)."""
 

@@ -22,6 +22,16 @@ each, or both as one complex tensor [1, T, D / 2]."""
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Which rows of a larger tensor a layer's weight is."""
+
+    shape: tuple[int, ...]
+    """Of the tensor: [rows, inputs], or [experts, rows, inputs]."""
+    first_row: int
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """A linear layer: `NAME.weight` [outputs, inputs], and maybe `NAME.bias` [outputs]."""
 
@@ -29,10 +39,12 @@ class Linear:
     outputs: int
     inputs: int
     has_bias: bool = False
+    piece: Piece | None = None
+    """None: the weight is a tensor of its own."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
-        yield f"{self.name}.weight", (self.outputs, self.inputs)
+        yield f"{self.name}.weight", (self.outputs, self.inputs) if self.piece is None else self.piece.shape
         if self.has_bias:
             yield f"{self.name}.bias", (self.outputs,)
 
@@ -44,6 +56,8 @@ class Norm:
     name: str
     size: int
     eps: float
+    is_centered: bool = False
+    """The weights are kept less 1."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensor."""
@@ -104,11 +118,14 @@ class Mixture:
     experts: tuple[Gated, ...]
     shared: Gated | None = None
     """Experts that all tokens share, as one gated layer."""
+    shared_gate: Linear | None = None
+    """Of hidden states to one number, whose sigmoid the shared experts count by; None: they count whole."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
-        for part in (self.router, *self.experts, *(() if self.shared is None else (self.shared,))):
-            yield from part.shapes()
+        for part in (self.router, *self.experts, self.shared, self.shared_gate):
+            if part is not None:
+                yield from part.shapes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +147,62 @@ class Latent:
                 yield from part.shapes()
 
 
+class RecurrentKind(IntEnum):
+    """What a recurrent layer computes: `RecurrentKind` of native/recurrent.h."""
+
+    DELTA_RULE = 1
+    """Gated DeltaNet."""
+    MAMBA2 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """What a recurrent layer has beside its products of hidden states."""
+
+    kind: RecurrentKind
+    path: str
+    """Where its tensors lie."""
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: Norm
+    conv_at: int
+    """Columns of the joined inputs, in the order of `Layer.order`: what is convolved, ..."""
+    gate_at: int
+    step_at: int
+    beta_at: int = 0
+    has_conv_bias: bool = False
+    has_skip: bool = False
+    gates_first: bool = False
+    """Whether the gate comes before the norm."""
+    norm_dim: int = 0
+    """Numbers that are normed together."""
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that are convolved."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the tensors."""
+        yield f"{self.path}.conv1d.weight", (self.channels, 1, self.conv_width)
+        if self.has_conv_bias:
+            yield f"{self.path}.conv1d.bias", (self.channels,)
+        for name in ("A_log", "dt_bias", *(("D",) if self.has_skip else ())):
+            yield f"{self.path}.{name}", (self.heads,)
+        yield from self.norm.shapes()
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer."""
 
     inputs: tuple[Linear, ...]
     """What reads its normed hidden states: query, key and value; with latents the query or its latent, then
-    the token's latent beside its rotary key."""
+    the token's latent beside its rotary key; of a recurrent layer all that its scan reads."""
     output: Linear
     mlp: Gated | Mixture
     input_norm: Norm
@@ -150,6 +216,12 @@ class Layer:
     """Tokens that a query sees, itself included; None: all."""
     rotates: bool = True
     """Whether queries and keys are rotated by their positions."""
+    recurrent: Recurrent | None = None
+    """Instead of attention."""
+    has_gates: bool = False
+    """Whether the inputs end with gates of what is attended, one for each number."""
+    order: tuple[int, ...] | None = None
+    """Rows of the joined inputs, as the layer wants them; None: as they are."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
@@ -162,6 +234,7 @@ class Layer:
             self.post_norm,
             *norms,
             self.latent,
+            self.recurrent,
         ):
             if part is not None:
                 yield from part.shapes()
@@ -174,6 +247,8 @@ class GroupedHeads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int = 0
+    """Leading dims that are rotated; 0: all."""
 
 
 class Rotation(IntEnum):
@@ -209,6 +284,10 @@ class ModelLayout:
     """None: the output head is the embedding."""
     angles: Callable[[], Angles]
     """Makes what computes rotary angles."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what each half of a layer adds."""
+    logits_divisor: float = 1.0
 
     def shapes(self) -> Shapes:
         """Return all tensors of a checkpoint."""
@@ -228,6 +307,6 @@ def bounded_layers(
         if num_tensors <= 0:
             return None
         layer = make(len(layers))
-        num_tensors -= sum(1 for _ in layer.shapes())
+        num_tensors -= len({name for name, _ in layer.shapes()})
         layers.append(layer)
     return tuple(layers)

@@ -11,11 +11,13 @@ from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
 from stemma.model.families.gguf import GGUFForm
+from stemma.model.families.granite import GRANITE
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.llama import LLAMA, LLAMA_FORM
 from stemma.model.families.mistral import MISTRAL
 from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN_FORMS
+from stemma.model.families.qwen_next import QWEN_NEXT
 from stemma.model.families.seed_oss import SEED_OSS
 from stemma.model.families.smollm3 import SMOLLM3
 
@@ -23,11 +25,13 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GEMMA2,
+    *GRANITE,
     LLAMA,
     MISTRAL,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    *QWEN_NEXT,
     SEED_OSS,
     SMOLLM3,
 )
@@ -41,6 +45,8 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)
 """Classes whose logits tests/model compares with plain transformers, on every path and on several ranks."""
+CUT = frozenset(family.architecture for family in FAMILIES if family.is_cut)
+"""Classes that are cut for several ranks."""
 PREDICTING = frozenset(family.architecture for family in FAMILIES if family.prediction)
 """Classes whose layer for multi-token prediction is run."""
 

@@ -22,7 +22,8 @@ class RotaryAngles:
         parameters = config.rope_parameters
         self._scaling = 1.0
         if parameters["rope_type"] == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+            num_dims = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+            exponents = torch.arange(0, num_dims, 2, dtype=torch.float) / num_dims
             self._frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
         else:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -43,10 +44,10 @@ class RotaryAngles:
         return cos.to(like.dtype), sin.to(like.dtype)
 
 
-def has_fixed_angles(config: Any) -> bool:
-    """Whether angles depend on positions alone, and every dim of a head has one."""
+def has_fixed_angles(config: Any, *, may_be_partial: bool = False) -> bool:
+    """Whether angles depend on positions alone, and every dim of a head has one unless it may lack one."""
     rope = config.rope_parameters
     if not isinstance(rope, dict) or rope.get("rope_type") not in {"default", *_SCALED}:
         return False
     # The native step reads an angle for every dim of a head: fewer would be read beyond their end.
-    return rope.get("partial_rotary_factor") in (None, 1, 1.0)
+    return may_be_partial or rope.get("partial_rotary_factor") in (None, 1, 1.0)

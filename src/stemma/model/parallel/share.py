@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stemma.errors import ConfigError, UnsupportedModel
-from stemma.model.families.registry import TESTED
+from stemma.model.families.registry import CUT
 from stemma.model.weights.rounding import fitting_group
 
 COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
@@ -116,11 +116,11 @@ def num_experts_of(config: Any) -> int:
 
 def check_share(architecture: str, config: Any, share: Share) -> None:
     """Raise UnsupportedModel or ConfigError unless the model can be cut for this number of ranks."""
-    if architecture not in TESTED:
+    if architecture not in CUT:
         raise UnsupportedModel(
             f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "
             "context_parallel_size 1. Those that are: "
-            f"{', '.join(sorted(TESTED))}"
+            f"{', '.join(sorted(CUT))}"
         )
     size = share.size
     _check(architecture, "attention heads", config.num_attention_heads, size)

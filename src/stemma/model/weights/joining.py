@@ -39,6 +39,17 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     ]
 
 
+def below_each_other(weights: Sequence[QuantizedWeight], order: torch.Tensor) -> QuantizedWeight:
+    """Return weights of one form as one, with their outputs in this order."""
+
+    def join(name: str) -> torch.Tensor | None:
+        parts = [getattr(weight, name) for weight in weights]
+        return None if parts[0] is None else torch.cat(parts)[order]
+
+    names = ("codes", "scales", "zero_points", "minimums")
+    return replace(weights[0], **{name: join(name) for name in names})  # type: ignore[arg-type]
+
+
 def _offsets(weight: QuantizedWeight, group_size: int) -> torch.Tensor:
     offsets = weight.offsets()
     offsets = torch.zeros_like(weight.scales) if offsets is None else offsets

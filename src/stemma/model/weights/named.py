@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from stemma.model.families.layout import Linear, Norm
+from stemma.model.families.layout import Linear, Norm, Piece
 from stemma.model.weights.quantized import QuantizedWeight
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
@@ -39,12 +39,16 @@ class NamedWeights:
     def affine(self, linear: Linear) -> Affine:
         """Return what a linear layer computes with; its weight may be quantized."""
         weight = self._stored[f"{linear.name}.weight"]
+        if (piece := linear.piece) is not None:
+            weight = _rows_of(weight, piece, linear.outputs)
         if isinstance(weight, torch.Tensor):
             weight = self._plain(f"{linear.name}.weight", weight)
         return Affine(weight, self.tensor(f"{linear.name}.bias") if linear.has_bias else None)
 
     def norm(self, norm: Norm) -> torch.Tensor:
-        """Return a norm's weight [size], apart from its file."""
+        """Return a norm's weight [size], apart from its file; in float32 if it is centered, and whole."""
+        if norm.is_centered:
+            return self.floats(f"{norm.name}.weight") + 1.0
         return self.tensor(f"{norm.name}.weight").clone()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -65,3 +69,10 @@ class NamedWeights:
         weight = weight.to(self._dtype)
         self._check(name, weight)
         return weight
+
+
+def _rows_of(weight: Weight, piece: Piece, count: int) -> Weight:
+    first, end = piece.first_row, piece.first_row + count
+    if not isinstance(weight, torch.Tensor):
+        return weight.rows(first, end)
+    return (weight if piece.expert is None else weight[piece.expert])[first:end]

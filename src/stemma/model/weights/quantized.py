@@ -138,8 +138,15 @@ class QuantizedWeight:
 
     def rows(self, first: int, end: int) -> QuantizedWeight:
         """Return outputs [first, end): a view."""
+        return self._of_rows(slice(first, end))
+
+    def reordered(self, order: torch.Tensor) -> QuantizedWeight:
+        """Return the outputs in another order."""
+        return self._of_rows(order)
+
+    def _of_rows(self, chosen: slice | torch.Tensor) -> QuantizedWeight:
         parts = {
-            name: None if values is None else values[first:end]
+            name: None if values is None else values[chosen]
             for name, values in (
                 ("codes", self.codes),
                 ("scales", self.scales),

@@ -1,0 +1,91 @@
+"""Models with recurrent layers compute what plain transformers does, on every path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stemma.config.settings import ModelSettings
+from stemma.errors import UnsupportedModel
+from stemma.model import loading
+from stemma.model.causal_lm import CausalLM
+from stemma.model.cpu.fused import FusedDecoder
+from stemma.model.loading import load_model
+from stemma.native.library import load_kernels
+from tests import hybrids
+from tests.model.conftest import MODULES, NATIVE, TORCH
+from tests.model.paging import PagedSequences, plain_logits
+
+IN_ONE_CALL = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "bamba")
+PROMPT = [3 + 7 * number % 500 for number in range(150)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrids")
+
+
+def checkpoint(family: str, root: Path) -> Path:
+    path = root / family
+    return path if path.exists() else hybrids.build(family, path)
+
+
+def load(path: Path, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
+    if way != NATIVE:
+        monkeypatch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
+    if way == TORCH:
+        monkeypatch.setattr(loading, "load_kernels", lambda _isa: None)
+    return load_model(ModelSettings.model_validate({"path": path, "device": "cpu", "dtype": dtype}))
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    run = PagedSequences(model, [PROMPT])
+    run.step([(0, 70)])
+    run.finish(chunk=33)
+    return run.logits[0]
+
+
+def ways_of(family: str) -> tuple[str, ...]:
+    if load_kernels() is None:
+        return (TORCH,)
+    return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
+
+
+@pytest.mark.parametrize(("family", "way"), [(f, way) for f in hybrids.FAMILIES for way in ways_of(f)])
+def test_logits(family: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(family, root)
+    model = load(path, way, "float32", monkeypatch)
+    assert isinstance(model.decoder, FusedDecoder) == (way == NATIVE)
+    torch.testing.assert_close(logits(model), plain_logits(path, PROMPT), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", hybrids.FAMILIES)
+def test_bfloat16(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No further from float32 than transformers is in bfloat16, or nearly so."""
+    path = checkpoint(family, root)
+    expected = plain_logits(path, PROMPT)
+
+    def error(found: torch.Tensor) -> torch.Tensor:
+        return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
+
+    ours = error(logits(load(path, NATIVE, "bfloat16", monkeypatch)))
+    assert ours < max(0.02, 1.5 * float(error(plain_logits(path, PROMPT, torch.bfloat16))))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
+def test_rounded_weights(family: str, quantize: str, root: Path) -> None:
+    fields = {"path": checkpoint(family, root), "device": "cpu", "quantize": quantize}
+    expected = plain_logits(checkpoint(family, root), PROMPT)
+    found = logits(load_model(ModelSettings.model_validate(fields)))
+    error = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median()
+    assert error < (0.1 if quantize == "int8" else 0.7)
+
+
+def test_a_recurrence_that_isnt_known_is_refused_by_name(tmp_path: Path) -> None:
+    layer_types = ["linear_attention", "full_attention"]
+    path = hybrids.build("minimax", tmp_path, layer_types=layer_types)
+    with pytest.raises(UnsupportedModel, match="MiniMaxForCausalLM"):
+        load_model(ModelSettings(path=path, device="cpu"))
