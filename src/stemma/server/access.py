@@ -110,11 +110,6 @@ class Access:
         """Whether only who has a key may ask."""
         return self.api_key is not None or self.keys is not None
 
-    def owner(self, request: Request) -> str:
-        """Return whose the things are that `request`, which passed `check`, asks the server to keep."""
-        tenant = tenant_of(request)
-        return "" if tenant is None else tenant.name
-
     def _check_origin(self, request: Request) -> None:
         origin = request.headers.get("origin")
         if origin is None or origin in self._allowed_origins or "*" in self._allowed_origins:
@@ -125,6 +120,12 @@ class Access:
             is_same = False
         if not is_same:
             raise Forbidden("pages of this origin may not call this server: see --allowed-origins")
+
+
+def access_of(request: Request) -> Access:
+    """Return the keys of the app that serves `request`."""
+    access: Access = request.app.state.access
+    return access
 
 
 def has_key(request: Request, key: str | None) -> bool:
@@ -141,6 +142,12 @@ def tenant_of(request: Request) -> Tenant | None:
     """Return who sent `request`, which passed `Access.check`; None where there are no tenants."""
     found: Tenant | None = getattr(request.state, "tenant", None)
     return found
+
+
+def owner_of(request: Request) -> str:
+    """Return whose the things are that `request`, which passed `Access.check`, asks the server to keep."""
+    tenant = tenant_of(request)
+    return "" if tenant is None else tenant.name
 
 
 def _tenant(request: Request, keys: KeyFile) -> Tenant:

@@ -19,7 +19,6 @@ from stemma.server.apis import infer, openai_chat, openai_completions, tgi, toke
 from stemma.server.apis.messages import api as messages
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
-from stemma.server.context import ServerContext
 from stemma.server.errors import json_response
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.request_log import log_request
@@ -37,6 +36,7 @@ from stemma.server.operator import (
     mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
+from stemma.server.parts import Parts
 from stemma.server.routes import without_audience
 from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages
@@ -89,17 +89,18 @@ def create_app(
     """
     if tracing is None and settings.server.otlp_endpoint is not None:
         tracing = Tracing.to_collector(settings.server.otlp_endpoint)
-    context = ServerContext(engine, settings, metrics or ServerMetrics())
+    parts = Parts.of(engine, settings, metrics or ServerMetrics())
+    watches = parts.instruments.watches
     if settings.server.log_requests:
-        context.watches.observers.append(log_request)
+        watches.observers.append(log_request)
     if tracing is not None:
-        context.watches.capture = tracing.capture
-        context.watches.observers.append(tracing.record)
+        watches.capture = tracing.capture
+        watches.observers.append(tracing.record)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        context.close()
+        parts.close()
         if tracing is not None:
             tracing.close()
 
@@ -112,7 +113,7 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    app.state.context = context
+    parts.put_into(app.state)
     app.openapi = partial(describe, app, [each for router in ROUTERS for each in router.routes])  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)

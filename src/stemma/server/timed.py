@@ -12,8 +12,7 @@ from starlette.requests import Request
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import GenerationFailed
-from stemma.server.context import ServerContext
-from stemma.server.generation import CollectedSequence, OutputStream, start
+from stemma.server.generation import CollectedSequence, OutputStream, RequestRunner
 from stemma.server.transport.disconnect import unless_disconnected
 
 
@@ -83,7 +82,7 @@ class TimedResult:
 
 
 async def start_timed(
-    context: ServerContext, request: Request, generation: GenerationRequest, timeout_s: float | None
+    runner: RequestRunner, request: Request, generation: GenerationRequest, timeout_s: float | None
 ) -> TimedRun:
     """Run `generation`, one sequence, and return once its first output is there.
 
@@ -94,17 +93,17 @@ async def start_timed(
     api = generation.request_id.partition("-")[0]
     try:
         async with asyncio.timeout_at(deadline):
-            outputs = await start(context, request, [generation], api)
+            outputs = await runner.start(request, [generation], api)
     except TimeoutError as error:
         raise _too_late() from error
     return TimedRun(outputs, times, deadline)
 
 
 async def run_timed(
-    context: ServerContext, request: Request, generation: GenerationRequest, timeout_s: float | None
+    runner: RequestRunner, request: Request, generation: GenerationRequest, timeout_s: float | None
 ) -> TimedResult:
     """Run `generation` to its end; abort it if the client leaves or the time limit is over."""
-    run = await start_timed(context, request, generation, timeout_s)
+    run = await start_timed(runner, request, generation, timeout_s)
     try:
         return await unless_disconnected(request, _to_end(run))
     finally:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from stemma.engine.api import GenerationRequest
+from stemma.model.lora.adapter import Adapter
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.chat import AnswerReader
+from stemma.server.apis.context import ApiContext
 from stemma.server.apis.openai_chat import answer_reader
-from stemma.server.context import ServerContext
 from stemma.server.requests.prompts import chat_prompt, check_tokens
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
@@ -28,22 +29,26 @@ class ChatTurn:
 
 
 async def chat_turn(
-    context: ServerContext, request_id: str, body: ChatRequest, earlier: TokenArray | None = None
+    context: ApiContext,
+    request_id: str,
+    body: ChatRequest,
+    adapter: Adapter | None,
+    earlier: TokenArray | None = None,
 ) -> ChatTurn:
     """Return the turn that `body` asks for.
 
     `earlier` are the ids of the conversation after the last answer: the prompt begins with them if its text
     begins with theirs.
     """
-    params = chat_sampling(context, body)
-    tokens = await chat_prompt(context, body, salt=body.cache_salt or "")
+    params = chat_sampling(context.intake, body)
+    tokens = await chat_prompt(context.intake, body, salt=body.cache_salt or "")
     if earlier is not None:
         tokenizer, known = context.engine.tokenizer, earlier
-        tokens = await context.in_thread(lambda: continued(tokenizer, known, tokens))
-        tokens = check_tokens(context, tokens, "messages")
+        tokens = await context.intake.in_thread(lambda: continued(tokenizer, known, tokens))
+        tokens = check_tokens(context.intake, tokens, "messages")
     reader = answer_reader(context, body, tokens)
     params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
-    return ChatTurn(body, generation_request(context, request_id, tokens, params, body), reader)
+    return ChatTurn(body, generation_request(request_id, tokens, params, body, adapter), reader)
 
 
 def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> TokenArray:

@@ -13,8 +13,9 @@ from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail
-from stemma.server.context import ServerContext, context_of, new_request_id
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, tgi_error, tgi_error_body
+from stemma.server.generation import new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
@@ -55,13 +56,13 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     else:
         assert body.inputs is not None
         cut = last_tokens(body.parameters.truncate)
-        tokens = await text_prompt(context, body.inputs, param="inputs", cut=cut, salt="")
+        tokens = await text_prompt(context.intake, body.inputs, param="inputs", cut=cut, salt="")
     parameters = body.parameters
     generation = one_sequence(context, "infer", tokens, parameters)
     if body.stream:
-        run = await start_timed(context, request, generation, parameters.timeout)
+        run = await start_timed(context.runner, request, generation, parameters.timeout)
         return EventStream(_events(generation, run, parameters), run.outputs, cached_header(run.cache))
-    result = await run_timed(context, request, generation, parameters.timeout)
+    result = await run_timed(context.runner, request, generation, parameters.timeout)
     answer: dict[str, Any] = {"generated_text": result.sequence.text}
     if parameters.details:
         answer["details"] = {
@@ -74,15 +75,13 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     return json_response(answer, headers=cached_header(result.cache))
 
 
-def token_prompt(
-    context: ServerContext, ids: list[int], param: str, parameters: InferParameters
-) -> TokenArray:
+def token_prompt(context: ApiContext, ids: list[int], param: str, parameters: InferParameters) -> TokenArray:
     """Return token ids of a prompt, cut as `truncate` wants it, and checked."""
-    return as_tokens(check_tokens(context, ids, param, last_tokens(parameters.truncate)))
+    return as_tokens(check_tokens(context.intake, ids, param, last_tokens(parameters.truncate)))
 
 
 def one_sequence(
-    context: ServerContext, api: str, tokens: TokenArray, parameters: InferParameters
+    context: ApiContext, api: str, tokens: TokenArray, parameters: InferParameters
 ) -> GenerationRequest:
     """Return the request for the engine; these shapes have a place for one sequence."""
     if parameters.best_of not in (None, 1):
@@ -93,8 +92,8 @@ def one_sequence(
     return GenerationRequest(
         new_request_id(api),
         tokens,
-        tgi_sampling(context, parameters),
-        adapter=chosen_adapter(context, None, parameters.adapter_id),
+        tgi_sampling(context.intake, parameters),
+        adapter=chosen_adapter(context.engine, None, parameters.adapter_id),
         shows_steps=True,
     )
 

@@ -19,11 +19,11 @@ from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR
 from stemma.server.answers.usage import cache_detail
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
-from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import json_response, tgi_error, tgi_error_body
-from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
+from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
@@ -71,16 +71,14 @@ async def generate_at_root(request: Request) -> Response:
     return await _generate_whole(request, body, in_list=True)
 
 
-async def _prepare(
-    context: ServerContext, body: TGIRequest, *, stream: bool
-) -> tuple[GenerationRequest, str]:
+async def _prepare(context: ApiContext, body: TGIRequest, *, stream: bool) -> tuple[GenerationRequest, str]:
     """Return the request for the engine, and the text of its prompt."""
-    adapter = chosen_adapter(context, body.model, body.parameters.adapter_id)
+    adapter = chosen_adapter(context.engine, body.model, body.parameters.adapter_id)
     text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
-    params = tgi_sampling(context, body.parameters)
-    params = widen_to_best_of(context, params, body.parameters.best_of, stream=stream)
+    params = tgi_sampling(context.intake, body.parameters)
+    params = widen_to_best_of(context.intake, params, body.parameters.best_of, stream=stream)
     cut = last_tokens(body.parameters.truncate)
-    tokens = await text_prompt(context, text, param="inputs", cut=cut, salt="")
+    tokens = await text_prompt(context.intake, text, param="inputs", cut=cut, salt="")
     return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter, shows_steps=True), text
 
 
@@ -93,7 +91,7 @@ def _join_parts(parts: list[dict[str, Any]]) -> str:
 async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) -> Response:
     context = context_of(request)
     generation, text = await _prepare(context, body, stream=False)
-    [result] = await run_to_end(context, request, [generation], "tgi")
+    [result] = await context.runner.run_to_end(request, [generation], "tgi")
     [sequence] = keep_best(result.sequences, 1)
     answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -110,7 +108,7 @@ def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
 
 
 def _details(
-    context: ServerContext,
+    context: ApiContext,
     generation: GenerationRequest,
     result: Collected,
     sequence: CollectedSequence,
@@ -133,13 +131,13 @@ def _details(
     }
 
 
-def _tokens(context: ServerContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
+def _tokens(context: ApiContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
     if not sequence.logprobs:
         return [_token(context, token_id) for token_id in sequence.token_ids]
     return [_token(context, entry.token_id, entry.logprob) for entry in sequence.logprobs]
 
 
-def _token(context: ServerContext, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+def _token(context: ApiContext, token_id: int, logprob: float | None = None) -> dict[str, Any]:
     return token_entry(context, token_id, logprob, context.token_text(token_id))
 
 
@@ -151,13 +149,13 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
         )
     context = context_of(request)
     generation, text = await _prepare(context, body, stream=True)
-    outputs = await start(context, request, [generation], "tgi")
+    outputs = await context.runner.start(request, [generation], "tgi")
     source = _events(context, body.parameters, generation, text, outputs)
     return EventStream(source, outputs, _headers(outputs.first[1].cache))
 
 
 async def _events(
-    context: ServerContext,
+    context: ApiContext,
     parameters: TGIParameters,
     generation: GenerationRequest,
     prompt: str,

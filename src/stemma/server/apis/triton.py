@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
 from stemma.errors import InvalidRequest, StemmaError, UnknownModel
-from stemma.server.access import BYTES_TYPE, JSON_TYPE
+from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.infer import cached_header, one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, tgi_error, tgi_error_body
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
@@ -44,7 +44,7 @@ _Running = dict[tuple[str, str], set[str]]
 """(owner, client's id) -> request ids of the engine, for `stopInfer`."""
 
 
-def server_name(context: ServerContext) -> str:
+def server_name(context: ApiContext) -> str:
     """Return what this server calls itself; clients of MindIE compare it."""
     return MINDIE_NAME if context.settings.requests.dialect == "mindie" else PLATFORM
 
@@ -128,7 +128,7 @@ async def infer(request: Request) -> Response:
     tokens = token_prompt(context, tensor.data, "inputs[0].data", parameters)
     generation = one_sequence(context, "triton", tokens, parameters)
     with _stoppable(request, body.id, generation):
-        result = await run_timed(context, request, generation, parameters.timeout)
+        result = await run_timed(context.runner, request, generation, parameters.timeout)
     ids = result.sequence.token_ids
     names = [output.name for output in body.outputs or ()] or ["output0"]
     outputs = [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids} for name in names]
@@ -145,7 +145,7 @@ async def generate(request: Request) -> Response:
     body = validate(TritonGenerateRequest, await read_object(request))
     generation = await _text_request(context, body)
     with _stoppable(request, body.id, generation):
-        result = await run_timed(context, request, generation, body.parameters.timeout)
+        result = await run_timed(context.runner, request, generation, body.parameters.timeout)
     answer = _answer(context, body, result.sequence.text)
     if body.parameters.details:
         reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
@@ -168,7 +168,7 @@ async def generate_stream(request: Request) -> Response:
     context = _checked(request)
     body = validate(TritonGenerateRequest, await read_object(request))
     generation = await _text_request(context, body)
-    run = await start_timed(context, request, generation, body.parameters.timeout)
+    run = await start_timed(context.runner, request, generation, body.parameters.timeout)
     source = _events(request, context, body, generation, run)
     return EventStream(source, run.outputs, cached_header(run.cache))
 
@@ -178,7 +178,7 @@ async def stop_infer(request: Request) -> Response:
     """End the running requests that the same client sent under ``id``; their answers end there."""
     context = _checked(request)
     body = validate(TritonStopRequest, await read_object(request))
-    running = _running(request).get((context.access.owner(request), body.id))
+    running = _running(request).get((owner_of(request), body.id))
     if not running:
         raise UnknownModel(f"no request with id {body.id!r} is running", param="id")
     for request_id in tuple(running):
@@ -186,22 +186,26 @@ async def stop_infer(request: Request) -> Response:
     return json_response({"id": body.id})
 
 
-def _checked(request: Request) -> ServerContext:
+def _checked(request: Request) -> ApiContext:
     context = context_of(request)
     name: str = request.path_params["model"]
-    if name not in served_names(context):
+    if name not in served_names(context.engine):
         raise UnknownModel(f"Model {name[:256]} not found.", param="model")
     return context
 
 
-async def _text_request(context: ServerContext, body: TritonGenerateRequest) -> GenerationRequest:
+async def _text_request(context: ApiContext, body: TritonGenerateRequest) -> GenerationRequest:
     tokens = await text_prompt(
-        context, body.text_input, param="text_input", cut=last_tokens(body.parameters.truncate), salt=""
+        context.intake,
+        body.text_input,
+        param="text_input",
+        cut=last_tokens(body.parameters.truncate),
+        salt="",
     )
     return one_sequence(context, "triton", tokens, body.parameters)
 
 
-def _answer(context: ServerContext, body: TritonGenerateRequest, text: str) -> dict[str, Any]:
+def _answer(context: ApiContext, body: TritonGenerateRequest, text: str) -> dict[str, Any]:
     return {
         "id": body.id or "",
         "model_name": context.engine.model_name,
@@ -222,7 +226,7 @@ def _details(reason: str, num_generated: int, queue_wait_s: float) -> dict[str, 
 
 async def _events(
     request: Request,
-    context: ServerContext,
+    context: ApiContext,
     body: TritonGenerateRequest,
     generation: GenerationRequest,
     run: TimedRun,
@@ -256,7 +260,7 @@ def _stoppable(request: Request, client_id: str | None, generation: GenerationRe
         yield
         return
     running = _running(request)
-    key = (context_of(request).access.owner(request), client_id)
+    key = (owner_of(request), client_id)
     running.setdefault(key, set()).add(generation.request_id)
     try:
         yield

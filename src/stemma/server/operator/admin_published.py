@@ -13,10 +13,11 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
-from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import json_response, openai_error
+from stemma.server.generation import new_request_id
 from stemma.server.openapi import takes
 from stemma.server.operator.admin import prompt_tokens
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import check_model
 from stemma.server.routes import OPERATOR, Router
@@ -57,7 +58,7 @@ async def publish(request: Request) -> Response:
     context, body = context_of(request), validate(PublishRequest, await read_object(request))
     if not context.settings.engine.cache.enable_prefix_cache:
         raise InvalidRequest("the prefix cache is off: there is nothing to share")
-    adapter = check_model(context, body.model)
+    adapter = check_model(context.engine, body.model)
     tokens = await prompt_tokens(context, body.prompt, body.messages, is_open=True)
     made = await context.published.add(tokens, body.name, "" if adapter is None else adapter.key)
     answer = _as_json(made) | {"num_prompt_tokens": len(tokens), "is_kept": context.published.is_kept}
@@ -78,7 +79,7 @@ async def published(request: Request) -> Response:
     return json_response({"published": [_as_json(one) for one in known.prefixes], "is_kept": known.is_kept})
 
 
-async def _prewarm(context: ServerContext, made: Published, adapter: Adapter | None) -> int:
+async def _prewarm(context: OperatorContext, made: Published, adapter: Adapter | None) -> int:
     """Compute the prefix; return how many of its tokens were cached before."""
     wanted = GenerationRequest(
         request_id=new_request_id("publish"),

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.metric_aliases import render_aliases
 from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.models import check_model, served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
 
@@ -30,20 +30,20 @@ async def health(request: Request) -> Response:
     context = context_of(request)
     if context.engine.failure is not None:
         return json_response({"status": "failed", "reason": context.engine.failure}, 503)
-    if context.draining:
+    if context.lifecycle.draining:
         return json_response({"status": "draining"}, 503)
     return json_response({"status": "ok"})
 
 
-def _model_cards(context: ServerContext) -> list[dict[str, Any]]:
+def _model_cards(context: OperatorContext) -> list[dict[str, Any]]:
     """Return the model by each of its names, then its adapters, which name it as their parent (as vLLM)."""
     shared = {
         "object": "model",
-        "created": context.started_at,
+        "created": context.lifecycle.started_at,
         "owned_by": "stemma",
         "max_model_len": context.engine.max_model_len,
     }
-    served, *others = served_names(context)
+    served, *others = served_names(context.engine)
     return [
         {"id": served, **shared, "root": served, "parent": None},
         *({"id": other, **shared, "root": served, "parent": None} for other in others),
@@ -64,7 +64,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     """The served model or one of its adapters, or 404."""
     context, name = context_of(request), request.path_params["name"]
-    check_model(context, name)
+    check_model(context.engine, name)
     model, *named = _model_cards(context)
     return json_response(next((card for card in named if card["id"] == name), model))
 
@@ -74,9 +74,9 @@ async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format."""
     context = context_of(request)
     stats = await context.engine.stats()
-    text = context.metrics.render(stats, context.admission.states())
+    text = context.instruments.metrics.render(stats, context.admission.states())
     for names in context.metric_aliases:
-        text += render_aliases(names, context.metrics, stats, context.engine.model_name)
+        text += render_aliases(names, context.instruments.metrics, stats, context.engine.model_name)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

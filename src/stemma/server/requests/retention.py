@@ -10,25 +10,21 @@ from typing import Protocol
 from stemma.engine.api import GenerationRequest
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import InvalidRequest
+from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
-from stemma.server.context import ServerContext
-from stemma.server.requests.models import check_model
 from stemma.server.schemas.openai import KeptTokens, OpenAIRequest
 from stemma.types import DEFAULT_PRIORITY, RetentionRange, TokenArray
 
 
 def generation_request(
-    context: ServerContext,
     request_id: str,
     tokens: TokenArray,
     params: SamplingParams,
     body: OpenAIRequest,
+    adapter: Adapter | None,
     beam: BeamParams | None = None,
 ) -> GenerationRequest:
-    """Return the request: ``cache_salt`` isolates it, ``priority`` and ``cache_ttl_s`` are hints.
-
-    Raises UnknownModel if ``model`` names an adapter that was unloaded meanwhile.
-    """
+    """Return the request: ``cache_salt`` isolates it, ``priority`` and ``cache_ttl_s`` are hints."""
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -38,7 +34,7 @@ def generation_request(
         ttl_s=body.cache_ttl_s,
         retention=ranges_of(body.cache_retention or ()),
         beam=beam,
-        adapter=check_model(context, body.model),
+        adapter=adapter,
     )
 
 

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from stemma.server.access import host_name
 from stemma.server.admission.caller import Caller, begin_call
 from stemma.server.errors import json_response
-from stemma.server.routes import IS_HEAD
 
+IS_HEAD = "stemma.head"
+"""In a request's scope: GET stands for HEAD, so only the head of the answer is sent."""
 _MAX_LENGTH_DIGITS = 18
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")

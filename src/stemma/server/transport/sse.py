@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from stemma.server.generation import OutputStream
 from stemma.server.transport.disconnect import until_disconnected
 from stemma.server.transport.planes import DIRECT_SEND
 
@@ -38,6 +37,13 @@ class TextEvent:
         return self._head + orjson.dumps(text) + self._tail
 
 
+class Closable(Protocol):
+    """What a stream may read from."""
+
+    async def aclose(self) -> None:
+        """End it; safe to call at any time."""
+
+
 class EventStream(Response):
     """Sends the chunks of `source` as they come, until it ends or the client leaves.
 
@@ -50,7 +56,7 @@ class EventStream(Response):
     def __init__(
         self,
         source: AsyncGenerator[bytes, None],
-        outputs: OutputStream | None = None,
+        outputs: Closable | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status_code = 200

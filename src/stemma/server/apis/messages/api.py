@@ -13,13 +13,13 @@ from stemma.engine.api import CacheReport
 from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import anthropic_error, anthropic_error_body, json_response
-from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.generation import Collected, OutputStream
 from stemma.server.observe.explain import explanation_of
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
@@ -40,10 +40,10 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = validate(MessagesRequest, await read_object(request))
-    check_model(context, body.model)
+    adapter = check_model(context.engine, body.model)
     marks = marks_of(body)
     chat = validate(ChatRequest, chat_fields(body))
-    turn = await chat_turn(context, new_id("msg"), chat)
+    turn = await chat_turn(context, new_id("msg"), chat, adapter)
     if marks:
         ends = [await _num_marked(context, body, mark, turn) for mark in marks]
         ranges = ranges_of(marks, ends)
@@ -52,9 +52,9 @@ async def create_message(request: Request) -> Response:
         ranges = ()
     reply = _Reply(context, turn, ranges)
     if body.stream:
-        outputs = await start(context, request, [turn.generation], "messages")
+        outputs = await context.runner.start(request, [turn.generation], "messages")
         return EventStream(reply.events(outputs), outputs)
-    [result] = await run_to_end(context, request, [turn.generation], "messages")
+    [result] = await context.runner.run_to_end(request, [turn.generation], "messages")
     return json_response(reply.whole(result))
 
 
@@ -63,13 +63,13 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a conversation becomes."""
     context = context_of(request)
     body = validate(CountTokensRequest, await read_object(request))
-    check_model(context, body.model)
+    check_model(context.engine, body.model)
     marks_of(body)
-    tokens = await chat_prompt(context, validate(ChatRequest, chat_fields(body)))
+    tokens = await chat_prompt(context.intake, validate(ChatRequest, chat_fields(body)))
     return json_response({"input_tokens": len(tokens)})
 
 
-async def _num_marked(context: ServerContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
+async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
     """Return how many tokens lie before a mark: those that a prompt which ends there has in common.
 
     A mark on the tools or the system text counts up to the first turn.
@@ -82,7 +82,7 @@ async def _num_marked(context: ServerContext, body: MessagesRequest, mark: Mark,
         fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
         fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
-        prefix = await chat_prompt(context, validate(ChatRequest, fields), turn.body.cache_salt or "")
+        prefix = await chat_prompt(context.intake, validate(ChatRequest, fields), turn.body.cache_salt or "")
     except InvalidRequest:  # a template may refuse a conversation that ends here
         return 0
     return num_shared(tokens, prefix)
@@ -110,7 +110,7 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ServerContext, turn: ChatTurn, marked: Sequence[RetentionRange]) -> None:
+    def __init__(self, context: ApiContext, turn: ChatTurn, marked: Sequence[RetentionRange]) -> None:
         self._context = context
         self._turn = turn
         self._marked = marked
@@ -159,7 +159,7 @@ class _Reply:
             "id": self._turn.generation.request_id,
             "type": "message",
             "role": "assistant",
-            "model": answered_by(self._context, self._turn.body.model),
+            "model": answered_by(self._context.engine, self._turn.generation.adapter),
             "content": blocks.blocks,
             "stop_reason": None,
             "stop_sequence": None,

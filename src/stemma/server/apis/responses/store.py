@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
+from starlette.requests import Request
 
+from stemma.config.settings import ServerSettings
 from stemma.types import TokenArray, as_tokens
 
 _ENTRY_BYTES = 1024
@@ -166,3 +168,23 @@ class OwnedStore(Generic[E]):
         self.num_bytes -= entry.num_bytes
         if not owned.entries:
             del self._owners[owner]
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """What one server keeps for its clients; lives in ``app.state.stores``."""
+
+    responses: OwnedStore[StoredResponse]
+    conversations: OwnedStore[StoredConversation]
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Stores:
+        """Return empty ones; each may hold half of the bytes."""
+        limits = (settings.max_responses, settings.max_response_bytes // 2, settings.response_ttl_s)
+        return cls(OwnedStore(*limits), OwnedStore(*limits))
+
+
+def stores_of(request: Request) -> Stores:
+    """Return what the app that serves `request` keeps."""
+    stores: Stores = request.app.state.stores
+    return stores

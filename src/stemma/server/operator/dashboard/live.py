@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from stemma.engine.api import EngineStats
 from stemma.errors import InvalidRequest, Overloaded
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.observe.watches import RequestRecord, RequestWatch
 from stemma.server.openapi import parameter
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.routes import EVENTS_TYPE, OPERATOR, Router
 from stemma.server.transport.sse import EventStream, event
 
@@ -39,27 +39,27 @@ async def now(request: Request) -> Response:
 async def live(request: Request) -> Response:
     """A snapshot each second as server-sent events, until the client leaves or the server stops."""
     context = context_of(request)
-    if context.num_live_streams >= MAX_STREAMS:
+    if context.instruments.watches.num_pages >= MAX_STREAMS:
         raise Overloaded(f"{MAX_STREAMS} pages watch this server already; close one")
     return EventStream(_snapshots(context, _since(request)))
 
 
-async def _snapshots(context: ServerContext, since: int) -> AsyncGenerator[bytes, None]:
-    context.num_live_streams += 1
+async def _snapshots(context: OperatorContext, since: int) -> AsyncGenerator[bytes, None]:
+    context.instruments.watches.num_pages += 1
     try:
-        while not context.draining:
+        while not context.lifecycle.draining:
             shown = await snapshot(context, since)
             since = shown["last_number"]
             yield event(shown)
             await asyncio.sleep(EVERY_S)
     finally:
-        context.num_live_streams -= 1
+        context.instruments.watches.num_pages -= 1
 
 
-async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
+async def snapshot(context: OperatorContext, since: int) -> dict[str, Any]:
     """Return counters and gauges, the requests under way, and those that ended after number `since`."""
     stats = await context.engine.stats()
-    watches = context.watches
+    watches = context.instruments.watches
     newest = watches.records[-1].number if watches.records else 0
     # A page that watched the server before a restart asks for numbers that don't exist yet.
     since = since if since <= newest else 0
@@ -68,7 +68,7 @@ async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
     return {
         "time": time.time(),
         "model": context.engine.model_name,
-        "started_at": context.started_at,
+        "started_at": context.lifecycle.started_at,
         "failure": context.engine.failure,
         "engine": engine_as_json(stats),
         "budgets": [asdict(state) for state in context.admission.states()],

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from stemma.engine.core.tree_outline import MAX_NODES, TreeOutline
 from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.routes import OPERATOR, Router
 
 router = Router(openai_error)
@@ -35,7 +35,7 @@ async def tree(request: Request) -> Response:
     return json_response(await asyncio.to_thread(_as_json, context, outline))
 
 
-def _as_json(context: ServerContext, outline: TreeOutline) -> dict[str, Any]:
+def _as_json(context: OperatorContext, outline: TreeOutline) -> dict[str, Any]:
     tokenizer = context.engine.tokenizer
     return {
         "num_nodes": outline.num_nodes,

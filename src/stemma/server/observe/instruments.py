@@ -1,0 +1,41 @@
+"""The instruments of one server together: a request is noted by all of them, and operators read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stemma.config.settings import ServerSettings
+from stemma.engine.client import EngineClient
+from stemma.insight.divergence.window import DivergenceWindow
+from stemma.server.observe.explain import Explainer, InThread
+from stemma.server.observe.explanations import Explanations
+from stemma.server.observe.metrics import ServerMetrics
+from stemma.server.observe.usage_ledger import UsageLedger
+from stemma.server.observe.watches import Watches
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """Shared by what runs requests and what shows them."""
+
+    metrics: ServerMetrics
+    watches: Watches
+    ledger: UsageLedger
+    explanations: Explanations
+    explainer: Explainer
+    divergences: DivergenceWindow
+
+    @classmethod
+    def of(
+        cls, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, in_thread: InThread
+    ) -> Instruments:
+        """Return those of a server; `in_thread` decodes texts. Raises ConfigError or StorageError."""
+        is_exact = settings.report_granularity == "token"
+        return cls(
+            metrics,
+            Watches(metrics),
+            UsageLedger.of(settings.ledger, engine, metrics),
+            Explanations(),
+            Explainer(engine.tokenizer, in_thread, is_exact=is_exact),
+            DivergenceWindow(),
+        )
