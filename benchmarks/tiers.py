@@ -90,7 +90,7 @@ def keys_of(num_blocks: int, seed: int = 0) -> list[BlockKey]:
 def device_blocks(keys: Sequence[BlockKey]) -> list[DeviceBlock]:
     parents = [ROOT, *keys]
     size = LAYOUT.block_size
-    return [DeviceBlock(n, key, parents[n], size, 50, None) for n, key in enumerate(keys)]
+    return [DeviceBlock(n, key, parents[n], size) for n, key in enumerate(keys)]
 
 
 def open_transfer(kv: DeviceKV, *stores: BlockStore, staging_bytes: int = 128 * 2**20) -> TierTransfer:
@@ -176,7 +176,7 @@ def restart(options: Options) -> Iterator[Row]:
         parent = ROOT
         for slot in range(num_blocks):
             key = BlockKey(rng.bytes(32))
-            record = Record(slot, key, parent, slot + 1, 0, block_bytes, "", 2.0 + slot % 9999, None, 50)
+            record = Record(slot, key, parent, slot + 1, 0, block_bytes, "", 2.0 + slot % 9999)
             file.write(record.pack())
             parent = ROOT if slot % 50 == 49 else key
     times = []

@@ -25,7 +25,7 @@ from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.memory.cache.lease import Lease
 from stemma.server.answers.best_of import keep_best
 from stemma.server.generation import CollectedSequence
-from stemma.types import FinishReason, RetentionRange, as_tokens
+from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, as_tokens
 
 ENDS = [2, *range(461, 512, 2)]
 """Token ids that end a text: enough of them that some answers end by themselves, none that grammars need."""
@@ -103,7 +103,7 @@ def _priority(rng: random.Random, fields: Fields) -> None:
 
 
 def _retention(rng: random.Random, fields: Fields) -> None:
-    ranges = (RetentionRange(5, priority=90), RetentionRange(20, priority=10, ttl_s=0.001))
+    ranges = (RetentionRange(5, RetentionHint(90)), RetentionRange(20, RetentionHint(10, 0.001)))
     fields |= {"ttl_s": rng.choice((0.0001, 60.0)), "retention": ranges[: rng.randint(0, 2)]}
 
 
@@ -267,9 +267,7 @@ class _Request:
             name,
             as_tokens(ask.prompt),
             params,
-            priority=ask.priority,
-            ttl_s=ask.ttl_s,
-            retention=ask.retention,
+            retention=Retention(RetentionHint(ask.priority, ask.ttl_s), ask.retention),
             beam=ask.beam,
             adapter=None if ask.adapter is None else parts.adapters.get(ask.adapter),
         )

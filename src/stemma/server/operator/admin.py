@@ -39,7 +39,7 @@ from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.tenants.namespace import tenant_namespace
-from stemma.types import DEFAULT_PRIORITY, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, Retention, RetentionHint, Tier, TokenArray
 
 router = Router(openai_error, prefix="/admin/cache")
 file_router = Router(openai_error, prefix="/admin/cache", media_type=BYTES_TYPE)
@@ -111,8 +111,7 @@ async def prewarm(request: Request) -> Response:
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         namespace=place.namespace,
         adapter=place.adapter,
-        priority=body.priority,
-        ttl_s=body.ttl_s,
+        retention=Retention(RetentionHint(body.priority, body.ttl_s)),
     )
     answer: dict[str, Any] = {}
     async for output in context.engine.generate(wanted):

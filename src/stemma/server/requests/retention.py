@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from stemma.errors import InvalidRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
 from stemma.server.schemas.openai import KeptTokens, OpenAIRequest
-from stemma.types import DEFAULT_PRIORITY, RetentionRange, TokenArray
+from stemma.types import NO_HINT, Retention, RetentionHint, RetentionRange, TokenArray
 
 
 def generation_request(
@@ -30,26 +29,14 @@ def generation_request(
         prompt_token_ids=tokens,
         params=params,
         namespace=Namespace(salt=body.cache_salt or ""),
-        priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
-        ttl_s=body.cache_ttl_s,
-        retention=ranges_of(body.cache_retention or ()),
+        retention=Retention(hint_of(body), ranges_of(body.cache_retention or ())),
         beam=beam,
         adapter=adapter,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long and how firmly a request's blocks should stay: hints for the eviction policy."""
-
-    priority: int
-    """0 to 100."""
-    ttl_s: float | None
-    """After this without use they go first; None: no such time."""
-
-
 class _Hinted(Protocol):
-    """A request body with retention hints; None where it has none."""
+    """What may bring a retention hint; None where it doesn't."""
 
     @property
     def priority(self) -> int | None: ...
@@ -58,29 +45,11 @@ class _Hinted(Protocol):
     def cache_ttl_s(self) -> float | None: ...
 
 
-def retained(generation: GenerationRequest, body: _Hinted, default: Retention) -> GenerationRequest:
-    """Return the request with the hints of `default`, but for those that the body brings itself."""
-    return replace(
-        generation,
-        priority=default.priority if body.priority is None else generation.priority,
-        ttl_s=default.ttl_s if body.cache_ttl_s is None else generation.ttl_s,
-    )
-
-
-def hinted(
-    generation: GenerationRequest, body: _Hinted, ranges: Sequence[RetentionRange]
-) -> GenerationRequest:
-    """Return the request with hints of its leading tokens; what the body says itself holds everywhere."""
-    return replace(
-        generation,
-        retention=tuple(
-            RetentionRange(
-                one.num_tokens,
-                one.priority if body.priority is None else generation.priority,
-                one.ttl_s if body.cache_ttl_s is None else generation.ttl_s,
-            )
-            for one in ranges
-        ),
+def hint_of(given: _Hinted, default: RetentionHint = NO_HINT) -> RetentionHint:
+    """Return the hint that a body, or a part of it, brings; `default` holds where it is silent."""
+    return RetentionHint(
+        default.priority if given.priority is None else given.priority,
+        default.ttl_s if given.cache_ttl_s is None else given.cache_ttl_s,
     )
 
 
@@ -89,9 +58,4 @@ def ranges_of(given: Sequence[KeptTokens]) -> tuple[RetentionRange, ...]:
     ends = [one.num_tokens for one in given]
     if any(end <= before for before, end in pairwise(ends)):
         raise InvalidRequest("cache_retention: num_tokens must ascend", param="cache_retention")
-    return tuple(
-        RetentionRange(
-            one.num_tokens, DEFAULT_PRIORITY if one.priority is None else one.priority, one.cache_ttl_s
-        )
-        for one in given
-    )
+    return tuple(RetentionRange(one.num_tokens, hint_of(one)) for one in given)

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport
+from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
@@ -25,7 +25,7 @@ from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import hinted
+from stemma.server.requests.retention import hint_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
 from stemma.server.schemas.openai import ChatRequest
@@ -47,7 +47,7 @@ async def create_message(request: Request) -> Response:
     if marks:
         ends = [await _num_marked(context, body, mark, turn) for mark in marks]
         ranges = ranges_of(marks, ends)
-        turn = replace(turn, generation=hinted(turn.generation, body, ranges))
+        turn = replace(turn, generation=_kept(turn.generation, body, ranges))
     else:
         ranges = ()
     reply = _Reply(context, turn, ranges)
@@ -86,6 +86,14 @@ async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, tu
     except InvalidRequest:  # a template may refuse a conversation that ends here
         return 0
     return num_shared(tokens, prefix)
+
+
+def _kept(
+    generation: GenerationRequest, body: MessagesRequest, marked: Sequence[RetentionRange]
+) -> GenerationRequest:
+    """Return the request with the hints of what is marked; what the body says itself holds everywhere."""
+    ranges = tuple(RetentionRange(one.num_tokens, hint_of(body, one.hint)) for one in marked)
+    return replace(generation, retention=replace(generation.retention, ranges=ranges))
 
 
 @dataclass(slots=True)
@@ -173,7 +181,7 @@ class _Reply:
         for one in self._marked:
             new = max(0, one.num_tokens - max(read, start))
             written += new
-            for_an_hour += new if (one.ttl_s or 0.0) > _SHORT_TTL_S else 0
+            for_an_hour += new if (one.hint.ttl_s or 0.0) > _SHORT_TTL_S else 0
             start = one.num_tokens
         return {
             "input_tokens": cache.num_prompt_tokens - read - written,

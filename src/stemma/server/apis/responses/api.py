@@ -31,12 +31,12 @@ from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import Retention, retained
+from stemma.server.requests.retention import hint_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ConversationName, InputTokensRequest, ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
-from stemma.types import DEFAULT_PRIORITY, FinishReason, TokenArray, as_tokens
+from stemma.types import DEFAULT_PRIORITY, FinishReason, RetentionHint, TokenArray, as_tokens
 
 router = Router(openai_error)
 
@@ -158,8 +158,9 @@ def _retained(stores: Stores, body: ResponsesRequest, turn: ChatTurn) -> ChatTur
     """Return the turn with the hint that a stored conversation's blocks get, unless it brings its own."""
     if not _is_stored(stores, body):
         return turn
-    hint = Retention(STORED_PRIORITY, stores.responses.ttl_s)
-    return replace(turn, generation=retained(turn.generation, body, hint))
+    rest = hint_of(body, RetentionHint(STORED_PRIORITY, stores.responses.ttl_s))
+    retention = replace(turn.generation.retention, rest=rest)
+    return replace(turn, generation=replace(turn.generation, retention=retention))
 
 
 @dataclass(slots=True)
