@@ -211,7 +211,7 @@ def demote(options: Options) -> Iterator[Row]:
     params = SamplingParams(max_tokens=4 * num_steps + 64, temperature=0.0, ignore_eos=True)
     for number in range(4):
         tokens = rng.integers(3, VOCAB_SIZE - 64, 256).astype(np.int32)
-        parts.engine.add(GenerationRequest(f"r{number}", tokens, params))
+        parts.engine.add(parts.engine.checked(GenerationRequest(f"r{number}", tokens, params)))
     for _ in range(16):
         parts.engine.step()
     per_step = max(1, goal_bytes // LAYOUT.block_bytes // num_steps)
@@ -292,7 +292,7 @@ def _serve(
     """Serve one request alone; return the seconds to its first token, and its tokens."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     start, first_s = time.perf_counter(), 0.0
-    parts.engine.add(GenerationRequest(f"r{time.perf_counter_ns()}", prompt, params))
+    parts.engine.add(parts.engine.checked(GenerationRequest(f"r{time.perf_counter_ns()}", prompt, params)))
     taken: list[int] = []
     while parts.engine.has_work:
         for news in parts.engine.step():

@@ -261,19 +261,19 @@ async def test_a_paused_engine_can_be_closed(engine):
 
 async def test_requests_of_one_turn_of_the_event_loop_begin_in_one_step(engine, monkeypatch):
     core, plans, schedule = engine.parts.engine, [], Scheduler.schedule
-    validate = core.validate
+    checked = core.checked
 
     def slowly(one):
         if threading.current_thread() is threading.main_thread():
             time.sleep(0.01)  # a step that didn't wait for the others would begin meanwhile
-        validate(one)
+        return checked(one)
 
     def noting(self, **kwargs):
         plan = schedule(self, **kwargs)
         plans.append(len(plan))
         return plan
 
-    monkeypatch.setattr(core, "validate", slowly)
+    monkeypatch.setattr(core, "checked", slowly)
     monkeypatch.setattr(Scheduler, "schedule", noting)
     await asyncio.gather(*(collect(engine, request(f"r{i}", prompt(i, 20))) for i in range(4)))
     assert plans[0] == 4

@@ -388,7 +388,7 @@ class Service:
             for _ in range(MAX_STEPS):
                 while left and wait <= 0:
                     for request in left.pop(0)[0].start():
-                        self.engine.add(request)
+                        self.engine.add(self.engine.checked(request))
                     wait = left[0][1] if left else 0
                 wait -= 1
                 if not left and not self.engine.has_work:
@@ -412,7 +412,7 @@ class Service:
         for output in outputs:
             request = requests[output.request_id.split("-")[0]]
             for following in request.take(output):
-                self.engine.add(following)
+                self.engine.add(self.engine.checked(following))
         for name, request in requests.items():
             limit = request.ask.abort_after
             if limit is not None and not request.is_over and request.answer.num_tokens >= limit:
@@ -428,7 +428,7 @@ class Service:
                 request = one.request
                 name, one_token = f"{request.request_id}-pin", SamplingParams(max_tokens=1)
                 warm = replace(request, request_id=name, params=one_token, beam=None)
-                self.engine.add(warm)
+                self.engine.add(self.engine.checked(warm))
                 while self.engine.has_work:
                     self._processor.process(self.engine.step())
                 leases.append(cache.hold(request.namespace, request.prompt_token_ids))
