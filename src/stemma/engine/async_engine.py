@@ -64,7 +64,7 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 _REST_S = 0.05
 """Without work for so long, the step thread does what later steps need: a client may be about to go on."""
-_JOINING_INTERVAL_S = 1 / 15
+JOINING_INTERVAL_S = 1 / 15
 """15 deliveries a second at least: faster than anybody reads, and steps of 33 ms or less are joined."""
 GRAMMAR_TIMEOUT_S = 10.0
 """Time limit of compiling a grammar, from when that begins."""
@@ -501,7 +501,7 @@ def joining_interval_s(parts: EngineParts) -> float:
     """
     num_threads = torch.get_num_threads() * parts.num_ranks
     is_full = parts.model.device.type == "cpu" and num_threads >= usable_cores()
-    return _JOINING_INTERVAL_S if is_full else 0.0
+    return JOINING_INTERVAL_S if is_full else 0.0
 
 
 def _put_all(group: Sequence[tuple[_Subscription, RequestOutput | StemmaError]]) -> None:
