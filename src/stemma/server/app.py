@@ -19,7 +19,7 @@ from stemma.server.apis import infer, openai_chat, openai_completions, tgi, toke
 from stemma.server.apis.messages import api as messages
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
-from stemma.server.errors import json_response
+from stemma.server.errors import json_response, openai_body
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.request_log import log_request
 from stemma.server.observe.tracing import Tracing, TracingMiddleware
@@ -139,11 +139,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:_MAX_PATH_CHARS]}: {error.detail}"
-    detail = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return json_response({"error": detail}, error.status_code, error.headers)
+    return json_response(openai_body(message, "invalid_request_error"), error.status_code, error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Answer an unexpected error; Starlette logs the traceback."""
-    detail = {"message": "internal error", "type": "server_error", "param": None, "code": None}
-    return json_response({"error": detail}, 500)
+    return json_response(openai_body("internal error", "server_error"), 500)

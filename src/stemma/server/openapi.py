@@ -39,11 +39,6 @@ _ERRORS: Mapping[str, str] = {
     "503": "Busy, draining, or failed",
     "529": "The queue is full (Anthropic's shape)",
 }
-_ERROR_NAMES: Mapping[Any, str] = {
-    openai_error: "OpenAIError",
-    anthropic_error: "AnthropicError",
-    tgi_error: "TGIError",
-}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -52,9 +47,9 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 _TEXT = {"type": "string"}
 _ERROR_SCHEMAS: Mapping[str, Any] = {
-    "OpenAIError": _object(error=_object(message=_TEXT, type=_TEXT)),
-    "AnthropicError": _object(type={"const": "error"}, error=_object(message=_TEXT, type=_TEXT)),
-    "TGIError": {"type": "object"},
+    openai_error.name: _object(error=_object(message=_TEXT, type=_TEXT)),
+    anthropic_error.name: _object(type={"const": "error"}, error=_object(message=_TEXT, type=_TEXT)),
+    tgi_error.name: {"type": "object"},
 }
 
 
@@ -93,8 +88,8 @@ def _answers(route: AudienceRoute) -> dict[str, Any]:
     if route.sends:
         done["content"] = {kind: {"schema": {}} for kind in route.sends}
     names = {
-        *(_ERROR_NAMES[shape] for shape in route.shapes),
-        "OpenAIError",
+        *(shape.name for shape in route.shapes),
+        openai_error.name,
     }  # the latter from before a route is known
     schema = {"anyOf": [{"$ref": _REF.format(model=name)} for name in sorted(names)]}
     error = {"content": {JSON_TYPE: {"schema": schema}}}

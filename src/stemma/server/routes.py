@@ -19,12 +19,11 @@ from starlette.routing import BaseRoute
 
 from stemma.errors import ClientDisconnected, StemmaError
 from stemma.server.access import JSON_TYPE, access_of
-from stemma.server.errors import STATUS_CLIENT_CLOSED
+from stemma.server.errors import STATUS_CLIENT_CLOSED, ErrorShape
 from stemma.server.transport.headers import IS_HEAD
 
 EVENTS_TYPE, TEXT_TYPE = "text/event-stream", "text/plain"
 Handler = Callable[..., Awaitable[Response]]
-Shape = Callable[[StemmaError], Response]
 
 
 class Audience(StrEnum):
@@ -54,11 +53,11 @@ class Router(APIRouter):
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ErrorShape,
         *,
         prefix: str = "",
         media_type: str = JSON_TYPE,
-        other_shapes: tuple[Shape, ...] = (),
+        other_shapes: tuple[ErrorShape, ...] = (),
     ) -> None:
         """`shape` makes the response of an error; `media_type` is that of an operator's bodies.
 
@@ -108,7 +107,7 @@ class AudienceRoute(APIRoute):
     """A route that checks who asks before its handler runs; made by `Router`."""
 
     audience: Audience
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ErrorShape, ...]
     """Of its errors: that of its API first, then those that the handler writes."""
     media_type: str
     has_head: bool

@@ -14,7 +14,7 @@ from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail
 from stemma.server.apis.context import ApiContext, context_of
-from stemma.server.errors import json_response, tgi_error, tgi_error_body
+from stemma.server.errors import json_response, tgi_error
 from stemma.server.generation import new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
@@ -129,7 +129,7 @@ async def _events(
                 chunks.append(event(item))
             yield b"".join(chunks)
     except StemmaError as error:
-        yield event(tgi_error_body(error)[1])
+        yield event(tgi_error.body(error))
 
 
 def _last_details(

@@ -21,7 +21,7 @@ from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
 from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.apis.context import ApiContext, context_of
-from stemma.server.errors import json_response, openai_error, openai_error_body
+from stemma.server.errors import json_response, openai_error
 from stemma.server.generation import Collected, OutputStream, new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.beam import candidates
@@ -159,7 +159,7 @@ async def _events(
                 yield b"".join(chunks)
                 chunks.clear()
     except StemmaError as error:
-        yield event(openai_error_body(error)[1]) + DONE
+        yield event(openai_error.body(error)) + DONE
         return
     last = event({**head, "choices": [], "usage": meter.usage()}) if with_usage else b""
     yield last + DONE

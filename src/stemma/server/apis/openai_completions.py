@@ -19,7 +19,7 @@ from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
 from stemma.server.answers.token_texts import TextOf
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.apis.context import ApiContext, context_of
-from stemma.server.errors import json_response, openai_error, openai_error_body
+from stemma.server.errors import json_response, openai_error
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.beam import candidates
@@ -246,7 +246,7 @@ class _Reply:
                     yield b"".join(chunks)
                     chunks.clear()
         except StemmaError as error:
-            yield event(openai_error_body(error)[1]) + DONE
+            yield event(openai_error.body(error)) + DONE
             return
         last = event({**self.head, "choices": [], "usage": meter.usage()}) if self._with_usage else b""
         yield last + DONE

@@ -22,7 +22,7 @@ from stemma.server.answers.usage import cache_detail
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
-from stemma.server.errors import json_response, tgi_error, tgi_error_body
+from stemma.server.errors import json_response, tgi_error
 from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
@@ -187,7 +187,7 @@ async def _events(
             if chunks:
                 yield b"".join(chunks)
     except StemmaError as error:
-        yield event(tgi_error_body(error)[1])
+        yield event(tgi_error.body(error))
 
 
 def _stream_details(generation: GenerationRequest, output: RequestOutput, reason: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from stemma.server.answers.usage import cache_detail
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.infer import cached_header, one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
-from stemma.server.errors import json_response, tgi_error, tgi_error_body
+from stemma.server.errors import json_response, tgi_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import served_names
@@ -250,7 +250,7 @@ async def _events(
                     chunks.append(event(item))
                 yield b"".join(chunks)
     except StemmaError as error:
-        yield event(tgi_error_body(error)[1])
+        yield event(tgi_error.body(error))
 
 
 @contextmanager

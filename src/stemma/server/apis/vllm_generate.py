@@ -13,7 +13,7 @@ from stemma.engine.api import GenerationRequest
 from stemma.errors import StemmaError
 from stemma.server.answers.best_of import keep_best
 from stemma.server.apis.context import context_of
-from stemma.server.errors import json_response, tgi_error_body
+from stemma.server.errors import json_response, tgi_error
 from stemma.server.generation import OutputStream, new_request_id
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import validate
@@ -56,4 +56,4 @@ async def _pieces(outputs: OutputStream) -> AsyncGenerator[bytes, None]:
             if texts:
                 yield orjson.dumps({"text": texts}) + _END
     except StemmaError as error:
-        yield orjson.dumps(tgi_error_body(error)[1]) + _END
+        yield orjson.dumps(tgi_error.body(error)) + _END

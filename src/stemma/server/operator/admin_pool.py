@@ -13,7 +13,7 @@ from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.errors import ConfigError, InvalidRequest, NotFound, StorageError
 from stemma.memory.tiers.pool.pool_store import PoolStatus
-from stemma.server.errors import json_response, openai_error
+from stemma.server.errors import json_response, openai_body, openai_error
 from stemma.server.openapi import takes
 from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.body import read_object, validate
@@ -111,5 +111,4 @@ def _shown(status: PoolStatus | None) -> dict[str, Any]:
 
 
 def _failed(message: str, status: int) -> Response:
-    detail = {"message": message, "type": "server_error", "param": None, "code": None}
-    return json_response({"error": detail}, status)
+    return json_response(openai_body(message, "server_error"), status)

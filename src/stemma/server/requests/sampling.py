@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.requests.intake import Intake
@@ -30,7 +31,7 @@ def chat_sampling(intake: Intake, body: ChatRequest) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs can't be streamed", param="prompt_logprobs")
-    return _openai_sampling(intake, body, limit, logprobs, body.prompt_logprobs)
+    return _sampling(intake, body, requested_grammar(body), limit, logprobs, body.prompt_logprobs)
 
 
 def completion_sampling(intake: Intake, body: CompletionRequest) -> SamplingParams:
@@ -43,24 +44,28 @@ def completion_sampling(intake: Intake, body: CompletionRequest) -> SamplingPara
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     if limit == 0 and body.echo and prompt_logprobs is None:
         limit = 1  # nothing is generated, nor computed: the parameters are only checked
-    return _openai_sampling(intake, body, limit, body.logprobs, prompt_logprobs)
+    return _sampling(intake, body, requested_grammar(body), limit, body.logprobs, prompt_logprobs)
 
 
-def _openai_sampling(
+def vllm_sampling(intake: Intake, body: VLLMGenerateRequest) -> SamplingParams:
+    """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
+    return _sampling(intake, body, structured_grammar(body.structured_outputs), body.max_tokens)
+
+
+def _sampling(
     intake: Intake,
-    body: OpenAIRequest,
+    body: OpenAIRequest | VLLMGenerateRequest,
+    grammar: GrammarSpec | None,
     max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     if prompt_logprobs is not None and body.use_beam_search:
         raise InvalidRequest("beam search reports no prompt_logprobs", param="prompt_logprobs")
-    grammar = requested_grammar(body)
     if grammar is not None and body.use_beam_search:
         raise InvalidRequest("beam search can't follow a grammar", param=grammar.param)
-    n = check_n(intake, body.n)
     return SamplingParams(
-        n=n,
+        n=check_n(intake, body.n),
         seed=body.seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -144,29 +149,6 @@ def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if 0.0 < chosen.get("temperature", 0.0) < MIN_TEMPERATURE:
         chosen["temperature"] = MIN_TEMPERATURE
     return chosen
-
-
-def vllm_sampling(intake: Intake, body: VLLMGenerateRequest) -> SamplingParams:
-    """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
-    grammar = structured_grammar(body.structured_outputs)
-    if grammar is not None and body.use_beam_search:
-        raise InvalidRequest("beam search can't follow a grammar", param=grammar.param)
-    return SamplingParams(
-        n=check_n(intake, body.n),
-        seed=body.seed,
-        stop=_stops(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        max_tokens=body.max_tokens,
-        min_tokens=body.min_tokens,
-        ignore_eos=body.ignore_eos,
-        skip_special_tokens=body.skip_special_tokens,
-        grammar=grammar,
-        logit_bias=_logit_bias(body.logit_bias),
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words=_bad_words(intake, body.bad_words),
-        **({} if body.use_beam_search else _chosen(body, intake.engine.default_sampling)),
-    )
 
 
 def tgi_sampling(intake: Intake, parameters: TGIParameters) -> SamplingParams:

@@ -18,7 +18,7 @@ from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
-from stemma.server.errors import anthropic_error, anthropic_error_body, json_response
+from stemma.server.errors import anthropic_error, json_response
 from stemma.server.generation import Collected, OutputStream
 from stemma.server.observe.explain import explanation_of
 from stemma.server.openapi import takes
@@ -154,7 +154,7 @@ class _Reply:
             if end.finish_reason is FinishReason.ABORT:
                 raise GenerationFailed("the server ended this request before its answer was complete")
         except StemmaError as error:
-            yield _event(anthropic_error_body(error)[1])
+            yield _event(anthropic_error.body(error))
             return
         last = {"type": "message_delta", "delta": end.of(blocks), "usage": self._usage(cache, num_generated)}
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))

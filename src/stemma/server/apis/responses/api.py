@@ -24,7 +24,7 @@ from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_me
 from stemma.server.apis.responses.listing import item_page, whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
-from stemma.server.errors import json_response, openai_error, openai_error_body
+from stemma.server.errors import json_response, openai_error
 from stemma.server.generation import Collected, OutputStream
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.openapi import takes
@@ -225,7 +225,7 @@ class _Reply:
             told = progress.items.end("incomplete" if progress.was_cut else "completed")
             response = await self._finished(progress)
         except StemmaError as error:
-            detail = openai_error_body(error)[1]["error"]
+            detail = openai_error.body(error)["error"]
             failed = self._response("failed", progress)
             failed["error"] = {"code": "server_error", "message": detail["message"]}
             yield numbered.write([{"type": "response.failed", "response": failed}])
