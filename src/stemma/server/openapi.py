@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from stemma.errors import InvalidRequest
 from stemma.server.access import BYTES_TYPE, JSON_TYPE
 from stemma.server.errors import anthropic_error, json_response, openai_error, tgi_error
 from stemma.server.routes import PUBLIC, AudienceRoute, Router
@@ -71,6 +73,30 @@ def takes_file() -> dict[str, Any]:
 def parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return `openapi_extra` of an endpoint that reads one parameter of the query."""
     return {"parameters": [{"name": name, "in": "query", "required": False, "schema": dict(schema)}]}
+
+
+@dataclass(frozen=True, slots=True)
+class QueryNumber:
+    """A whole number in the query of an endpoint."""
+
+    name: str
+    least: int
+    most: int
+    default: int
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """`openapi_extra` of the endpoint."""
+        return parameter(self.name, {"type": "integer", "minimum": self.least, "maximum": self.most})
+
+    def of(self, request: Request) -> int:
+        """Return what `request` gives, or the default. Raises InvalidRequest."""
+        given = request.query_params.get(self.name, str(self.default))
+        is_number = given.isascii() and given.isdecimal() and len(given) <= len(str(self.most))
+        if not (is_number and self.least <= int(given) <= self.most):
+            message = f"{self.name} must be between {self.least} and {self.most}"
+            raise InvalidRequest(message, param=self.name)
+        return int(given)
 
 
 document_router = Router(openai_error)

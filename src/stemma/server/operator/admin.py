@@ -14,30 +14,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from stemma.engine.api import GenerationRequest
 from stemma.engine.operator.cache_control import CacheLookup, Pin
-from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
 from stemma.server.access import BYTES_TYPE
 from stemma.server.errors import json_response, openai_error
-from stemma.server.generation import new_request_id
 from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter, takes, takes_file
 from stemma.server.operator.context import OperatorContext, context_of
+from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt_tokens
 from stemma.server.requests.body import body_chunks, read_object, validate
 from stemma.server.requests.models import check_model
-from stemma.server.requests.prompts import chat_prompt, completion_prompts
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
-from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
-from stemma.server.schemas.openai import ChatRequest
+from stemma.server.schemas.bounds import MAX_SALT_CHARS, Name, Priority, Salt, Ttl
 from stemma.server.tenants.namespace import tenant_namespace
 from stemma.types import DEFAULT_PRIORITY, Retention, RetentionHint, Tier, TokenArray
 
@@ -46,23 +41,12 @@ file_router = Router(openai_error, prefix="/admin/cache", media_type=BYTES_TYPE)
 _CHUNK_BYTES = 1 << 20
 
 
-class PrefixRequest(RequestModel):
-    """A prompt, by its text, token ids or messages."""
+class PrefixRequest(PromptRequest):
+    """A prompt, and whose."""
 
-    prompt: str | list[Any] | None = None
-    """Text or token ids."""
-    messages: Messages | None = None
     cache_salt: Salt | None = None
     tenant: Name | None = None
     """Whose; needed where a file of API keys names tenants."""
-    model: Name | None = None
-    """An adapter, whose blocks are its own; default: the model without one."""
-
-    @model_validator(mode="after")
-    def _one_of(self) -> PrefixRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
 
 
 class PinRequest(PrefixRequest):
@@ -105,22 +89,13 @@ async def prewarm(request: Request) -> Response:
     """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
     context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
     place = await _place(context, body)
-    wanted = GenerationRequest(
-        request_id=new_request_id("prewarm"),
-        prompt_token_ids=place.tokens,
-        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        namespace=place.namespace,
-        adapter=place.adapter,
-        retention=Retention(RetentionHint(body.priority, body.ttl_s)),
-    )
-    answer: dict[str, Any] = {}
-    async for output in context.engine.generate(wanted):
-        output.raise_error()
-        answer = {
-            "num_prompt_tokens": output.cache.num_prompt_tokens,
-            "num_cached_tokens": output.cache.num_cached_tokens,
-            "cached_by_tier": _by_tier(output.cache.cached_by_tier),
-        }
+    retention = Retention(RetentionHint(body.priority, body.ttl_s))
+    cache = await prewarm_prompt(context, place.tokens, place.namespace, place.adapter, retention)
+    answer: dict[str, Any] = {
+        "num_prompt_tokens": cache.num_prompt_tokens,
+        "num_cached_tokens": cache.num_cached_tokens,
+        "cached_by_tier": _by_tier(cache.cached_by_tier),
+    }
     if body.pin:
         pin = await context.engine.cache_control.pin(place.namespace, place.tokens, body.ttl_s)
         answer["pin"] = _pin_json(pin)
@@ -254,32 +229,10 @@ class _Place:
 
 
 async def _place(context: OperatorContext, body: PrefixRequest) -> _Place:
-    tokens = await prompt_tokens(context, body.prompt, body.messages)
+    tokens = await prompt_tokens(context, body)
     adapter = check_model(context.engine, body.model)
     namespace = _namespace(context, body.tenant, body.cache_salt, adapter)
     return _Place(tokens, context.published.located(namespace, tokens), adapter)
-
-
-async def prompt_tokens(
-    context: OperatorContext,
-    prompt: str | list[Any] | None,
-    messages: list[dict[str, Any]] | None,
-    *,
-    is_open: bool = False,
-) -> TokenArray:
-    """Return the tokens of one prompt, or of messages; `is_open`: without what begins the answer."""
-    if messages is not None:
-        chat = {
-            "model": context.engine.model_name,
-            "messages": messages,
-            "add_generation_prompt": not is_open,
-        }
-        return await chat_prompt(context.intake, validate(ChatRequest, chat))
-    assert prompt is not None
-    prompts = await completion_prompts(context.intake, prompt)
-    if len(prompts) > 1:
-        raise InvalidRequest("give one prompt", param="prompt")
-    return prompts[0]
 
 
 def _by_tier(counts: Any) -> dict[str, int]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from stemma.errors import InvalidRequest
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.metric_aliases import render_aliases
-from stemma.server.observe.tier_metrics import tiers_as_json
-from stemma.server.openapi import parameter
+from stemma.server.observe.tier_metrics import engine_as_json
+from stemma.server.openapi import QueryNumber
 from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.models import check_model, served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
@@ -22,6 +20,7 @@ open_router = Router(openai_error)
 """Needs no API key: load balancers ask it."""
 router = Router(openai_error)
 admin_router = Router(openai_error, prefix="/admin")
+_MAX_TOKENS = QueryNumber("max_tokens", 1, 1000, 24)
 
 
 @open_router.get("/health", PUBLIC)
@@ -83,25 +82,15 @@ async def metrics(request: Request) -> Response:
 @admin_router.get("/stats", OPERATOR)
 async def engine_stats(request: Request) -> Response:
     """The engine's counters and gauges as JSON."""
-    stats = await context_of(request).engine.stats()
-    snapshot = asdict(replace(stats, transfer=None))
-    if stats.transfer is not None:
-        snapshot["transfer"] = tiers_as_json(stats.transfer)
-    snapshot["cached_tokens_by_tier"] = {
-        tier.value: count for tier, count in snapshot["cached_tokens_by_tier"].items()
-    }
-    return json_response(snapshot)
+    return json_response(engine_as_json(await context_of(request).engine.stats()))
 
 
 @admin_router.get(
     "/cache/tree",
     OPERATOR,
     sends=(TEXT_TYPE,),
-    openapi_extra=parameter("max_tokens", {"type": "integer", "minimum": 1, "maximum": 1000}),
+    openapi_extra=_MAX_TOKENS.extra,
 )
 async def draw_tree(request: Request) -> Response:
     """The prefix index as an indented drawing; ``?max_tokens=24`` limits the text of each edge."""
-    given = request.query_params.get("max_tokens", "24")
-    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= 1000):
-        raise InvalidRequest("max_tokens must be between 1 and 1000", param="max_tokens")
-    return PlainTextResponse(await context_of(request).engine.draw_tree(int(given)))
+    return PlainTextResponse(await context_of(request).engine.draw_tree(_MAX_TOKENS.of(request)))

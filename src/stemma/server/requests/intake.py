@@ -15,6 +15,7 @@ from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.known_texts import KnownTexts
+from stemma.server.requests.limits import largest_n
 from stemma.server.requests.template_process import TemplateProcess
 from stemma.workers import WorkerThreads
 
@@ -37,6 +38,7 @@ class Intake:
     ) -> None:
         self.engine = engine
         self.settings = settings
+        self.largest_n = largest_n(settings)
         self.bodies: Budget = admission.bodies
         shares = not has_tenants and settings.engine.cache.enable_prefix_cache
         self.known_texts = KnownTexts() if shares else None

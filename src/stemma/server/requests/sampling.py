@@ -11,7 +11,6 @@ from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
 from stemma.server.requests.intake import Intake
-from stemma.server.requests.limits import largest_n
 from stemma.server.requests.structured import requested_grammar, structured_grammar, tgi_grammar
 from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
@@ -108,7 +107,7 @@ def _bad_words(intake: Intake, words: list[str] | None) -> tuple[tuple[int, ...]
 def check_n(intake: Intake, n: int | None) -> int:
     """Return the number of sequences; raise InvalidRequest if they could never run together."""
     wanted = 1 if n is None else n
-    limit = largest_n(intake.settings)
+    limit = intake.largest_n
     if not 1 <= wanted <= limit:
         raise InvalidRequest(f"n must be between 1 and {limit} on this server, got {wanted}", param="n")
     return wanted
@@ -120,7 +119,7 @@ def widen_to_best_of(
     """Return `params` for `best_of` sequences, of which `best_of.keep_best` keeps `params.n`."""
     if best_of is None or best_of == params.n:
         return params
-    limit = largest_n(intake.settings)
+    limit = intake.largest_n
     if not params.n < best_of <= limit:
         raise InvalidRequest(f"best_of must be between n and {limit}, got {best_of}", param="best_of")
     if stream:
