@@ -27,7 +27,7 @@ from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
 from stemma.prefix.keys import Namespace
-from stemma.types import FinishReason
+from stemma.types import FinishReason, Tier
 from tests.engine.generating import collect, request
 from tests.engine.harness import greedy, prompt
 
@@ -416,7 +416,7 @@ async def test_the_event_loop_is_not_blocked_by_a_step(engine):
 async def test_flush_and_drawing(engine):
     await collect(engine, request("a", prompt(7, 40)))
     assert "block" in await engine.draw_tree()
-    assert await engine.flush_cache() == 3
+    assert (await engine.cache_control.flush()).freed_blocks[Tier.DEVICE] == 3
     assert await engine.draw_tree() == "(empty)"
     outputs = await collect(engine, request("b", prompt(7, 40)))
     assert outputs[0].cache.miss_reason == "flushed"

@@ -263,10 +263,6 @@ class AsyncEngine:
         """Return the prefix index as an indented drawing, edges shown as text of up to `max_tokens`."""
         return await self._call(lambda: self._engine.draw_tree(self.tokenizer, max_tokens))
 
-    async def flush_cache(self) -> int:
-        """Drop every block that no request uses; return how many were dropped."""
-        return await self._call(self._engine.flush_cache)
-
     async def attach_pool(self, settings: PoolSettings) -> None:
         """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
         if self.pool is None:

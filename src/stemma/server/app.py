@@ -23,6 +23,7 @@ from stemma.server.errors import json_response, openai_body
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.request_log import log_request
 from stemma.server.observe.tracing import Tracing, TracingMiddleware
+from stemma.server.observe.watches import Watches
 from stemma.server.openapi import describe, document_router
 from stemma.server.operator import (
     admin,
@@ -36,7 +37,7 @@ from stemma.server.operator import (
     mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
-from stemma.server.parts import Parts
+from stemma.server.parts import close_parts, put_parts
 from stemma.server.routes import without_audience
 from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages
@@ -89,18 +90,11 @@ def create_app(
     """
     if tracing is None and settings.server.otlp_endpoint is not None:
         tracing = Tracing.to_collector(settings.server.otlp_endpoint)
-    parts = Parts.of(engine, settings, metrics or ServerMetrics())
-    watches = parts.instruments.watches
-    if settings.server.log_requests:
-        watches.observers.append(log_request)
-    if tracing is not None:
-        watches.capture = tracing.capture
-        watches.observers.append(tracing.record)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        parts.close()
+        close_parts(app.state)
         if tracing is not None:
             tracing.close()
 
@@ -113,7 +107,13 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    parts.put_into(app.state)
+    put_parts(app.state, engine, settings, metrics or ServerMetrics())
+    watches: Watches = app.state.instruments.watches
+    if settings.server.log_requests:
+        watches.observers.append(log_request)
+    if tracing is not None:
+        watches.capture = tracing.capture
+        watches.observers.append(tracing.record)
     app.openapi = partial(describe, app, [each for router in ROUTERS for each in router.routes])  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.server.answers.token_texts import TextOf
 
+TextOf = Callable[[int], str]
+"""From a token's id to its text, special ones included."""
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
-from stemma.server.answers.logprobs import FLOOR
-from stemma.server.answers.token_texts import TextOf
+from stemma.server.answers.logprobs import FLOOR, TextOf
 
 
 def entries(found: PromptLogprobs, num_top: int) -> Iterator[TokenLogprob]:

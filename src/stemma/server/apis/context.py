@@ -9,7 +9,7 @@ from starlette.requests import Request
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server.answers.families import AnswerFormat
-from stemma.server.answers.token_texts import TextOf
+from stemma.server.answers.logprobs import TextOf
 from stemma.server.generation import RequestRunner
 from stemma.server.requests.intake import Intake
 

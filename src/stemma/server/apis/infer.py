@@ -8,11 +8,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
-from stemma.server.answers.usage import cache_detail
+from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.generation import new_request_id
@@ -96,11 +96,6 @@ def one_sequence(
         adapter=chosen_adapter(context.engine, None, parameters.adapter_id),
         shows_steps=True,
     )
-
-
-def cached_header(cache: CacheReport) -> dict[str, str]:
-    """Return the header that says what was reused, for shapes that have no place for it."""
-    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
 
 
 async def _events(

@@ -14,9 +14,8 @@ from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
 from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
-from stemma.server.answers.logprobs import CompletionLogprobs
+from stemma.server.answers.logprobs import CompletionLogprobs, TextOf
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
-from stemma.server.answers.token_texts import TextOf
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, openai_error

@@ -12,13 +12,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR
-from stemma.server.answers.usage import cache_detail
+from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
@@ -96,11 +96,7 @@ async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) 
     answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
     if body.parameters.details or body.parameters.decoder_input_details:
         answer["details"] = _details(context, generation, result, sequence, body.parameters)
-    return json_response([answer] if in_list else answer, headers=_headers(result.cache))
-
-
-def _headers(cache: CacheReport) -> dict[str, str]:
-    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
+    return json_response([answer] if in_list else answer, headers=cached_header(result.cache))
 
 
 def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
@@ -151,7 +147,7 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
     generation, text = await _prepare(context, body, stream=True)
     outputs = await context.runner.start(request, [generation], "tgi")
     source = _events(context, body.parameters, generation, text, outputs)
-    return EventStream(source, outputs, _headers(outputs.first[1].cache))
+    return EventStream(source, outputs, cached_header(outputs.first[1].cache))
 
 
 async def _events(

@@ -17,9 +17,9 @@ from stemma.engine.api import GenerationRequest
 from stemma.errors import InvalidRequest, StemmaError, UnknownModel
 from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
-from stemma.server.answers.usage import cache_detail
+from stemma.server.answers.usage import cache_detail, cached_header
 from stemma.server.apis.context import ApiContext, context_of
-from stemma.server.apis.infer import cached_header, one_sequence, token_prompt
+from stemma.server.apis.infer import one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.openapi import takes

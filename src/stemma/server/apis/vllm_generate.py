@@ -12,6 +12,7 @@ from starlette.responses import Response
 from stemma.engine.api import GenerationRequest
 from stemma.errors import StemmaError
 from stemma.server.answers.best_of import keep_best
+from stemma.server.answers.usage import cached_header
 from stemma.server.apis.context import context_of
 from stemma.server.errors import json_response, tgi_error
 from stemma.server.generation import OutputStream, new_request_id
@@ -40,12 +41,10 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
     if body.stream:
         outputs = await context.runner.start(request, [generation], "vllm")
-        headers = {"x-stemma-cached-tokens": str(outputs.first[1].cache.num_cached_tokens)}
-        return EventStream(_pieces(outputs), outputs, headers)
+        return EventStream(_pieces(outputs), outputs, cached_header(outputs.first[1].cache))
     [result] = await context.runner.run_to_end(request, [generation], "vllm")
     texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]
-    headers = {"x-stemma-cached-tokens": str(result.cache.num_cached_tokens)}
-    return json_response({"text": texts}, headers=headers)
+    return json_response({"text": texts}, headers=cached_header(result.cache))
 
 
 async def _pieces(outputs: OutputStream) -> AsyncGenerator[bytes, None]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stemma.config.settings import ServerSettings
-from stemma.engine.client import EngineClient
 from stemma.insight.divergence.window import DivergenceWindow
-from stemma.server.observe.explain import Explainer, InThread
+from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.usage_ledger import UsageLedger
@@ -24,18 +22,3 @@ class Instruments:
     explanations: Explanations
     explainer: Explainer
     divergences: DivergenceWindow
-
-    @classmethod
-    def of(
-        cls, settings: ServerSettings, engine: EngineClient, metrics: ServerMetrics, in_thread: InThread
-    ) -> Instruments:
-        """Return those of a server; `in_thread` decodes texts. Raises ConfigError or StorageError."""
-        is_exact = settings.report_granularity == "token"
-        return cls(
-            metrics,
-            Watches(metrics),
-            UsageLedger.of(settings.ledger, engine, metrics),
-            Explanations(),
-            Explainer(engine.tokenizer, in_thread, is_exact=is_exact),
-            DivergenceWindow(),
-        )

@@ -11,7 +11,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import orjson
 from starlette.requests import Request
 
-from stemma.config.settings import ServerSettings
 from stemma.types import TokenArray, as_tokens
 
 _ENTRY_BYTES = 1024
@@ -176,12 +175,6 @@ class Stores:
 
     responses: OwnedStore[StoredResponse]
     conversations: OwnedStore[StoredConversation]
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> Stores:
-        """Return empty ones; each may hold half of the bytes."""
-        limits = (settings.max_responses, settings.max_response_bytes // 2, settings.response_ttl_s)
-        return cls(OwnedStore(*limits), OwnedStore(*limits))
 
 
 def stores_of(request: Request) -> Stores:
