@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, RequestOutput
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
@@ -24,7 +24,7 @@ from stemma.server.requests.sampling import tgi_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import InferParameters, InferRequest
 from stemma.server.timed import TimedRun, run_timed, start_timed
-from stemma.server.transport.sse import EventStream, event
+from stemma.server.transport.sse import EventStream, event, told_as
 from stemma.types import TokenArray, as_tokens
 
 router = Router(tgi_error)
@@ -61,7 +61,8 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     generation = one_sequence(context, "infer", tokens, parameters)
     if body.stream:
         run = await start_timed(context.runner, request, generation, parameters.timeout)
-        return EventStream(_events(generation, run, parameters), run.outputs, cached_header(run.cache))
+        source = _events(generation, run, parameters)
+        return EventStream(source, run.outputs, cached_header(run.cache), told_as(tgi_error))
     result = await run_timed(context.runner, request, generation, parameters.timeout)
     answer: dict[str, Any] = {"generated_text": result.sequence.text}
     if parameters.details:
@@ -104,27 +105,24 @@ async def _events(
     """Yield an event per output; the last one carries the whole text and, if asked for, the details."""
     texts: list[str] = []
     ids: list[int] = []
-    try:
-        async for output in run.each():
-            chunks: list[bytes] = []
-            for delta in output.deltas:
-                texts.append(delta.text)
-                ids.extend(delta.token_ids)
-                times = run.times
-                item: dict[str, Any] = {
-                    "prefill_time": None if times.decode_ms else times.prefill_ms,
-                    "decode_time": times.decode_ms[-1] if times.decode_ms else None,
-                    "token": {"id": list(delta.token_ids), "text": delta.text},
-                }
-                if delta.finish_reason is not None:
-                    item["generated_text"] = "".join(texts)
-                    if parameters.details:
-                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                        item["details"] = _last_details(generation, output, reason, ids)
-                chunks.append(event(item))
-            yield b"".join(chunks)
-    except StemmaError as error:
-        yield event(tgi_error.body(error))
+    async for output in run.each():
+        chunks: list[bytes] = []
+        for delta in output.deltas:
+            texts.append(delta.text)
+            ids.extend(delta.token_ids)
+            times = run.times
+            item: dict[str, Any] = {
+                "prefill_time": None if times.decode_ms else times.prefill_ms,
+                "decode_time": times.decode_ms[-1] if times.decode_ms else None,
+                "token": {"id": list(delta.token_ids), "text": delta.text},
+            }
+            if delta.finish_reason is not None:
+                item["generated_text"] = "".join(texts)
+                if parameters.details:
+                    reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                    item["details"] = _last_details(generation, output, reason, ids)
+            chunks.append(event(item))
+        yield b"".join(chunks)
 
 
 def _last_details(

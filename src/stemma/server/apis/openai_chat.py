@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, SequenceDelta
-from stemma.errors import StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
-from stemma.server.answers.chat import AnswerReader, delta_of, message_of, tool_use
+from stemma.server.answers.chat import AnswerReader, delta_of, message_of
 from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs
 from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
-from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
+from stemma.server.apis.chat_turn import chat_turn
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.generation import Collected, OutputStream, new_request_id
 from stemma.server.openapi import takes
-from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import generation_request
-from stemma.server.requests.sampling import chat_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
-from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
-from stemma.types import FinishReason, TokenArray
+from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
+from stemma.types import FinishReason
 
 router = Router(openai_error)
-
-_REASONING_MARK_TOKENS = 16
-"""Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
 @router.post("/v1/chat/completions", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(ChatRequest))
@@ -47,33 +38,18 @@ async def create_chat_completion(request: Request) -> Response:
     context = context_of(request)
     body = validate(ChatRequest, await read_object(request))
     adapter = check_model(context.engine, body.model)
-    params = chat_sampling(context.intake, body)
-    wide, beam = candidates(context.intake, body, params)
-    tokens = await chat_prompt(context.intake, body, salt=body.cache_salt or "")
-    reader = answer_reader(context, body, tokens)
-    wide = reader.constrain(wide, context.engine.tokenizer.special_token_texts)
-    generation = generation_request(new_request_id("chatcmpl"), tokens, wide, body, adapter, beam)
+    turn = await chat_turn(context, new_request_id("chatcmpl"), body, adapter)
+    generation, reader = turn.generation, turn.reader
     if body.stream:
         outputs = await context.runner.start(request, [generation], "chat")
-        return EventStream(_events(context, body, generation, outputs, reader), outputs)
+        source = _events(context, body, generation, outputs, reader)
+        return EventStream(source, outputs, told=told_as(openai_error, DONE))
     [result] = await context.runner.run_to_end(request, [generation], "chat")
-    if params.prompt_logprobs is None:
+    if body.prompt_logprobs is None:
         return json_response(_completion(context, body, generation, result, reader))
     return await context.intake.in_thread(
         lambda: json_response(_completion(context, body, generation, result, reader))
     )
-
-
-def answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
-    """Return what reads the answers to `body`, whose prompt is `tokens`."""
-    known = context.answer_format
-    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
-    opened = False
-    if known.reasoning:
-        end = tokens[-_REASONING_MARK_TOKENS:].tolist()
-        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
-    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
 
 
 def _completion(
@@ -148,19 +124,15 @@ async def _events(
     ]
     ids = {"prompt_token_ids": generation.prompt_token_ids.tolist()} if with_ids else {}
     chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
-    try:
-        async for index, output in outputs:
-            meter.seen(index, output)
-            if with_counts:
-                tail["usage"] = meter.counts()
-            for delta in output.deltas:
-                chunks += streams[delta.index].events(delta)
-            if chunks:
-                yield b"".join(chunks)
-                chunks.clear()
-    except StemmaError as error:
-        yield event(openai_error.body(error)) + DONE
-        return
+    async for index, output in outputs:
+        meter.seen(index, output)
+        if with_counts:
+            tail["usage"] = meter.counts()
+        for delta in output.deltas:
+            chunks += streams[delta.index].events(delta)
+        if chunks:
+            yield b"".join(chunks)
+            chunks.clear()
     last = event({**head, "choices": [], "usage": meter.usage()}) if with_usage else b""
     yield last + DONE
 

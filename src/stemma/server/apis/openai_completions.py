@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.logprobs import CompletionLogprobs, TextOf
@@ -29,7 +29,7 @@ from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import completion_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import CompletionRequest
-from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
+from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
 from stemma.types import FinishReason, TokenArray
 
 router = Router(openai_error)
@@ -66,7 +66,8 @@ async def create_completion(request: Request) -> Response:
         return _echo_only(reply, prompts)
     if body.stream:
         outputs = await context.runner.start(request, generations, "completions")
-        return EventStream(reply.events(outputs, prompts), outputs)
+        told = told_as(openai_error, DONE)
+        return EventStream(reply.events(outputs, prompts), outputs, told=told)
     results = await context.runner.run_to_end(request, generations, "completions")
     if params.prompt_logprobs is None:
         return json_response(reply.whole(prompts, results))
@@ -213,39 +214,35 @@ class _Reply:
                 if self.echoes[number] or self._body.return_token_ids
                 for choice, _ in self._echo(number, prompt, None)
             ]
-        try:
-            async for prompt_index, output in outputs:
-                meter.seen(prompt_index, output)
-                if self._with_counts:
-                    tail["usage"] = meter.counts()
-                if prompt_index not in opened:
-                    opened.add(prompt_index)
-                    for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):
-                        logprobs[choice["index"]] = writer
-                        chunks.append(event({**self.head, "choices": [choice], **tail}))
-                for delta in output.deltas:
-                    if has_text_alone and delta.finish_reason is None:
-                        if delta.text:
-                            index = prompt_index * self.n + delta.index
-                            if index not in texts:
-                                texts[index] = TextEvent(partial(self._text_body, index, tail))
-                            chunks.append(texts[index](delta.text))
-                        continue
-                    has_ids = self._body.return_token_ids and delta.token_ids
-                    if not (delta.text or delta.logprobs or has_ids or delta.finish_reason is not None):
-                        continue
-                    index = prompt_index * self.n + delta.index
-                    pieces = None
-                    if self._body.logprobs is not None:
-                        writer = logprobs.setdefault(index, CompletionLogprobs(self._text_of))
-                        pieces = writer.render(delta.logprobs or ())
-                    choice = self.choice(index, delta.text, pieces, delta)
+        async for prompt_index, output in outputs:
+            meter.seen(prompt_index, output)
+            if self._with_counts:
+                tail["usage"] = meter.counts()
+            if prompt_index not in opened:
+                opened.add(prompt_index)
+                for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):
+                    logprobs[choice["index"]] = writer
                     chunks.append(event({**self.head, "choices": [choice], **tail}))
-                if chunks:
-                    yield b"".join(chunks)
-                    chunks.clear()
-        except StemmaError as error:
-            yield event(openai_error.body(error)) + DONE
-            return
+            for delta in output.deltas:
+                if has_text_alone and delta.finish_reason is None:
+                    if delta.text:
+                        index = prompt_index * self.n + delta.index
+                        if index not in texts:
+                            texts[index] = TextEvent(partial(self._text_body, index, tail))
+                        chunks.append(texts[index](delta.text))
+                    continue
+                has_ids = self._body.return_token_ids and delta.token_ids
+                if not (delta.text or delta.logprobs or has_ids or delta.finish_reason is not None):
+                    continue
+                index = prompt_index * self.n + delta.index
+                pieces = None
+                if self._body.logprobs is not None:
+                    writer = logprobs.setdefault(index, CompletionLogprobs(self._text_of))
+                    pieces = writer.render(delta.logprobs or ())
+                choice = self.choice(index, delta.text, pieces, delta)
+                chunks.append(event({**self.head, "choices": [choice], **tail}))
+            if chunks:
+                yield b"".join(chunks)
+                chunks.clear()
         last = event({**self.head, "choices": [], "usage": meter.usage()}) if self._with_usage else b""
         yield last + DONE

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, RequestOutput
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
@@ -31,7 +31,7 @@ from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
-from stemma.server.transport.sse import EventStream, event
+from stemma.server.transport.sse import EventStream, event, told_as
 
 router = Router(tgi_error)
 
@@ -147,7 +147,7 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
     generation, text = await _prepare(context, body, stream=True)
     outputs = await context.runner.start(request, [generation], "tgi")
     source = _events(context, body.parameters, generation, text, outputs)
-    return EventStream(source, outputs, cached_header(outputs.first[1].cache))
+    return EventStream(source, outputs, cached_header(outputs.first[1].cache), told_as(tgi_error))
 
 
 async def _events(
@@ -160,30 +160,27 @@ async def _events(
     """Yield an event per token; the last one carries the whole text and, if asked for, the details."""
     texts: list[str] = []
     index = 0
-    try:
-        async for _, output in outputs:
-            chunks: list[bytes] = []
-            for delta in output.deltas:
-                texts.append(delta.text)
-                tokens = stream_tokens(context, delta)
-                for token in tokens:
-                    index += 1
-                    item: dict[str, Any] = {
-                        "index": index,
-                        "token": token,
-                        "generated_text": None,
-                        "details": None,
-                    }
-                    if delta.finish_reason is not None and token is tokens[-1]:
-                        item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
-                        if parameters.details:
-                            reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                            item["details"] = _stream_details(generation, output, reason)
-                    chunks.append(event(item))
-            if chunks:
-                yield b"".join(chunks)
-    except StemmaError as error:
-        yield event(tgi_error.body(error))
+    async for _, output in outputs:
+        chunks: list[bytes] = []
+        for delta in output.deltas:
+            texts.append(delta.text)
+            tokens = stream_tokens(context, delta)
+            for token in tokens:
+                index += 1
+                item: dict[str, Any] = {
+                    "index": index,
+                    "token": token,
+                    "generated_text": None,
+                    "details": None,
+                }
+                if delta.finish_reason is not None and token is tokens[-1]:
+                    item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
+                    if parameters.details:
+                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                        item["details"] = _stream_details(generation, output, reason)
+                chunks.append(event(item))
+        if chunks:
+            yield b"".join(chunks)
 
 
 def _stream_details(generation: GenerationRequest, output: RequestOutput, reason: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
-from stemma.errors import InvalidRequest, StemmaError, UnknownModel
+from stemma.errors import InvalidRequest, UnknownModel
 from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.usage import cache_detail, cached_header
@@ -34,7 +34,7 @@ from stemma.server.schemas.mindie import (
     TritonStopRequest,
 )
 from stemma.server.timed import TimedRun, run_timed, start_timed
-from stemma.server.transport.sse import EventStream, event
+from stemma.server.transport.sse import EventStream, event, told_as
 
 router = Router(tgi_error, prefix="/v2")
 PLATFORM = "stemma"
@@ -170,7 +170,7 @@ async def generate_stream(request: Request) -> Response:
     generation = await _text_request(context, body)
     run = await start_timed(context.runner, request, generation, body.parameters.timeout)
     source = _events(request, context, body, generation, run)
-    return EventStream(source, run.outputs, cached_header(run.cache))
+    return EventStream(source, run.outputs, cached_header(run.cache), told_as(tgi_error))
 
 
 @router.post("/models/{model}/stopInfer", TENANT, openapi_extra=takes(TritonStopRequest))
@@ -232,25 +232,22 @@ async def _events(
     run: TimedRun,
 ) -> AsyncGenerator[bytes, None]:
     parameters: InferParameters = body.parameters
-    try:
-        with _stoppable(request, body.id, generation):
-            async for output in run.each():
-                chunks: list[bytes] = []
-                for delta in output.deltas:
-                    item = _answer(context, body, delta.text)
-                    if delta.finish_reason is not None and parameters.details:
-                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                        item["details"] = {
-                            **_details(reason, output.num_generated_tokens, output.queue_wait_s),
-                            "stemma": cache_detail(output.cache, output.queue_wait_s),
-                        }
-                    times = run.times
-                    item["prefill_time"] = None if times.decode_ms else times.prefill_ms
-                    item["decode_time"] = times.decode_ms[-1] if times.decode_ms else None
-                    chunks.append(event(item))
-                yield b"".join(chunks)
-    except StemmaError as error:
-        yield event(tgi_error.body(error))
+    with _stoppable(request, body.id, generation):
+        async for output in run.each():
+            chunks: list[bytes] = []
+            for delta in output.deltas:
+                item = _answer(context, body, delta.text)
+                if delta.finish_reason is not None and parameters.details:
+                    reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                    item["details"] = {
+                        **_details(reason, output.num_generated_tokens, output.queue_wait_s),
+                        "stemma": cache_detail(output.cache, output.queue_wait_s),
+                    }
+                times = run.times
+                item["prefill_time"] = None if times.decode_ms else times.prefill_ms
+                item["decode_time"] = times.decode_ms[-1] if times.decode_ms else None
+                chunks.append(event(item))
+            yield b"".join(chunks)
 
 
 @contextmanager

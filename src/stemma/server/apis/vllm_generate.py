@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
-from stemma.errors import StemmaError
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.usage import cached_header
 from stemma.server.apis.context import context_of
@@ -41,7 +40,8 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
     if body.stream:
         outputs = await context.runner.start(request, [generation], "vllm")
-        return EventStream(_pieces(outputs), outputs, cached_header(outputs.first[1].cache))
+        headers = cached_header(outputs.first[1].cache)
+        return EventStream(_pieces(outputs), outputs, headers, lambda error: _piece(tgi_error.body(error)))
     [result] = await context.runner.run_to_end(request, [generation], "vllm")
     texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]
     return json_response({"text": texts}, headers=cached_header(result.cache))
@@ -49,10 +49,11 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
 
 async def _pieces(outputs: OutputStream) -> AsyncGenerator[bytes, None]:
     """Yield ``{"text": [new text]}`` and a NUL for each output."""
-    try:
-        async for _, output in outputs:
-            texts = [delta.text for delta in output.deltas if delta.text]
-            if texts:
-                yield orjson.dumps({"text": texts}) + _END
-    except StemmaError as error:
-        yield orjson.dumps(tgi_error.body(error)) + _END
+    async for _, output in outputs:
+        texts = [delta.text for delta in output.deltas if delta.text]
+        if texts:
+            yield _piece({"text": texts})
+
+
+def _piece(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body) + _END

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, GenerationRequest
-from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
+from stemma.errors import GenerationFailed, InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
 from stemma.server.apis.context import ApiContext, context_of
@@ -53,7 +53,8 @@ async def create_message(request: Request) -> Response:
     reply = _Reply(context, turn, ranges)
     if body.stream:
         outputs = await context.runner.start(request, [turn.generation], "messages")
-        return EventStream(reply.events(outputs), outputs)
+        source = reply.events(outputs)
+        return EventStream(source, outputs, told=lambda error: _event(anthropic_error.body(error)))
     [result] = await context.runner.run_to_end(request, [turn.generation], "messages")
     return json_response(reply.whole(result))
 
@@ -141,21 +142,17 @@ class _Reply:
         cache, num_generated = outputs.first[1].cache, 0
         message = self._message(blocks, self._usage(cache, 0))
         yield _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
-        try:
-            async for _, output in outputs:
-                num_generated, told = output.num_generated_tokens, []
-                for delta in output.deltas:
-                    told += blocks.feed(parser.feed(delta.text))
-                    if delta.finish_reason is not None:
-                        end = _End(delta.finish_reason, delta.stop_reason)
-                        told += blocks.feed(parser.end())
-                if told:
-                    yield b"".join(map(_event, told))
-            if end.finish_reason is FinishReason.ABORT:
-                raise GenerationFailed("the server ended this request before its answer was complete")
-        except StemmaError as error:
-            yield _event(anthropic_error.body(error))
-            return
+        async for _, output in outputs:
+            num_generated, told = output.num_generated_tokens, []
+            for delta in output.deltas:
+                told += blocks.feed(parser.feed(delta.text))
+                if delta.finish_reason is not None:
+                    end = _End(delta.finish_reason, delta.stop_reason)
+                    told += blocks.feed(parser.end())
+            if told:
+                yield b"".join(map(_event, told))
+        if end.finish_reason is FinishReason.ABORT:
+            raise GenerationFailed("the server ended this request before its answer was complete")
         last = {"type": "message_delta", "delta": end.of(blocks), "usage": self._usage(cache, num_generated)}
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
 
