@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -34,6 +35,14 @@ class Times:
             gap_ms = round(1000 * (now - self._last) / num_steps, 3)
             self.decode_ms.extend([gap_ms] * num_steps)
         self._last = now
+
+    def latest(self) -> dict[str, Any]:
+        """Return the time that the last output took, as MindIE's streams tell it."""
+        is_first = not self.decode_ms
+        return {
+            "prefill_time": self.prefill_ms if is_first else None,
+            "decode_time": None if is_first else self.decode_ms[-1],
+        }
 
     @property
     def mean_decode_ms(self) -> float | None:

@@ -23,7 +23,7 @@ from stemma.server.requests.prompts import check_tokens, last_tokens, text_promp
 from stemma.server.requests.sampling import tgi_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import InferParameters, InferRequest
-from stemma.server.timed import TimedRun, run_timed, start_timed
+from stemma.server.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event, told_as
 from stemma.types import TokenArray, as_tokens
 
@@ -66,13 +66,9 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     result = await run_timed(context.runner, request, generation, parameters.timeout)
     answer: dict[str, Any] = {"generated_text": result.sequence.text}
     if parameters.details:
-        answer["details"] = {
-            "finish_reason": finish_reason(result.sequence.finish_reason, result.sequence.stop_reason),
-            "generated_tokens": len(result.sequence.token_ids),
-            "generated_token_ids": result.sequence.token_ids,
-            "seed": generation.params.seed,
-            "stemma": cache_detail(result.cache, result.queue_wait_s),
-        }
+        reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
+        ids = result.sequence.token_ids
+        answer["details"] = _details(generation, reason, ids, len(ids), result)
     return json_response(answer, headers=cached_header(result.cache))
 
 
@@ -110,28 +106,27 @@ async def _events(
         for delta in output.deltas:
             texts.append(delta.text)
             ids.extend(delta.token_ids)
-            times = run.times
-            item: dict[str, Any] = {
-                "prefill_time": None if times.decode_ms else times.prefill_ms,
-                "decode_time": times.decode_ms[-1] if times.decode_ms else None,
-                "token": {"id": list(delta.token_ids), "text": delta.text},
-            }
+            item = run.times.latest() | {"token": {"id": list(delta.token_ids), "text": delta.text}}
             if delta.finish_reason is not None:
                 item["generated_text"] = "".join(texts)
                 if parameters.details:
                     reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                    item["details"] = _last_details(generation, output, reason, ids)
+                    item["details"] = _details(generation, reason, ids, output.num_generated_tokens, output)
             chunks.append(event(item))
         yield b"".join(chunks)
 
 
-def _last_details(
-    generation: GenerationRequest, output: RequestOutput, reason: str, ids: list[int]
+def _details(
+    generation: GenerationRequest,
+    reason: str,
+    ids: list[int],
+    num_generated: int,
+    told: RequestOutput | TimedResult,
 ) -> dict[str, Any]:
     return {
         "finish_reason": reason,
-        "generated_tokens": output.num_generated_tokens,
+        "generated_tokens": num_generated,
         "generated_token_ids": ids,
         "seed": generation.params.seed,
-        "stemma": cache_detail(output.cache, output.queue_wait_s),
+        "stemma": cache_detail(told.cache, told.queue_wait_s),
     }

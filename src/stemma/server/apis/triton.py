@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest
+from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.errors import InvalidRequest, UnknownModel
 from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
@@ -33,7 +33,7 @@ from stemma.server.schemas.mindie import (
     TritonInferRequest,
     TritonStopRequest,
 )
-from stemma.server.timed import TimedRun, run_timed, start_timed
+from stemma.server.timed import TimedResult, TimedRun, run_timed, start_timed
 from stemma.server.transport.sse import EventStream, event, told_as
 
 router = Router(tgi_error, prefix="/v2")
@@ -149,10 +149,7 @@ async def generate(request: Request) -> Response:
     answer = _answer(context, body, result.sequence.text)
     if body.parameters.details:
         reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
-        answer["details"] = {
-            **_details(reason, len(result.sequence.token_ids), result.queue_wait_s),
-            "stemma": cache_detail(result.cache, result.queue_wait_s),
-        }
+        answer["details"] = _details(reason, len(result.sequence.token_ids), result)
     answer["prefill_time"], answer["decode_time"] = result.times.prefill_ms, result.times.mean_decode_ms
     return json_response(answer, headers=cached_header(result.cache))
 
@@ -214,13 +211,14 @@ def _answer(context: ApiContext, body: TritonGenerateRequest, text: str) -> dict
     }
 
 
-def _details(reason: str, num_generated: int, queue_wait_s: float) -> dict[str, Any]:
+def _details(reason: str, num_generated: int, told: RequestOutput | TimedResult) -> dict[str, Any]:
     return {
         "finish_reason": reason,
         "generated_tokens": num_generated,
         "first_token_cost": None,
         "decode_cost": None,
-        "queue_wait_time": round(1e6 * queue_wait_s),
+        "queue_wait_time": round(1e6 * told.queue_wait_s),
+        "stemma": cache_detail(told.cache, told.queue_wait_s),
     }
 
 
@@ -239,14 +237,8 @@ async def _events(
                 item = _answer(context, body, delta.text)
                 if delta.finish_reason is not None and parameters.details:
                     reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                    item["details"] = {
-                        **_details(reason, output.num_generated_tokens, output.queue_wait_s),
-                        "stemma": cache_detail(output.cache, output.queue_wait_s),
-                    }
-                times = run.times
-                item["prefill_time"] = None if times.decode_ms else times.prefill_ms
-                item["decode_time"] = times.decode_ms[-1] if times.decode_ms else None
-                chunks.append(event(item))
+                    item["details"] = _details(reason, output.num_generated_tokens, output)
+                chunks.append(event(item | run.times.latest()))
             yield b"".join(chunks)
 
 

@@ -34,13 +34,9 @@ _TIMED = re.compile(r"-([1-9][0-9]{0,2})")
 async def live(request: Request) -> Response:
     """200 while the process can serve, busy or not; 500 once the engine has failed."""
     context = context_of(request)
-    if context.engine.failure is not None:
-        return json_response({"message": f"Service is abnormal: {context.engine.failure}"}, 500)
-    if context.lifecycle.maintenance is not None:
-        return _paused()
-    if await _is_busy(context):
-        return json_response({"message": _BUSY})
-    return Response()
+    if (abnormal := _abnormal(context)) is not None:
+        return abnormal
+    return json_response({"message": _BUSY}) if await _is_busy(context) else Response()
 
 
 @open_router.get("/v2/health/ready", PUBLIC, sends=())
@@ -53,22 +49,15 @@ async def ready(request: Request) -> Response:
 async def model_ready(request: Request) -> Response:
     """The same for the one model; 404 for others."""
     context = context_of(request)
-    if request.path_params["model"] not in served_names(context.engine):
-        return json_response(
-            {
-                "error": f"Model {request.path_params['model'][:256]} not found.",
-                "error_type": "NotFoundError",
-            },
-            404,
-        )
+    name = request.path_params["model"]
+    if name not in served_names(context.engine):
+        return tgi_error(UnknownModel(f"Model {name[:256]} not found.", param="model"))
     return await _readiness(context)
 
 
 async def _readiness(context: OperatorContext) -> Response:
-    if context.engine.failure is not None:
-        return json_response({"message": f"Service is abnormal: {context.engine.failure}"}, 500)
-    if context.lifecycle.maintenance is not None:
-        return _paused()
+    if (abnormal := _abnormal(context)) is not None:
+        return abnormal
     if context.lifecycle.draining:
         return json_response({"message": "Service is stopping"}, 503)
     if await _is_busy(context):
@@ -76,8 +65,11 @@ async def _readiness(context: OperatorContext) -> Response:
     return Response()
 
 
-def _paused() -> Response:
-    return json_response({"message": "Service is abnormal: the engine is paused (CMD_PAUSE_ENGINE)"}, 500)
+def _abnormal(context: OperatorContext) -> Response | None:
+    why = context.engine.failure
+    if why is None and context.lifecycle.maintenance is not None:
+        why = "the engine is paused (CMD_PAUSE_ENGINE)"
+    return None if why is None else json_response({"message": f"Service is abnormal: {why}"}, 500)
 
 
 async def _is_busy(context: OperatorContext) -> bool:

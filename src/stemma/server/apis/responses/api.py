@@ -85,19 +85,14 @@ async def count_input(request: Request) -> Response:
 @router.get("/v1/responses/{response_id}/input_items", TENANT)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List what a stored response was given to, the newest first unless ``order=asc``."""
-    found = stores_of(request).responses.get(owner_of(request), response_id)
-    if found is None:
-        raise _not_found(response_id)
+    found = _stored(request, response_id)
     return json_response(item_page(orjson.loads(found.input_items), request))
 
 
 @router.get("/v1/responses/{response_id}", TENANT)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
-    found = stores_of(request).responses.get(owner_of(request), response_id)
-    if found is None:
-        raise _not_found(response_id)
-    return Response(found.response, media_type="application/json")
+    return Response(_stored(request, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", TENANT)
@@ -106,6 +101,13 @@ async def delete_response(request: Request, response_id: str) -> Response:
     if not stores_of(request).responses.delete(owner_of(request), response_id):
         raise _not_found(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _stored(request: Request, response_id: str) -> StoredResponse:
+    found = stores_of(request).responses.get(owner_of(request), response_id)
+    if found is None:
+        raise _not_found(response_id)
+    return found
 
 
 def _not_found(response_id: str) -> NotFound:
