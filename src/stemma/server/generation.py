@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -38,6 +39,8 @@ from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.transport.disconnect import unless_disconnected
 from stemma.types import FinishReason, Tier
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,10 @@ class RequestRunner:
         engine = self.engine
         stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
         limit_s = self.settings.server.request_timeout_s
-        outputs = stream if limit_s is None else within(stream, limit_s)
+        outputs = stream
+        if limit_s is not None:
+            late = TookTooLong(f"the request took more than {limit_s:g} s")
+            outputs = until(asyncio.get_running_loop().time() + limit_s, stream, late)
         rounds = self.settings.server.report_granularity != "token"
         try:
             async for exact in outputs:
@@ -299,17 +305,18 @@ class Collected:
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
 
 
-async def within(stream: AsyncIterator[RequestOutput], limit_s: float) -> AsyncGenerator[RequestOutput, None]:
-    """Yield what `stream` yields; raise TookTooLong after `limit_s`."""
-    deadline = asyncio.get_running_loop().time() + limit_s
+async def until(
+    deadline: float | None, stream: AsyncIterator[T], late: StemmaError
+) -> AsyncGenerator[T, None]:
+    """Yield what `stream` yields; raise `late` at `deadline`, on the event loop's clock."""
     while True:
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline):  # never around the `yield`: another task may close this
                 output = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError as error:
-            raise TookTooLong(f"the request took more than {limit_s:g} s") from error
+            raise late from error
         yield output
 
 

@@ -113,10 +113,7 @@ def _answers(route: AudienceRoute) -> dict[str, Any]:
     done: dict[str, Any] = {"description": "Done"}
     if route.sends:
         done["content"] = {kind: {"schema": {}} for kind in route.sends}
-    names = {
-        *(shape.name for shape in route.shapes),
-        openai_error.name,
-    }  # the latter from before a route is known
+    names = {shape.name for shape in (*route.shapes, openai_error)}  # the last before a route is known
     schema = {"anyOf": [{"$ref": _REF.format(model=name)} for name in sorted(names)]}
     error = {"content": {JSON_TYPE: {"schema": schema}}}
     return {"200": done} | {status: {"description": what, **error} for status, what in _ERRORS.items()}

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import GenerationFailed
-from stemma.server.generation import CollectedSequence, OutputStream, RequestRunner
+from stemma.server.generation import CollectedSequence, OutputStream, RequestRunner, until
 from stemma.server.transport.disconnect import unless_disconnected
 
 
@@ -66,16 +66,7 @@ class TimedRun:
 
     async def each(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs. Raises GenerationFailed once the time limit is over."""
-        while True:
-            try:
-                # Never around the `yield`: a generator may be closed by another task.
-                async with asyncio.timeout_at(self.deadline):
-                    _, output = await anext(self.outputs)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                await self.outputs.aclose()
-                raise _too_late() from error
+        async for _, output in until(self.deadline, self.outputs, _too_late()):
             self.times.seen(max(1, len(output.deltas)))
             yield output
 

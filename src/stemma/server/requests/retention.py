@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 from stemma.engine.api import GenerationRequest
 from stemma.engine.sampling.params import BeamParams, SamplingParams
@@ -29,27 +28,16 @@ def generation_request(
         prompt_token_ids=tokens,
         params=params,
         namespace=Namespace(salt=body.cache_salt or ""),
-        retention=Retention(hint_of(body), ranges_of(body.cache_retention or ())),
+        retention=Retention(hint_of(body.priority, body.cache_ttl_s), ranges_of(body.cache_retention or ())),
         beam=beam,
         adapter=adapter,
     )
 
 
-class _Hinted(Protocol):
-    """What may bring a retention hint; None where it doesn't."""
-
-    @property
-    def priority(self) -> int | None: ...
-
-    @property
-    def cache_ttl_s(self) -> float | None: ...
-
-
-def hint_of(given: _Hinted, default: RetentionHint = NO_HINT) -> RetentionHint:
+def hint_of(priority: int | None, ttl_s: float | None, default: RetentionHint = NO_HINT) -> RetentionHint:
     """Return the hint that a body, or a part of it, brings; `default` holds where it is silent."""
     return RetentionHint(
-        default.priority if given.priority is None else given.priority,
-        default.ttl_s if given.cache_ttl_s is None else given.cache_ttl_s,
+        default.priority if priority is None else priority, default.ttl_s if ttl_s is None else ttl_s
     )
 
 
@@ -58,4 +46,4 @@ def ranges_of(given: Sequence[KeptTokens]) -> tuple[RetentionRange, ...]:
     ends = [one.num_tokens for one in given]
     if any(end <= before for before, end in pairwise(ends)):
         raise InvalidRequest("cache_retention: num_tokens must ascend", param="cache_retention")
-    return tuple(RetentionRange(one.num_tokens, hint_of(one)) for one in given)
+    return tuple(RetentionRange(one.num_tokens, hint_of(one.priority, one.cache_ttl_s)) for one in given)

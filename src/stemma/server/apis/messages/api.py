@@ -93,7 +93,9 @@ def _kept(
     generation: GenerationRequest, body: MessagesRequest, marked: Sequence[RetentionRange]
 ) -> GenerationRequest:
     """Return the request with the hints of what is marked; what the body says itself holds everywhere."""
-    ranges = tuple(RetentionRange(one.num_tokens, hint_of(body, one.hint)) for one in marked)
+    ranges = tuple(
+        RetentionRange(one.num_tokens, hint_of(body.priority, body.cache_ttl_s, one.hint)) for one in marked
+    )
     return replace(generation, retention=replace(generation.retention, ranges=ranges))
 
 

@@ -160,7 +160,8 @@ def _retained(stores: Stores, body: ResponsesRequest, turn: ChatTurn) -> ChatTur
     """Return the turn with the hint that a stored conversation's blocks get, unless it brings its own."""
     if not _is_stored(stores, body):
         return turn
-    rest = hint_of(body, RetentionHint(STORED_PRIORITY, stores.responses.ttl_s))
+    default = RetentionHint(STORED_PRIORITY, stores.responses.ttl_s)
+    rest = hint_of(body.priority, body.cache_ttl_s, default)
     retention = replace(turn.generation.retention, rest=rest)
     return replace(turn, generation=replace(turn.generation, retention=retention))
 
