@@ -185,7 +185,7 @@ def load_of_ours(tier: Tier, root: Path) -> None:
     first = space.root(DEFAULT_NAMESPACE)
     keys = chain_keys(first, np.arange(total * BLOCK_SIZE, dtype=np.int32), BLOCK_SIZE)
     parents = [first, *keys]
-    blocks = [DeviceBlock(n, key, parents[n], BLOCK_SIZE, 50, None) for n, key in enumerate(keys)]
+    blocks = [DeviceBlock(n, key, parents[n], BLOCK_SIZE) for n, key in enumerate(keys)]
     kv = DeviceKV(LAYOUT, total)
     host = HostStore(LAYOUT.block_bytes, 400_000_000, make_policy("lru"), time.monotonic)
     disk = DiskStore(root / "own", space, LAYOUT.block_bytes, 10**9, make_policy("lru"), time.time)

@@ -94,7 +94,7 @@ class Bench:
         self._num_requests += 1
         name = f"r{self._num_requests}"
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        engine.add(GenerationRequest(name, tokens, params))
+        engine.add(engine.checked(GenerationRequest(name, tokens, params)))
         return name
 
     def ttft_ms(self, engine: Engine, tokens: TokenArray) -> float:
@@ -370,7 +370,7 @@ def memory_probe(path: Path, *, is_limit: bool) -> None:
     for i in range(1000):
         tokens = rng.integers(3, VOCAB_SIZE - 64, int(rng.integers(4, 20))).astype(np.int32)
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        parts.engine.add(GenerationRequest(f"r{i}", tokens, params))
+        parts.engine.add(parts.engine.checked(GenerationRequest(f"r{i}", tokens, params)))
     while parts.engine.has_work:
         parts.engine.step()
     parts.engine.check()

@@ -287,7 +287,7 @@ class Bench:
 
 def _first_token_s(engine: Engine, request_id: str, tokens: TokenArray) -> float:
     start = time.perf_counter()
-    engine.add(GenerationRequest(request_id, tokens, GREEDY, DEFAULT_NAMESPACE))
+    engine.add(engine.checked(GenerationRequest(request_id, tokens, GREEDY, DEFAULT_NAMESPACE)))
     while engine.has_work:
         engine.step()
     return time.perf_counter() - start

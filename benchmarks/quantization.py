@@ -82,7 +82,7 @@ class Bench:
         self._num_requests += 1
         name = f"r{self._num_requests}"
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        engine.add(GenerationRequest(name, tokens, params))
+        engine.add(engine.checked(GenerationRequest(name, tokens, params)))
         return name
 
     def decode(self, batch: int, context: int, turns: int) -> Row:

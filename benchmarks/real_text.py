@@ -224,7 +224,7 @@ class Player:
         params = SamplingParams(
             max_tokens=session.max_tokens, temperature=session.temperature, seed=1, min_tokens=8
         )
-        self.engine.add(GenerationRequest(name, prompt, params))
+        self.engine.add(self.engine.checked(GenerationRequest(name, prompt, params)))
         self._open[name] = []
         running[name] = session, turn, messages
 

@@ -135,7 +135,7 @@ class Soak:
             self.num_requests += 1
             names.append(f"r{self.num_requests}")
             params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-            engine.add(GenerationRequest(names[-1], self.histories[number], params))
+            engine.add(engine.checked(GenerationRequest(names[-1], self.histories[number], params)))
         while engine.has_work:
             engine.step()
             if self.rng.random() < 0.02:

@@ -134,7 +134,7 @@ class Player:
         self._num_sessions += 1
         self.runner.scripts[request_id] = np.concatenate([work.prompt, work.answer])
         params = SamplingParams(temperature=0.0, max_tokens=len(work.answer), ignore_eos=True)
-        self.engine.add(GenerationRequest(request_id, work.prompt, params))
+        self.engine.add(self.engine.checked(GenerationRequest(request_id, work.prompt, params)))
         self.num_left = len(work.answer)
         self.decode_s, self.num_decoded, self.num_steps = 0.0, 0, 0
         while self.num_left == len(work.answer):

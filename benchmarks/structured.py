@@ -75,7 +75,7 @@ def decode(engine: Engine, prompts: Sequence[np.ndarray], grammar: GrammarSpec |
     """Serve the prompts together; return the steps of pure decode."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, grammar=grammar)
     for number, prompt in enumerate(prompts):
-        engine.add(GenerationRequest(f"r{time.monotonic_ns()}-{number}", prompt, params))
+        engine.add(engine.checked(GenerationRequest(f"r{time.monotonic_ns()}-{number}", prompt, params)))
     found, has_begun = Decode(), False
     while engine.has_work:
         start = time.perf_counter()

@@ -90,7 +90,7 @@ def keys_of(num_blocks: int, seed: int = 0) -> list[BlockKey]:
 def device_blocks(keys: Sequence[BlockKey]) -> list[DeviceBlock]:
     parents = [ROOT, *keys]
     size = LAYOUT.block_size
-    return [DeviceBlock(n, key, parents[n], size, 50, None) for n, key in enumerate(keys)]
+    return [DeviceBlock(n, key, parents[n], size) for n, key in enumerate(keys)]
 
 
 def open_transfer(kv: DeviceKV, *stores: BlockStore, staging_bytes: int = 128 * 2**20) -> TierTransfer:
@@ -176,7 +176,7 @@ def restart(options: Options) -> Iterator[Row]:
         parent = ROOT
         for slot in range(num_blocks):
             key = BlockKey(rng.bytes(32))
-            record = Record(slot, key, parent, slot + 1, 0, block_bytes, "", 2.0 + slot % 9999, None, 50)
+            record = Record(slot, key, parent, slot + 1, 0, block_bytes, "", 2.0 + slot % 9999)
             file.write(record.pack())
             parent = ROOT if slot % 50 == 49 else key
     times = []
@@ -211,7 +211,7 @@ def demote(options: Options) -> Iterator[Row]:
     params = SamplingParams(max_tokens=4 * num_steps + 64, temperature=0.0, ignore_eos=True)
     for number in range(4):
         tokens = rng.integers(3, VOCAB_SIZE - 64, 256).astype(np.int32)
-        parts.engine.add(GenerationRequest(f"r{number}", tokens, params))
+        parts.engine.add(parts.engine.checked(GenerationRequest(f"r{number}", tokens, params)))
     for _ in range(16):
         parts.engine.step()
     per_step = max(1, goal_bytes // LAYOUT.block_bytes // num_steps)
@@ -292,7 +292,7 @@ def _serve(
     """Serve one request alone; return the seconds to its first token, and its tokens."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     start, first_s = time.perf_counter(), 0.0
-    parts.engine.add(GenerationRequest(f"r{time.perf_counter_ns()}", prompt, params))
+    parts.engine.add(parts.engine.checked(GenerationRequest(f"r{time.perf_counter_ns()}", prompt, params)))
     taken: list[int] = []
     while parts.engine.has_work:
         for news in parts.engine.step():

@@ -11,6 +11,8 @@ import pytest
 
 from stemma.cli import COMMANDS, load_command
 from stemma.config.loading import setting_fields
+from stemma.config.sizes import parse_size
+from stemma.engine.async_engine import JOINING_INTERVAL_S
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -33,6 +35,57 @@ def test_every_setting_is_named() -> None:
         if not re.search(rf"--(no-)?{name.replace('_', '-')}\b|\b{name}\b", text)
     ]
     assert missing == []
+
+
+DEFAULT = re.compile(
+    r"`(?:--)?(?P<name>[a-z][a-z0-9_-]+)`(?:(?P<cell> \| )| \(| )"
+    r"(?P<value>`[a-z]\w*`|[\d.]+\d(?: ?[KMG]i?B)?|\d(?: ?[KMG]i?B)?|on|off|none)(?=[ ,;)|:.]|$)",
+    re.MULTILINE,
+)
+"""``--keep-alive-s`` (5), ``--max-waiting`` 1024, or a row of a table of defaults."""
+
+
+def named_defaults() -> Iterator[tuple[str, str, str]]:
+    """Yield (page, setting, value) where a page says a setting's default."""
+    for page in PAGES:
+        if page.name in ("log.md", "benchmarks.md", "compatibility.md"):
+            continue  # of experiments, or of another server's settings
+        is_table_of_defaults = False
+        for line in page.read_text().splitlines():
+            if re.match(r"\|[^`]*\|", line) and "---" not in line:
+                is_table_of_defaults = "default" in line
+            for found in DEFAULT.finditer(line):
+                name, value = found["name"].replace("-", "_"), found["value"].strip("`")
+                is_number = value[0].isdigit()
+                if name in setting_fields() and (is_table_of_defaults if found["cell"] else is_number):
+                    yield page.name, name, value
+
+
+def spelled(value: str) -> object:
+    if value in ("on", "off", "none"):
+        return {"on": True, "off": False, "none": None}[value]
+    if not value[0].isdigit():
+        return value
+    return float(value) if value[-1].isdigit() else parse_size(value)
+
+
+def test_defaults_that_pages_name_are_those_of_the_settings() -> None:
+    said = list(named_defaults())
+    wrong = [
+        (page, name, value)
+        for page, name, value in said
+        if (default := setting_fields()[name].info.default or None) != (spelled(value) or None)
+        # A number for a setting without a default is what the server works out.
+        and not (default is None and value[0].isdigit())
+    ]
+    assert wrong == []
+    assert len(said) > 30
+
+
+def test_the_interval_that_joins_tokens_is_the_one_of_the_code() -> None:
+    said = f"Default: {round(1000 * JOINING_INTERVAL_S)} "
+    assert said in (ROOT / "docs" / "serving.md").read_text()
+    assert said in str(setting_fields()["stream_interval_ms"].info.description)
 
 
 def flags_by_command() -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, TypeAlias
@@ -23,20 +24,56 @@ BlockKey = NewType("BlockKey", bytes)
 
 
 DEFAULT_PRIORITY = 50
-"""Retention hint of blocks whose request gives none; 0 goes first, 100 last."""
+"""Priority of blocks whose request gives none."""
+MAX_PRIORITY = 100
+MAX_TTL_S = 100 * 365 * 86400.0
+"""Maximum time to live. It fits every stored format; it means "never"."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionHint:
+    """How firmly, and how long, blocks should stay: what eviction policies may follow.
+
+    Hints come from clients: values out of range are clamped here, once for all tiers.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    """0 (goes first) to 100 (stays longest)."""
+    ttl_s: float | None = None
+    """After this many seconds without use they go before anything else; None: no such time."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "priority", min(max(self.priority, 0), MAX_PRIORITY))
+        if self.ttl_s is not None:
+            ttl_s = None if math.isnan(self.ttl_s) else min(max(self.ttl_s, 0.0), MAX_TTL_S)
+            object.__setattr__(self, "ttl_s", ttl_s)
+
+
+NO_HINT = RetentionHint()
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionRange:
-    """A retention hint of a prompt's leading tokens, as far as no range before it covers them.
+    """The hint of a prompt's leading tokens, as far as no range before it covers them.
 
     A block has the hint of the range that its first token lies in.
     """
 
     num_tokens: int
     """Leading tokens of the prompt, so ranges ascend."""
-    priority: int = DEFAULT_PRIORITY
-    ttl_s: float | None = None
+    hint: RetentionHint
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The retention hints of one request."""
+
+    rest: RetentionHint = NO_HINT
+    """Of the blocks that no range covers."""
+    ranges: tuple[RetentionRange, ...] = ()
+
+
+NO_RETENTION = Retention()
 
 
 class Tier(StrEnum):

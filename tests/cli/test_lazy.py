@@ -86,7 +86,7 @@ def test_unknown_command() -> None:
 
 
 def test_a_server_without_a_ledger_needs_no_sqlalchemy() -> None:
-    code = "import sys, stemma.server.transport.runtime\nprint('sqlalchemy' in sys.modules)"
+    code = "import sys, stemma.server.runtime\nprint('sqlalchemy' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from stemma.config.loading import load_settings
+from stemma.config.loading import load_settings, setting_fields
 from stemma.config.mindie.document import read_mindie_config
-from stemma.config.mindie.explain import NO_EFFECT, WORKS, key_rows, markdown_table
+from stemma.config.mindie.explain import NO_EFFECT, WORKS, key_rows
+from stemma.config.mindie.translate import translate_mindie
 from stemma.config.settings import Settings
 from stemma.errors import ConfigError
 
@@ -257,9 +258,43 @@ def test_certificates_start_at_the_installation_above_conf(tmp_path: Path) -> No
     assert read_mindie_config(file).base == tmp_path
 
 
+def markdown_table() -> str:
+    """Return the table that docs/compatibility.md shows."""
+    lines = ["| key | default | range | here | |", "|---|---|---|---|---|"]
+    for row in key_rows():
+        about = f"becomes {row.detail}" if row.does == WORKS else row.detail
+        about = about.replace("a check at the start", "checked at the start").replace(
+            "becomes checked", "checked"
+        )
+        text = f"{about}. {row.description}" if row.description else about
+        cells = (f"`{row.name}`", f"`{row.default}`", row.limits, row.does, text.replace("|", "\\|"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def test_every_key_says_what_it_does_and_the_docs_list_it() -> None:
     rows = key_rows()
 
     assert len({row.name for row in rows}) == len(rows) > 115
     assert {row.does for row in rows} == {WORKS, NO_EFFECT}
     assert markdown_table() in (DOCS / "compatibility.md").read_text(encoding="utf-8")
+
+
+def test_what_keys_become_are_settings_and_every_setting_comes_from_such_a_key(tmp_path: Path) -> None:
+    """The table of keys, which the docs show, and the translation name the same settings."""
+    file = tmp_path / "config.json"
+    model = {
+        "plugin_params": '{"plugin_type":"prefix_cache,splitfuse"}',
+        "cpuMemSize": 1,
+        "npuMemSize": 1,
+    }
+    pool = {"backend": "directory", "configPath": "/pool.json", "asyncWrite": True}
+    content = config(model, backend={"kvPoolConfig": pool}, server={"httpsEnabled": True})
+    file.write_text(json.dumps(content))
+    made = set(translate_mindie(file, {}).values) - {"dialect"}
+
+    names = {name for row in key_rows() if row.does == WORKS for name in row.detail.split(", ")}
+    named = {name for name in names if name.isidentifier()}
+    assert named <= setting_fields().keys()
+    speculation = {name for name in made if name.startswith("speculation_")}
+    assert made - speculation <= named

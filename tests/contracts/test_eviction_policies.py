@@ -19,6 +19,7 @@ from stemma.prefix.hashed import HashIndex
 from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, chain_keys, fingerprints
 from stemma.prefix.radix import RadixIndex
+from stemma.types import RetentionHint
 
 NUM_IDS = 12
 
@@ -42,8 +43,7 @@ def traits_of(seed: int, num_blocks: int) -> BlockTraits:
     return BlockTraits(
         fingerprints=generator.choice(np.arange(1, 30, dtype=np.uint64), num_blocks, replace=False),
         costs_s=generator.integers(1, 4, num_blocks).astype(np.float32),
-        priority=seed % 3 * 50,
-        ttl_s=(None, 2.0, 9.0)[seed // 3 % 3],
+        hint=RetentionHint(seed % 3 * 50, (None, 2.0, 9.0)[seed // 3 % 3]),
     )
 
 
@@ -157,7 +157,7 @@ def test_both_indexes_evict_the_same(name: str, seed: int, block_size: int) -> N
         ids = np.concatenate((chain, array(free[:num_missing])))
         del free[:num_missing]
         keys = chain_keys(key_space.root(DEFAULT_NAMESPACE), tokens, block_size)
-        traits = BlockTraits(fingerprints(keys), priority=int(generator.integers(3)) * 50)
+        traits = BlockTraits(fingerprints(keys), hint=RetentionHint(int(generator.integers(3)) * 50))
         for index in indexes:
             index.insert(DEFAULT_NAMESPACE, tokens, ids, float(now), traits)
             index.unpin(chain)

@@ -103,7 +103,9 @@ class Harness:
     ) -> str:
         request_id = request_id or f"r{next(self._numbers)}"
         params = params or greedy(4)
-        self.engine.add(GenerationRequest(request_id, as_tokens(prompt), params, namespace))
+        self.engine.add(
+            self.engine.checked(GenerationRequest(request_id, as_tokens(prompt), params, namespace))
+        )
         self.answers[request_id] = Answer()
         return request_id
 

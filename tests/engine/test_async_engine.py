@@ -27,7 +27,7 @@ from stemma.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.causal_lm import CausalLM
 from stemma.prefix.keys import Namespace
-from stemma.types import FinishReason
+from stemma.types import FinishReason, Tier
 from tests.engine.generating import collect, request
 from tests.engine.harness import greedy, prompt
 
@@ -261,19 +261,19 @@ async def test_a_paused_engine_can_be_closed(engine):
 
 async def test_requests_of_one_turn_of_the_event_loop_begin_in_one_step(engine, monkeypatch):
     core, plans, schedule = engine.parts.engine, [], Scheduler.schedule
-    validate = core.validate
+    checked = core.checked
 
     def slowly(one):
         if threading.current_thread() is threading.main_thread():
             time.sleep(0.01)  # a step that didn't wait for the others would begin meanwhile
-        validate(one)
+        return checked(one)
 
     def noting(self, **kwargs):
         plan = schedule(self, **kwargs)
         plans.append(len(plan))
         return plan
 
-    monkeypatch.setattr(core, "validate", slowly)
+    monkeypatch.setattr(core, "checked", slowly)
     monkeypatch.setattr(Scheduler, "schedule", noting)
     await asyncio.gather(*(collect(engine, request(f"r{i}", prompt(i, 20))) for i in range(4)))
     assert plans[0] == 4
@@ -416,7 +416,7 @@ async def test_the_event_loop_is_not_blocked_by_a_step(engine):
 async def test_flush_and_drawing(engine):
     await collect(engine, request("a", prompt(7, 40)))
     assert "block" in await engine.draw_tree()
-    assert await engine.flush_cache() == 3
+    assert (await engine.cache_control.flush()).freed_blocks[Tier.DEVICE] == 3
     assert await engine.draw_tree() == "(empty)"
     outputs = await collect(engine, request("b", prompt(7, 40)))
     assert outputs[0].cache.miss_reason == "flushed"

@@ -25,7 +25,7 @@ from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.memory.cache.lease import Lease
 from stemma.server.answers.best_of import keep_best
 from stemma.server.generation import CollectedSequence
-from stemma.types import FinishReason, RetentionRange, as_tokens
+from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, as_tokens
 
 ENDS = [2, *range(461, 512, 2)]
 """Token ids that end a text: enough of them that some answers end by themselves, none that grammars need."""
@@ -103,7 +103,7 @@ def _priority(rng: random.Random, fields: Fields) -> None:
 
 
 def _retention(rng: random.Random, fields: Fields) -> None:
-    ranges = (RetentionRange(5, priority=90), RetentionRange(20, priority=10, ttl_s=0.001))
+    ranges = (RetentionRange(5, RetentionHint(90)), RetentionRange(20, RetentionHint(10, 0.001)))
     fields |= {"ttl_s": rng.choice((0.0001, 60.0)), "retention": ranges[: rng.randint(0, 2)]}
 
 
@@ -267,9 +267,7 @@ class _Request:
             name,
             as_tokens(ask.prompt),
             params,
-            priority=ask.priority,
-            ttl_s=ask.ttl_s,
-            retention=ask.retention,
+            retention=Retention(RetentionHint(ask.priority, ask.ttl_s), ask.retention),
             beam=ask.beam,
             adapter=None if ask.adapter is None else parts.adapters.get(ask.adapter),
         )
@@ -390,7 +388,7 @@ class Service:
             for _ in range(MAX_STEPS):
                 while left and wait <= 0:
                     for request in left.pop(0)[0].start():
-                        self.engine.add(request)
+                        self.engine.add(self.engine.checked(request))
                     wait = left[0][1] if left else 0
                 wait -= 1
                 if not left and not self.engine.has_work:
@@ -414,7 +412,7 @@ class Service:
         for output in outputs:
             request = requests[output.request_id.split("-")[0]]
             for following in request.take(output):
-                self.engine.add(following)
+                self.engine.add(self.engine.checked(following))
         for name, request in requests.items():
             limit = request.ask.abort_after
             if limit is not None and not request.is_over and request.answer.num_tokens >= limit:
@@ -430,7 +428,7 @@ class Service:
                 request = one.request
                 name, one_token = f"{request.request_id}-pin", SamplingParams(max_tokens=1)
                 warm = replace(request, request_id=name, params=one_token, beam=None)
-                self.engine.add(warm)
+                self.engine.add(self.engine.checked(warm))
                 while self.engine.has_work:
                     self._processor.process(self.engine.step())
                 leases.append(cache.hold(request.namespace, request.prompt_token_ids))

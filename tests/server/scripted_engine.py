@@ -197,11 +197,6 @@ class ScriptedEngine(EngineClient):
     async def draw_tree(self, max_tokens: int = 24) -> str:
         return f"root\n└─ edge of up to {max_tokens} tokens"
 
-    async def flush_cache(self) -> int:
-        dropped = len(self.requests)
-        self.requests.clear()
-        return dropped
-
     async def attach_pool(self, settings: PoolSettings) -> None:
         raise ConfigError("a scripted engine takes no pool")
 

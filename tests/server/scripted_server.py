@@ -11,8 +11,8 @@ from pathlib import Path
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.model.tokenizer import Tokenizer
+from stemma.server.runtime import serve
 from stemma.server.transport.planes import listen, listen_planes
-from stemma.server.transport.runtime import serve
 from tests.server.scripted_engine import Script, ScriptedEngine
 
 

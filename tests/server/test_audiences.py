@@ -66,7 +66,7 @@ def rig(engine: ScriptedEngine, tmp_path: Path) -> Rig:
 
 
 async def test_every_answer_holds_to_the_declaration(rig: Rig) -> None:
-    rig.app.state.context.draining = True  # streams of the operator's end at once
+    rig.app.state.lifecycle.draining = True  # streams of the operator's end at once
     allowed = {
         Audience.PUBLIC: {"nobody", "ada", "bob", "operator"},
         Audience.TENANT: {"ada", "bob"},

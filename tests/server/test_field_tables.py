@@ -22,8 +22,9 @@ from stemma.server.schemas.mindie import (
     TritonInferRequest,
     TritonTensor,
 )
-from stemma.server.schemas.openai import ChatRequest, CompletionRequest, StructuredOutputs
+from stemma.server.schemas.openai import ChatRequest, CompletionRequest
 from stemma.server.schemas.responses import ResponsesRequest
+from stemma.server.schemas.shared import StructuredOutputs
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()

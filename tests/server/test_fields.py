@@ -9,7 +9,7 @@ import pytest
 
 from stemma.config.settings import Settings
 from stemma.server.app import create_app
-from stemma.types import RetentionRange
+from stemma.types import RetentionHint, RetentionRange
 from tests.server.scripted_engine import ScriptedEngine
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -117,8 +117,11 @@ async def test_ranges_of_the_prompt_have_hints_of_their_own(
     body = {"prompt": "x", "priority": 20, "cache_retention": kept}
     assert (await client.post("/v1/completions", json=body)).status_code == 200
     request = engine.requests[-1]
-    assert request.retention == (RetentionRange(4, 90, 3600.0), RetentionRange(9, 50, 60.0))
-    assert request.priority == 20
+    assert request.retention.ranges == (
+        RetentionRange(4, RetentionHint(90, 3600.0)),
+        RetentionRange(9, RetentionHint(50, 60.0)),
+    )
+    assert request.retention.rest.priority == 20
 
     answer = await client.post("/v1/completions", json=body | {"cache_retention": kept[::-1]})
     assert answer.status_code == 400

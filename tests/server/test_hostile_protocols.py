@@ -98,4 +98,4 @@ async def test_no_body_is_a_server_error(tokenizer: Tokenizer, path: str, body: 
 
     assert response.status_code < 500, response.text
     assert engine.active == set()
-    app.state.context.close()
+    app.state.intake.close()

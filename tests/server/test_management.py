@@ -16,7 +16,7 @@ async def test_health_follows_draining(engine: ScriptedEngine, settings: Setting
         transport=httpx.ASGITransport(app=app), base_url="http://localhost"
     ) as client:
         assert (await client.get("/health")).status_code == 200
-        app.state.context.draining = True
+        app.state.lifecycle.draining = True
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/v1/completions", json={"model": "scripted", "prompt": "x"})
         assert refused.status_code == 503

@@ -14,7 +14,7 @@ from stemma.server.apis.messages.blocks import chat_messages
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.app import create_app
 from stemma.server.schemas.messages import CountTokensRequest
-from stemma.types import RetentionRange
+from stemma.types import NO_HINT, RetentionHint, RetentionRange
 from tests.server.scripted_engine import ScriptedEngine
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -84,8 +84,8 @@ async def test_marks_become_hints_and_written_tokens(
     request = engine.requests[-1]
     usage = first["usage"]
     written = usage["cache_creation_input_tokens"]
-    assert request.retention == (RetentionRange(written, 70, 3600.0),)
-    assert (request.priority, request.ttl_s) == (50, None)
+    assert request.retention.ranges == (RetentionRange(written, RetentionHint(70, 3600.0)),)
+    assert request.retention.rest == NO_HINT
     assert len(system) <= written < len(request.prompt_token_ids)
     assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": written}
     assert usage["input_tokens"] + written == len(request.prompt_token_ids)
@@ -96,8 +96,8 @@ async def test_marks_become_hints_and_written_tokens(
         messages=[{"role": "user", "content": [marked("Which is longest?")]}],
     )
     usage, request = second["usage"], engine.requests[-1]
-    assert {one.ttl_s for one in request.retention} == {300.0}
-    assert request.retention[-1].num_tokens == len(request.prompt_token_ids)
+    assert {one.hint.ttl_s for one in request.retention.ranges} == {300.0}
+    assert request.retention.ranges[-1].num_tokens == len(request.prompt_token_ids)
     assert usage["cache_read_input_tokens"] >= len(system)
     assert usage["input_tokens"] == 0
     assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == len(
@@ -115,8 +115,8 @@ async def test_each_mark_keeps_what_lies_before_it(client: httpx.AsyncClient, en
     ]
     answer = await create(client, system=[marked("You know rivers. " * 3)], messages=turns)
     request = engine.requests[-1]
-    first, second, third = request.retention
-    assert [one.ttl_s for one in request.retention] == [3600.0, 3600.0, 300.0]
+    first, second, third = request.retention.ranges
+    assert [one.hint.ttl_s for one in request.retention.ranges] == [3600.0, 3600.0, 300.0]
     assert 0 < first.num_tokens < second.num_tokens < third.num_tokens < len(request.prompt_token_ids)
     assert answer["usage"]["cache_creation"] == {
         "ephemeral_5m_input_tokens": third.num_tokens - second.num_tokens,
@@ -128,8 +128,8 @@ async def test_hints_of_the_request_itself_win(client: httpx.AsyncClient, engine
     await create(client, system=[marked("x")], priority=5, cache_ttl_s=7.0)
 
     request = engine.requests[-1]
-    assert (request.priority, request.ttl_s) == (5, 7.0)
-    assert {(one.priority, one.ttl_s) for one in request.retention} == {(5, 7.0)}
+    assert request.retention.rest == RetentionHint(5, 7.0)
+    assert {one.hint for one in request.retention.ranges} == {RetentionHint(5, 7.0)}
 
 
 def test_turns_become_messages() -> None:

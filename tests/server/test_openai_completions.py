@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from stemma.types import RetentionHint
 from tests.server.openai_requests import complete, stream, texts_of
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -141,7 +142,7 @@ async def test_every_sampling_field_reaches_the_engine(
     params = {name: getattr(request.params, name) for name in fields}
     assert params == {**fields, "stop_token_ids": (3,)}
     assert request.params.stop == ("x", "y")
-    assert (request.namespace.salt, request.priority, request.ttl_s) == ("tenant", 80, 9.0)
+    assert (request.namespace.salt, request.retention.rest) == ("tenant", RetentionHint(80, 9.0))
 
 
 async def test_checkpoint_defaults_fill_what_the_request_leaves_open(

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import stemma
 from stemma.cli import make_app
-from stemma.cli.admin_client import admin_get
-from stemma.cli.cache_client import call
+from stemma.cli.admin_client import ask
 from stemma.cli.client import make_http
 from stemma.http import async_http_client, http_client
 from stemma.server.routing.relay import relay_client
@@ -66,9 +65,9 @@ def environment_proxy(monkeypatch: pytest.MonkeyPatch):
 def test_keys_and_prompts_do_not_go_to_a_proxy(
     environment_proxy: list[bytes], live_url: str, tmp_path: Path
 ) -> None:
-    found = call(live_url, "GET", "/admin/cache/tiers", None, "root")
+    found = ask(live_url, "GET", "/admin/cache/tiers", "root")
     assert found
-    assert admin_get(live_url, "/admin/stats", {}, "root")
+    assert ask(live_url, "GET", "/admin/stats", "root")
     with http_client() as client:
         assert client.get(f"{live_url}/health").status_code == 200
     bundle = tmp_path / "x.stemma"

@@ -19,7 +19,7 @@ from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.output import OutputItems
 from stemma.server.app import create_app
 from stemma.server.tenants.keyfile import add_key
-from stemma.types import as_tokens
+from stemma.types import NO_RETENTION, as_tokens
 from tests.server.scripted_engine import ScriptedEngine
 
 
@@ -96,8 +96,8 @@ async def test_a_stored_conversation_is_a_cached_prefix(
     prompt = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist())
     assert prompt == f"<|user|>Hello\n<|assistant|>{text_of(first)}\n<|user|>And now?\n<|assistant|>"
     assert second["usage"]["input_tokens_details"]["cached_tokens"] >= held
-    assert engine.requests[-1].priority > 50
-    assert engine.requests[-1].ttl_s == 3600.0
+    assert engine.requests[-1].retention.rest.priority > 50
+    assert engine.requests[-1].retention.rest.ttl_s == 3600.0
 
     events = await stream(client, input="More", previous_response_id=second["id"])
     third = events[-1]["response"]
@@ -121,7 +121,7 @@ async def test_what_is_not_to_be_stored_is_not(client: httpx.AsyncClient, engine
     first = await create(client, input="Hello", store=False)
 
     assert (await client.get(f"/v1/responses/{first['id']}")).status_code == 404
-    assert (engine.requests[-1].priority, engine.requests[-1].ttl_s) == (50, None)
+    assert engine.requests[-1].retention == NO_RETENTION
 
 
 async def test_a_failure_ends_a_stream_with_an_event(

@@ -9,16 +9,16 @@ from huggingface_hub import InferenceClient
 
 from stemma.config.settings import RequestSettings, Settings
 from stemma.engine.api import SequenceDelta, TokenLogprob
+from stemma.server.apis.context import ApiContext
 from stemma.server.apis.tgi_tokens import stream_tokens
 from stemma.server.app import create_app
-from stemma.server.context import ServerContext
-from stemma.server.observe.metrics import ServerMetrics
 from tests.server.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
-def context(engine: ScriptedEngine, settings: Settings) -> ServerContext:
-    return ServerContext(engine, settings, ServerMetrics())
+def context(engine: ScriptedEngine, settings: Settings) -> ApiContext:
+    made: ApiContext = create_app(engine, settings).state.api
+    return made
 
 
 def delta_of(engine: ScriptedEngine, ids: list[int], text: str) -> SequenceDelta:
@@ -26,7 +26,7 @@ def delta_of(engine: ScriptedEngine, ids: list[int], text: str) -> SequenceDelta
 
 
 def test_a_draft_of_several_tokens_becomes_several_events(
-    context: ServerContext, engine: ScriptedEngine
+    context: ApiContext, engine: ScriptedEngine
 ) -> None:
     ids = engine.tokenizer.encode("leaf").tolist()
     tokens = stream_tokens(context, delta_of(engine, ids, "leaf"))
@@ -36,14 +36,14 @@ def test_a_draft_of_several_tokens_becomes_several_events(
     assert {(token["logprob"], token["special"]) for token in tokens} == {(-0.5, False)}
 
 
-def test_text_that_tokens_share_comes_with_the_last(context: ServerContext, engine: ScriptedEngine) -> None:
+def test_text_that_tokens_share_comes_with_the_last(context: ApiContext, engine: ScriptedEngine) -> None:
     ids = engine.tokenizer.encode("日").tolist()
     tokens = stream_tokens(context, delta_of(engine, ids, "日"))
 
     assert [token["text"] for token in tokens] == ["", "", "日"]
 
 
-def test_news_without_a_token(context: ServerContext) -> None:
+def test_news_without_a_token(context: ApiContext) -> None:
     assert stream_tokens(context, SequenceDelta(0, (), "x")) == [
         {"id": 0, "text": "x", "logprob": None, "special": True}
     ]

@@ -80,10 +80,10 @@ def test_records_are_bounded():
 
 
 def test_requests_are_logged_only_if_wanted(engine: ScriptedEngine, settings: Settings):
-    assert create_app(engine, settings).state.context.watches.observers == []
+    assert create_app(engine, settings).state.instruments.watches.observers == []
     server = settings.server.model_copy(update={"log_requests": True})
     app = create_app(engine, settings.model_copy(update={"server": server}))
-    assert app.state.context.watches.observers == [log_request]
+    assert app.state.instruments.watches.observers == [log_request]
 
 
 def test_the_line_goes_to_the_log(caplog: pytest.LogCaptureFixture):

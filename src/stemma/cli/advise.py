@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from stemma.cli.admin_client import admin_get
+from stemma.cli.admin_client import ask
 from stemma.cli.pool import layout_of
 from stemma.cli.progress import open_progress
 from stemma.cli.replay import load_trace
@@ -52,8 +52,8 @@ def command(
     """Say what to change for this traffic: memory, tiers, policy, prompts, or the cache itself."""
     console = Console(highlight=False, stderr=as_json)
     if source.startswith(("http://", "https://")):
-        stats = admin_get(source, "/admin/stats", {}, admin_key)
-        found = from_server(stats, admin_get(source, "/admin/divergences", {}, admin_key))
+        stats = ask(source, "GET", "/admin/stats", admin_key)
+        found = from_server(stats, ask(source, "GET", "/admin/divergences", admin_key))
     else:
         trace = load_trace(console, Path(source), None, False, None, limit)
         if trace.num_blocks == 0:

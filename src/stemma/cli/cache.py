@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stemma.cli.cache_client import AdminKey, headers, message, read_prompt
+from stemma.cli.admin_client import AdminKey, answer, ask
+from stemma.cli.cache_prompt import read_prompt
 from stemma.cli.cache_public import publish_command, published_command, unpublish_command
 from stemma.cli.progress import CommandProgress, open_progress
 from stemma.config.durations import parse_duration
@@ -314,23 +315,13 @@ def _open(path: Path) -> Any:
 
 
 def _export_from_server(draft: Path, url: str, body: dict[str, Any], admin_key: str | None) -> int:
-    import httpx
-
-    from stemma.http import http_client
-
-    try:
-        with (
-            http_client(base_url=url, headers=headers(admin_key), timeout=600.0) as client,
-            client.stream("POST", "/admin/cache/export", json=body) as response,
-        ):
-            if response.status_code != 200:
-                raise StorageError(message(response.read(), response.status_code))
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                for chunk in response.iter_bytes():
-                    file.write(chunk)
-            return int(response.headers["x-num-blocks"])
-    except httpx.HTTPError as error:
-        raise StorageError(f"{url}: {error}") from error
+    with (
+        answer(url, "POST", "/admin/cache/export", admin_key, json=body) as response,
+        open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,
+    ):
+        for chunk in response.iter_bytes():
+            file.write(chunk)
+        return int(response.headers["x-num-blocks"])
 
 
 def _where(salt: str, tenant: str) -> dict[str, str]:
@@ -339,21 +330,7 @@ def _where(salt: str, tenant: str) -> dict[str, str]:
 
 
 def _import_to_server(path: Path, url: str, where: dict[str, str], admin_key: str | None) -> int:
-    import httpx
-
-    from stemma.http import http_client
-
+    headers = {"content-type": "application/octet-stream"}
     with _open(path) as file:
-        try:
-            with http_client(headers=headers(admin_key), timeout=600.0) as client:
-                response = client.post(
-                    f"{url}/admin/cache/import",
-                    params=where,
-                    content=file,
-                    headers={"content-type": "application/octet-stream"},
-                )
-        except httpx.HTTPError as error:
-            raise StorageError(f"{url}: {error}") from error
-    if response.status_code != 200:
-        raise StorageError(message(response.content, response.status_code))
-    return int(response.json()["num_new_blocks"])
+        options = {"params": where, "content": file, "headers": headers}
+        return int(ask(url, "POST", "/admin/cache/import", admin_key, **options)["num_new_blocks"])

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from stemma.cli.cache_client import AdminKey, call, read_prompt, read_text
+from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
+from stemma.cli.cache_prompt import read_prompt, read_text
 from stemma.errors import ConfigError
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def publish_command(
@@ -33,7 +32,7 @@ def publish_command(
     else:
         body = {"prompt": read_prompt(prompt, prompt_file, token_ids)}
     body |= {"name": name} | ({} if model is None else {"model": model})
-    made = call(url, "POST", "/admin/cache/publish", body, admin_key)
+    made = ask(url, "POST", "/admin/cache/publish", admin_key, json=body)
     typer.echo(
         f"{made['publish_id']}: {made['num_public_tokens']} of {made['num_prompt_tokens']} tokens are public"
     )
@@ -47,7 +46,7 @@ def unpublish_command(
     admin_key: AdminKey = None,
 ) -> None:
     """Share a published prefix no longer."""
-    gone = call(url, "POST", "/admin/cache/unpublish", {"publish_id": publish_id}, admin_key)
+    gone = ask(url, "POST", "/admin/cache/unpublish", admin_key, json={"publish_id": publish_id})
     typer.echo(f"{gone['num_public_tokens']} tokens are public no longer")
 
 
@@ -55,5 +54,5 @@ def published_command(
     url: Annotated[str, typer.Option(help="A running server.")] = DEFAULT_URL, admin_key: AdminKey = None
 ) -> None:
     """List the published prefixes of a server."""
-    for one in call(url, "GET", "/admin/cache/published", None, admin_key)["published"]:
+    for one in ask(url, "GET", "/admin/cache/published", admin_key)["published"]:
         typer.echo(f"{one['publish_id']}  {one['num_public_tokens']} tokens  {one['name']}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stemma.cli.admin_client import admin_get
+from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
 from stemma.errors import ConfigError
 from stemma.insight.divergence.report import format_duration
 
@@ -22,18 +22,19 @@ def command(
         bool, typer.Option("--divergences", help="Where the prompts of a window part, and what that costs.")
     ] = False,
     window_s: Annotated[float, typer.Option(min=1.0, help="The window's seconds.")] = 86400.0,
-    url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")] = None,
+    url: Annotated[str, typer.Option(help="A running server.")] = DEFAULT_URL,
+    admin_key: AdminKey = None,
 ) -> None:
     """Tell what a request got from the cache, where it parts from what is cached, and why."""
     if (bool(request), last, divergences).count(True) != 1:
         raise ConfigError("give the id of an answer, --last, or --divergences")
     console = Console(highlight=False)
     if divergences:
-        found = admin_get(url, "/admin/divergences", {"window_s": str(window_s)}, admin_key)
+        found = ask(url, "GET", "/admin/divergences", admin_key, params={"window_s": str(window_s)})
         show_divergences(console, found)
         return
-    show(console, admin_get(url, "/admin/explain", {"request": request} if request else {}, admin_key))
+    params = {"request": request} if request else {}
+    show(console, ask(url, "GET", "/admin/explain", admin_key, params=params))
 
 
 def show(console: Console, found: dict[str, Any]) -> None:

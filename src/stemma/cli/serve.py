@@ -88,7 +88,7 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
                 check_ledger(settings.server.ledger)
             listeners = stack.enter_context(listen_planes(settings, listen))
-            importing = beside.submit(import_module, "stemma.server.transport.runtime")
+            importing = beside.submit(import_module, "stemma.server.runtime")
             # What was imported stays: the look at the end is at the rest.
             gc.freeze()
             engine = _load(settings, partial(AsyncEngine.from_settings, plan=plan))

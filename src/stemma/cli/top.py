@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stemma.cli.admin_client import admin_get
+from stemma.cli.admin_client import DEFAULT_URL, AdminKey, ask
 from stemma.cli.explain import visible
 from stemma.errors import StorageError
 
@@ -32,15 +32,15 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def command(
-    url: Annotated[str, typer.Option(help="A running server.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(envvar="STEMMA_ADMIN_KEY", help="Its admin key.")] = None,
+    url: Annotated[str, typer.Option(help="A running server.")] = DEFAULT_URL,
+    admin_key: AdminKey = None,
     every_s: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
 ) -> None:
     """Show requests, hits by tier, tiers and tenants of a running server. q or Ctrl-C ends it."""
     console = Console(highlight=False)
     view = TopView()
-    view.update(admin_get(url, "/admin/live/now", {}, admin_key))
+    view.update(ask(url, "GET", "/admin/live/now", admin_key))
     if once:
         console.print(view.render())
         return
@@ -92,7 +92,7 @@ def _typed_keys() -> Iterator[_Keys]:
 def _look(view: TopView, url: str, admin_key: str | None) -> None:
     """Update the view; a server that doesn't answer is shown as such, and asked again."""
     try:
-        view.update(admin_get(url, "/admin/live/now", {"since": str(view.last_number)}, admin_key))
+        view.update(ask(url, "GET", "/admin/live/now", admin_key, params={"since": str(view.last_number)}))
     except StorageError as error:
         view.problem = str(error)
 

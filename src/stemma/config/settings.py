@@ -201,7 +201,7 @@ class SchedulerSettings(SettingsModel):
     """Log MindIE's two `Prefix Cache Reporter` lines for each step that starts prompts."""
     stream_interval_ms: float | None = Field(default=None, ge=0.0, le=1000.0)
     """A server holds streamed tokens for up to this long, so that those of quick steps leave together; never
-    an answer's first or last. 0: each leaves at once. Default: 50 where the model's threads fill all cores,
+    an answer's first or last. 0: each leaves at once. Default: 67 where the model's threads fill all cores,
     else 0."""
     overlap_schedule: Literal["auto", "on", "off"] = "auto"
     """Launch the next step before the tokens of the running one are known. `auto`: on CUDA without drafts."""

@@ -30,11 +30,9 @@ class GivenSettings(SettingsModel):
             raise ConfigError(f"{where}: {error}") from error
 
 
-class ConnectorSettings(GivenSettings):
-    """Tiers, and how they are used. Blocks are written through: other engines don't tell what they evict."""
+class LowerTierSettings(GivenSettings):
+    """What a disk and a pool below another engine are given."""
 
-    host_cache: ByteSize | None = None
-    """DRAM for blocks, allocated at the start."""
     disk_cache: Path | None = None
     """Directory for blocks that outlive the engine. One engine at a time uses it."""
     disk_cache_size: ByteSize = 10 * 10**9
@@ -45,6 +43,13 @@ class ConnectorSettings(GivenSettings):
     """A pool shared with other machines, by the names that `stemma serve --pool` takes."""
     eviction: str = "hazard"
     """Policy by name, options after it."""
+
+
+class ConnectorSettings(LowerTierSettings):
+    """Tiers, and how they are used. Blocks are written through: other engines don't tell what they evict."""
+
+    host_cache: ByteSize | None = None
+    """DRAM for blocks, allocated at the start."""
     load_when: Literal["faster", "always"] = "faster"
     """Load a hit only if measurements predict that it is faster than computing, or always."""
     load_timeout_s: float = Field(default=2.0, gt=0.0)
@@ -61,32 +66,15 @@ class ConnectorSettings(GivenSettings):
     @property
     def tiers(self) -> TierSettings:
         """The same, as the tiers take them."""
-        return TierSettings(
-            host_cache=self.host_cache,
-            host_write="write_through",
-            disk_cache=self.disk_cache,
-            disk_cache_size=self.disk_cache_size,
-            disk_cache_ttl_s=self.disk_cache_ttl_s,
-            disk_write="write_through",
-            load_when=self.load_when,
-            load_timeout_s=self.load_timeout_s,
-            transfer_buffer=self.transfer_buffer,
-        )
+        shared = {
+            name: getattr(self, name) for name in TierSettings.model_fields.keys() & self.model_fields_set
+        }
+        return TierSettings(host_write="write_through", disk_write="write_through", **shared)
 
 
-class StorageSettings(GivenSettings):
+class StorageSettings(LowerTierSettings):
     """Tiers below an engine that keeps a host tier of its own."""
 
-    disk_cache: Path | None = None
-    """Directory for pages that outlive the engine. One engine at a time uses it."""
-    disk_cache_size: ByteSize = 10 * 10**9
-    """Limit of all files in that directory."""
-    disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
-    """Pages on disk that were unused for this time are dropped."""
-    pool: PoolSettings | None = None
-    """A pool shared with other machines, by the names that `stemma serve --pool` takes."""
-    eviction: str = "hazard"
-    """Policy by name, options after it."""
     model: Path | None = None
     """Directory of the checkpoint, whose content names the pages; default: the engine's model name, if that
     is a directory."""

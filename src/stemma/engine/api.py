@@ -13,7 +13,7 @@ from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.explain import Parting
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
-from stemma.types import DEFAULT_PRIORITY, FinishReason, RetentionRange, Tier, TokenArray
+from stemma.types import NO_RETENTION, FinishReason, Retention, Tier, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,8 @@ class GenerationRequest:
     prompt_token_ids: TokenArray
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace: Namespace = DEFAULT_NAMESPACE
-    priority: int = DEFAULT_PRIORITY
-    """Retention hint of the blocks it commits, 0..100."""
-    ttl_s: float | None = None
-    """Retention hint: after this many seconds without use its blocks are evicted first."""
-    retention: tuple[RetentionRange, ...] = ()
-    """Hints of the prompt's leading tokens; `priority` and `ttl_s` are those of the rest."""
+    retention: Retention = NO_RETENTION
+    """Hints of how long the blocks that it commits should stay."""
     beam: BeamParams | None = None
     """Search instead of sampling. For `beam_search.run_beam_search`: engines refuse it."""
     adapter: Adapter | None = None

@@ -35,6 +35,7 @@ from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.core.engine import Engine, describe_error
 from stemma.engine.core.request import SequenceNews
+from stemma.engine.core.validation import CheckedRequest
 from stemma.engine.mailbox import Mailbox
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.output.joining import NewsQueue
@@ -63,7 +64,7 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.02
 _REST_S = 0.05
 """Without work for so long, the step thread does what later steps need: a client may be about to go on."""
-_JOINING_INTERVAL_S = 1 / 15
+JOINING_INTERVAL_S = 1 / 15
 """15 deliveries a second at least: faster than anybody reads, and steps of 33 ms or less are joined."""
 GRAMMAR_TIMEOUT_S = 10.0
 """Time limit of compiling a grammar, from when that begins."""
@@ -96,7 +97,7 @@ class AsyncEngine:
         """
         self._max_waiting = max_waiting
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._arrivals: deque[GenerationRequest] = deque()
+        self._arrivals: deque[CheckedRequest] = deque()
         """Requests for the step thread, in order, until a command fetches them."""
         self._news = NewsQueue()
         self._stream_interval_s = stream_interval_s
@@ -173,9 +174,9 @@ class AsyncEngine:
         Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
         output, and EngineFailed at any time.
         """
-        grammar = await self._compile(request)
+        checked, grammar = await self._checked(request)
         subscription = self._subscribe(request, Mailbox(asyncio.get_running_loop()))
-        self._arrivals.append(request)
+        self._arrivals.append(checked)
         # Only in the loop's next turn: requests of this one, such as the beams of a round, begin in one step.
         subscription.outputs.loop.call_soon(self._commands.put, self._add_arrivals)
         is_finished = False
@@ -201,12 +202,12 @@ class AsyncEngine:
         Raises what `generate` does, or the first error that ends one of them. That aborts the others, and so
         does being cancelled.
         """
-        grammars = [await self._compile(request) for request in requests]
+        all_checked = [await self._checked(request) for request in requests]
         outputs: Mailbox[RequestOutput | StemmaError] = Mailbox(asyncio.get_running_loop())
         last: dict[str, RequestOutput] = {}
         asked: list[str] = []
         try:
-            for request in requests:
+            for request, _ in all_checked:
                 self._subscribe(request, outputs)
                 asked.append(request.request_id)
                 self._arrivals.append(request)
@@ -222,19 +223,20 @@ class AsyncEngine:
                 await self.pool.settle(self._call)
             return [last[request_id] for request_id in asked]
         finally:
-            del grammars  # held until here, as in `generate`
+            del all_checked  # with the grammars, held until here, as in `generate`
             for request_id in asked:
                 del self._subscriptions[request_id]
             if left := [request_id for request_id in asked if request_id not in last]:
                 self._commands.put(partial(self._abort_all, left))
 
-    async def _compile(self, request: GenerationRequest) -> Grammar | None:
-        """Compile a grammar, if the request has one, off the event loop and off the step loop.
+    async def _checked(self, request: GenerationRequest) -> tuple[CheckedRequest, Grammar | None]:
+        """Check a request; compile its grammar, if it has one, off the event loop and off the step loop.
 
-        The step loop finds it as long as the caller holds it.
+        The step loop finds the grammar as long as the caller holds it.
         """
+        self._require_serving(request)
         if request.params.grammar is None:
-            return None
+            return self._engine.checked(request), None
         try:
             return await self._compilers.run(
                 partial(self._engine.compiled, request),
@@ -260,10 +262,6 @@ class AsyncEngine:
     async def draw_tree(self, max_tokens: int = 24) -> str:
         """Return the prefix index as an indented drawing, edges shown as text of up to `max_tokens`."""
         return await self._call(lambda: self._engine.draw_tree(self.tokenizer, max_tokens))
-
-    async def flush_cache(self) -> int:
-        """Drop every block that no request uses; return how many were dropped."""
-        return await self._call(self._engine.flush_cache)
 
     async def attach_pool(self, settings: PoolSettings) -> None:
         """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
@@ -311,11 +309,7 @@ class AsyncEngine:
     def _subscribe(
         self, request: GenerationRequest, outputs: Mailbox[RequestOutput | StemmaError]
     ) -> _Subscription:
-        if self._over is not None:
-            raise self._over
-        if self._is_closed or (self._is_draining and not request.is_continuation):
-            raise ShuttingDown("the server is shutting down")
-        self._engine.validate(request)
+        self._require_serving(request)
         num_waiting = sum(not s.has_started for s in self._subscriptions.values())
         if num_waiting >= self._max_waiting and not request.is_continuation:
             raise Overloaded(f"{num_waiting} requests are waiting already")
@@ -327,6 +321,12 @@ class AsyncEngine:
             del self._subscriptions[request.request_id]
             raise self._over
         return subscription
+
+    def _require_serving(self, request: GenerationRequest) -> None:
+        if self._over is not None:
+            raise self._over
+        if self._is_closed or (self._is_draining and not request.is_continuation):
+            raise ShuttingDown("the server is shutting down")
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps. If the caller is cancelled before it began, it never runs."""
@@ -440,7 +440,7 @@ class AsyncEngine:
         while self._arrivals:
             self._add(self._arrivals.popleft())
 
-    def _add(self, request: GenerationRequest) -> None:
+    def _add(self, request: CheckedRequest) -> None:
         try:
             self._engine.add(request)
         except StemmaError as error:
@@ -497,7 +497,7 @@ def joining_interval_s(parts: EngineParts) -> float:
     """
     num_threads = torch.get_num_threads() * parts.num_ranks
     is_full = parts.model.device.type == "cpu" and num_threads >= usable_cores()
-    return _JOINING_INTERVAL_S if is_full else 0.0
+    return JOINING_INTERVAL_S if is_full else 0.0
 
 
 def _put_all(group: Sequence[tuple[_Subscription, RequestOutput | StemmaError]]) -> None:

@@ -73,9 +73,6 @@ class EngineClient(Protocol):
     async def draw_tree(self, max_tokens: int = 24) -> str:
         """Return the prefix index as an indented drawing, edges shown as text of up to `max_tokens`."""
 
-    async def flush_cache(self) -> int:
-        """Drop every block that no request uses; return how many were dropped."""
-
     async def attach_pool(self, settings: PoolSettings) -> None:
         """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
 

@@ -15,6 +15,7 @@ from stemma.config.settings import EngineSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
+from stemma.engine.core.validation import CheckedRequest
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
@@ -227,8 +228,7 @@ class LLM:
     def _serve(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
         """See `_run_requests`; on the step thread."""
         requests = {one.request_id: one for one in batch}
-        for one in batch:
-            self.engine.validate(one)
+        checked = [self.engine.checked(one) for one in batch]
         results = {
             i: Generation(
                 r.prompt_token_ids,
@@ -237,7 +237,7 @@ class LLM:
             )
             for i, r in requests.items()
         }
-        queue = list(reversed(requests.values()))
+        queue = checked[::-1]
         try:
             while (queue or self.engine.has_work) and not self._thread.is_interrupted:
                 if (failure := self._supervisor.failure) is not None:
@@ -253,7 +253,7 @@ class LLM:
                 self._processor.process(self.engine.abort(request_id))
         return list(results.values())
 
-    def _feed(self, queue: list[GenerationRequest]) -> None:
+    def _feed(self, queue: list[CheckedRequest]) -> None:
         """Queue as many requests as the engine takes."""
         while queue:
             try:

@@ -66,7 +66,7 @@ class Access:
             caller().tenant = request.state.tenant.name
             return
         if self.api_key is not None:
-            _check_key(request, self.api_key)
+            _check_key(_given_key(request), self.api_key, "API key")
             return
         if self._is_local:
             _check_host(request)
@@ -83,7 +83,7 @@ class Access:
     def check_admin(self, request: Request, media_type: str = JSON_TYPE) -> None:
         """Raise unless `request` carries the admin key or, if there is none, is local."""
         if self.admin_key is not None:
-            _check_bearer(request, self.admin_key, "admin key")
+            _check_key(_bearer(request), self.admin_key, "admin key")
             return
         if self.keys is not None:
             raise Forbidden("with a file of API keys, administration needs an admin key: see --admin-key")
@@ -94,7 +94,7 @@ class Access:
         self._check_origin(request)
         _check_media_type(request, (media_type,))
         if self.api_key is not None:
-            _check_bearer(request, self.api_key, "API key")
+            _check_key(_bearer(request), self.api_key, "API key")
 
     def reload_keys(self) -> None:
         """Read the file of keys again, if there is one; if it can't be used, log why and keep what it had."""
@@ -110,11 +110,6 @@ class Access:
         """Whether only who has a key may ask."""
         return self.api_key is not None or self.keys is not None
 
-    def owner(self, request: Request) -> str:
-        """Return whose the things are that `request`, which passed `check`, asks the server to keep."""
-        tenant = tenant_of(request)
-        return "" if tenant is None else tenant.name
-
     def _check_origin(self, request: Request) -> None:
         origin = request.headers.get("origin")
         if origin is None or origin in self._allowed_origins or "*" in self._allowed_origins:
@@ -127,11 +122,17 @@ class Access:
             raise Forbidden("pages of this origin may not call this server: see --allowed-origins")
 
 
+def access_of(request: Request) -> Access:
+    """Return the keys of the app that serves `request`."""
+    access: Access = request.app.state.access
+    return access
+
+
 def has_key(request: Request, key: str | None) -> bool:
     """Whether `request` carries `key`; without one nobody has it."""
     try:
         if key is not None:
-            _check_bearer(request, key, "key")
+            _check_key(_bearer(request), key, "key")
     except Unauthorized:
         return False
     return key is not None
@@ -141,6 +142,12 @@ def tenant_of(request: Request) -> Tenant | None:
     """Return who sent `request`, which passed `Access.check`; None where there are no tenants."""
     found: Tenant | None = getattr(request.state, "tenant", None)
     return found
+
+
+def owner_of(request: Request) -> str:
+    """Return whose the things are that `request`, which passed `Access.check`, asks the server to keep."""
+    tenant = tenant_of(request)
+    return "" if tenant is None else tenant.name
 
 
 def _tenant(request: Request, keys: KeyFile) -> Tenant:
@@ -155,20 +162,17 @@ def _given_key(request: Request) -> str:
     """Return the key that came as a bearer token or, as Anthropic's clients send it, in its own header."""
     if "authorization" not in request.headers:
         return request.headers.get("x-api-key", "").strip()
-    scheme, _, given = request.headers["authorization"].partition(" ")
+    return _bearer(request)
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else ""
 
 
-def _check_key(request: Request, key: str) -> None:
+def _check_key(given: str, key: str, what: str) -> None:
     # Headers are bytes; Starlette shows them as Latin-1.
-    if not hmac.compare_digest(_given_key(request).encode("latin-1"), key.encode()):
-        raise Unauthorized("missing or wrong API key; send it as 'Authorization: Bearer KEY'")
-
-
-def _check_bearer(request: Request, key: str, what: str) -> None:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Headers are bytes; Starlette shows them as Latin-1.
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+    if not given or not hmac.compare_digest(given.encode("latin-1"), key.encode()):
         raise Unauthorized(f"missing or wrong {what}; send it as 'Authorization: Bearer KEY'")
 
 

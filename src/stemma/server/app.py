@@ -19,11 +19,11 @@ from stemma.server.apis import infer, openai_chat, openai_completions, tgi, toke
 from stemma.server.apis.messages import api as messages
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
-from stemma.server.context import ServerContext
-from stemma.server.errors import json_response
+from stemma.server.errors import json_response, openai_body
 from stemma.server.observe.metrics import ServerMetrics
 from stemma.server.observe.request_log import log_request
 from stemma.server.observe.tracing import Tracing, TracingMiddleware
+from stemma.server.observe.watches import Watches
 from stemma.server.openapi import describe, document_router
 from stemma.server.operator import (
     admin,
@@ -37,6 +37,7 @@ from stemma.server.operator import (
     mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
+from stemma.server.parts import close_parts, put_parts
 from stemma.server.routes import without_audience
 from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages
@@ -89,17 +90,11 @@ def create_app(
     """
     if tracing is None and settings.server.otlp_endpoint is not None:
         tracing = Tracing.to_collector(settings.server.otlp_endpoint)
-    context = ServerContext(engine, settings, metrics or ServerMetrics())
-    if settings.server.log_requests:
-        context.watches.observers.append(log_request)
-    if tracing is not None:
-        context.watches.capture = tracing.capture
-        context.watches.observers.append(tracing.record)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        context.close()
+        close_parts(app.state)
         if tracing is not None:
             tracing.close()
 
@@ -112,7 +107,13 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    app.state.context = context
+    put_parts(app.state, engine, settings, metrics or ServerMetrics())
+    watches: Watches = app.state.instruments.watches
+    if settings.server.log_requests:
+        watches.observers.append(log_request)
+    if tracing is not None:
+        watches.capture = tracing.capture
+        watches.observers.append(tracing.record)
     app.openapi = partial(describe, app, [each for router in ROUTERS for each in router.routes])  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)
@@ -138,11 +139,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path'][:_MAX_PATH_CHARS]}: {error.detail}"
-    detail = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return json_response({"error": detail}, error.status_code, error.headers)
+    return json_response(openai_body(message, "invalid_request_error"), error.status_code, error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Answer an unexpected error; Starlette logs the traceback."""
-    detail = {"message": "internal error", "type": "server_error", "param": None, "code": None}
-    return json_response({"error": detail}, 500)
+    return json_response(openai_body("internal error", "server_error"), 500)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from stemma.config.settings import Settings
 from stemma.engine.api import CacheReport, DraftCount, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import run_beam_search
+from stemma.engine.client import EngineClient
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import (
@@ -24,217 +27,221 @@ from stemma.errors import (
     TookTooLong,
     Unauthorized,
 )
-from stemma.server.access import tenant_of
-from stemma.server.admission.ledger import Reserved
-from stemma.server.context import ServerContext
+from stemma.server.access import Access, tenant_of
+from stemma.server.admission.ledger import Admission, Reserved
+from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.explain import is_asked
 from stemma.server.observe.explanations import Explanation
+from stemma.server.observe.instruments import Instruments
 from stemma.server.requests.limits import cap_output
 from stemma.server.tenants.namespace import tenant_namespace
+from stemma.server.tenants.published import PublishedPrefixes
+from stemma.server.tenants.quotas import CacheQuotas
 from stemma.server.transport.disconnect import unless_disconnected
 from stemma.types import FinishReason, Tier
 
-
-async def run_one(
-    context: ServerContext, request: GenerationRequest, api: str, index: int = 0
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield `index` and the engine's outputs for one request. Closing this early aborts it in the engine.
-
-    A whole answer is in the usage ledger before its last output is yielded.
-    Raises what the engine raises, and GenerationFailed if the engine reports an error.
-    """
-    if context.draining:
-        raise ShuttingDown("the server is shutting down")
-    request = cap_output(context.settings.requests, request)
-    watch = context.watches.watch(request, api)
-    entry = context.ledger.entry(request, api)
-    outcome = "aborted"
-    is_noted = False
-    engine = context.engine
-    stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
-    limit_s = context.settings.server.request_timeout_s
-    outputs = stream if limit_s is None else within(stream, limit_s)
-    rounds = context.settings.server.report_granularity != "token"
-    try:
-        async for exact in outputs:
-            output = rounded_to_blocks(context.settings, exact) if rounds else exact
-            if not is_noted:
-                is_noted = True
-                context.explanations.add(Explanation.of(request, exact.cache))
-                context.divergences.add(time.monotonic(), request, exact.cache)
-            watch.seen(output)
-            entry.seen(exact)
-            output.raise_error()
-            if output.finished:
-                outcome = "ok"
-                await entry.committed()
-            yield index, output
-    except (InvalidRequest, Overloaded, ShuttingDown):
-        outcome = "refused"
-        raise
-    except StemmaError:
-        outcome = "error"
-        raise
-    finally:
-        watch.done(outcome)
-        entry.ended(outcome)
-        await _close(outputs)
-        await _close(stream)
-        if outcome == "aborted":
-            await context.engine.abort(request.request_id)
+T = TypeVar("T")
 
 
-async def within(stream: AsyncIterator[RequestOutput], limit_s: float) -> AsyncGenerator[RequestOutput, None]:
-    """Yield what `stream` yields; raise TookTooLong after `limit_s`."""
-    deadline = asyncio.get_running_loop().time() + limit_s
-    while True:
+@dataclass(frozen=True, slots=True)
+class RequestRunner:
+    """Runs the requests of one server."""
+
+    engine: EngineClient
+    settings: Settings
+    access: Access
+    admission: Admission
+    published: PublishedPrefixes
+    quotas: CacheQuotas
+    instruments: Instruments
+    lifecycle: Lifecycle
+
+    async def start(self, request: Request, requests: Sequence[GenerationRequest], api: str) -> OutputStream:
+        """Run `requests` and return once the first output is there; raise if the client leaves before."""
+        reserved = self._reserve(request, requests, api)
+        stream = self._run_as_asked(request, requests, api, reserved)
+
+        async def first() -> tuple[int, RequestOutput]:
+            async for item in stream:
+                return item
+            raise GenerationFailed("the engine ended a request without any output")
+
         try:
-            async with asyncio.timeout_at(deadline):
-                output = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise TookTooLong(f"the request took more than {limit_s:g} s") from error
-        yield output
+            return OutputStream(await unless_disconnected(request, first()), stream, reserved)
+        except BaseException:
+            reserved.close()
+            raise
 
+    async def run_to_end(
+        self, request: Request, requests: Sequence[GenerationRequest], api: str
+    ) -> list[Collected]:
+        """Run `requests` and return everything at once; abort them if the client leaves."""
+        with closing(self._reserve(request, requests, api)) as reserved:
+            stream = self._run_as_asked(request, requests, api, reserved)
+            return await unless_disconnected(request, _collect(stream, len(requests)))
 
-def rounded_to_blocks(settings: Settings, output: RequestOutput) -> RequestOutput:
-    """Return `output` with cached tokens rounded down to whole blocks."""
-    size = settings.engine.cache.block_size
-    cache = output.cache
-    whole = cache.num_cached_tokens // size * size
-    by_tier: dict[Tier, int] = {}
-    for tier, count in sorted(cache.cached_by_tier.items(), key=lambda item: item[1], reverse=True):
-        by_tier[tier] = min(count // size * size, whole - sum(by_tier.values()))
-    num_public = min(cache.num_public_tokens, whole)
-    rounded = CacheReport(cache.num_prompt_tokens, by_tier, cache.miss_reason, num_public_tokens=num_public)
-    return replace(output, cache=rounded)
+    async def run_one(
+        self, request: GenerationRequest, api: str, index: int = 0
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield `index` and the engine's outputs for one request. Closing this early aborts it in the engine.
 
-
-async def _close(stream: AsyncIterator[RequestOutput]) -> None:
-    if isinstance(stream, AsyncGenerator):
-        await stream.aclose()
-
-
-def run_all(
-    context: ServerContext, requests: Sequence[GenerationRequest], api: str
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield (prompt index, output) of all requests as they come; the first error ends them all."""
-    return run_one(context, requests[0], api) if len(requests) == 1 else _run_several(context, requests, api)
-
-
-async def _run_several(
-    context: ServerContext, requests: Sequence[GenerationRequest], api: str
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    queue: asyncio.Queue[tuple[int, RequestOutput] | StemmaError | None] = asyncio.Queue()
-
-    async def pump(index: int) -> None:
+        A whole answer is in the usage ledger before its last output is yielded.
+        Raises what the engine raises, and GenerationFailed if the engine reports an error.
+        """
+        if self.lifecycle.draining:
+            raise ShuttingDown("the server is shutting down")
+        request = cap_output(self.settings.requests, request)
+        watch = self.instruments.watches.watch(request, api)
+        entry = self.instruments.ledger.entry(request, api)
+        outcome = "aborted"
+        is_noted = False
+        engine = self.engine
+        stream = engine.generate(request) if request.beam is None else run_beam_search(engine, request)
+        limit_s = self.settings.server.request_timeout_s
+        outputs = stream
+        if limit_s is not None:
+            late = TookTooLong(f"the request took more than {limit_s:g} s")
+            outputs = until(asyncio.get_running_loop().time() + limit_s, stream, late)
+        rounds = self.settings.server.report_granularity != "token"
         try:
-            async with aclosing(run_one(context, requests[index], api, index)) as stream:
-                async for item in stream:
-                    queue.put_nowait(item)
-        except StemmaError as error:
-            queue.put_nowait(error)
+            async for exact in outputs:
+                output = rounded_to_blocks(self.settings, exact) if rounds else exact
+                if not is_noted:
+                    is_noted = True
+                    self.instruments.explanations.add(Explanation.of(request, exact.cache))
+                    self.instruments.divergences.add(time.monotonic(), request, exact.cache)
+                watch.seen(output)
+                entry.seen(exact)
+                output.raise_error()
+                if output.finished:
+                    outcome = "ok"
+                    await entry.committed()
+                yield index, output
+        except (InvalidRequest, Overloaded, ShuttingDown):
+            outcome = "refused"
+            raise
+        except StemmaError:
+            outcome = "error"
+            raise
         finally:
-            queue.put_nowait(None)
+            watch.done(outcome)
+            entry.ended(outcome)
+            await _close(outputs)
+            await _close(stream)
+            if outcome == "aborted":
+                await self.engine.abort(request.request_id)
 
-    tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, StemmaError):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-        for task in tasks:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def run_all(
+        self, requests: Sequence[GenerationRequest], api: str
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield (prompt index, output) of all requests as they come; the first error ends them all."""
+        return self.run_one(requests[0], api) if len(requests) == 1 else self._run_several(requests, api)
 
+    async def _run_several(
+        self, requests: Sequence[GenerationRequest], api: str
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        queue: asyncio.Queue[tuple[int, RequestOutput] | StemmaError | None] = asyncio.Queue()
 
-def _run_as_asked(
-    context: ServerContext,
-    request: Request,
-    requests: Sequence[GenerationRequest],
-    api: str,
-    reserved: Reserved,
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`run_all` for whoever asks. Every API passes here, so none can forget tenants or published prefixes."""
-    if context.access.keys is not None or is_asked(request):
-        return _run_as_tenant(context, request, requests, api, reserved)
-    return run_all(context, _located(context, requests), api)
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self.run_one(requests[index], api, index)) as stream:
+                    async for item in stream:
+                        queue.put_nowait(item)
+            except StemmaError as error:
+                queue.put_nowait(error)
+            finally:
+                queue.put_nowait(None)
 
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
+        num_open = len(tasks)
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, StemmaError):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+            for task in tasks:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-def _located(context: ServerContext, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-    return [
-        replace(one, namespace=context.published.located(one.namespace, one.prompt_token_ids))
-        for one in requests
-    ]
+    def _run_as_asked(
+        self,
+        request: Request,
+        requests: Sequence[GenerationRequest],
+        api: str,
+        reserved: Reserved,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """`run_all` for whoever asks. Every API passes here: none forgets tenants or published prefixes."""
+        if self.access.keys is not None or is_asked(request):
+            return self._run_as_tenant(request, requests, api, reserved)
+        return self.run_all(self._located(requests), api)
 
-
-async def _run_as_tenant(
-    context: ServerContext,
-    request: Request,
-    requests: Sequence[GenerationRequest],
-    api: str,
-    reserved: Reserved,
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """`run_all` in the namespace of the tenant who asks, and explained if asked."""
-    keys, tenant = context.access.keys, tenant_of(request)
-    num_generated: dict[int, int] = {}
-    wants_why = is_asked(request)
-    why: dict[int, CacheReport] = {}
-    if keys is not None:
-        assert tenant is not None
-        await context.apply_quotas()
-        requests = [
-            replace(one, namespace=tenant_namespace(keys.secret, tenant.name, one.namespace))
+    def _located(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        return [
+            replace(one, namespace=self.published.located(one.namespace, one.prompt_token_ids))
             for one in requests
         ]
-    requests = _located(context, requests)
-    async with aclosing(run_all(context, requests, api)) as stream:
+
+    async def _run_as_tenant(
+        self,
+        request: Request,
+        requests: Sequence[GenerationRequest],
+        api: str,
+        reserved: Reserved,
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """`run_all` in the namespace of the tenant who asks, and explained if asked."""
+        keys, tenant = self.access.keys, tenant_of(request)
+        num_generated: dict[int, int] = {}
+        wants_why = is_asked(request)
+        why: dict[int, CacheReport] = {}
+        if keys is not None:
+            assert tenant is not None
+            await self.quotas.apply()
+            requests = [
+                replace(one, namespace=tenant_namespace(keys.secret, tenant.name, one.namespace))
+                for one in requests
+            ]
+        requests = self._located(requests)
+        async with aclosing(self.run_all(requests, api)) as stream:
+            try:
+                async for index, output in stream:
+                    num_generated[index] = output.num_generated_tokens
+                    if wants_why:
+                        if index not in why:
+                            mine = requests[index]
+                            first = await self.instruments.explainer.explained(
+                                mine, output, quotes_cached=tenant is not None
+                            )
+                            why[index] = first.cache
+                        output = replace(output, cache=why[index])
+                    yield index, output
+            finally:  # before those that are cut off are aborted
+                for index in num_generated:
+                    num_generated[index] += self.engine.num_held_tokens(requests[index].request_id)
+                reserved.num_generated = sum(num_generated.values())
+
+    def _reserve(self, request: Request, requests: Sequence[GenerationRequest], api: str) -> Reserved:
+        """Take what `requests` need of every budget. Raises RateLimited, Overloaded or InvalidRequest."""
+        tenant = tenant_of(request)
+        if tenant is None and self.access.keys is not None:
+            raise Unauthorized("this path takes no request without an API key")
         try:
-            async for index, output in stream:
-                num_generated[index] = output.num_generated_tokens
-                if wants_why:
-                    if index not in why:
-                        mine = requests[index]
-                        first = await context.explainer.explained(
-                            mine, output, quotes_cached=tenant is not None
-                        )
-                        why[index] = first.cache
-                    output = replace(output, cache=why[index])
-                yield index, output
-        finally:  # before those that are cut off are aborted
-            for index in num_generated:
-                num_generated[index] += context.engine.num_held_tokens(requests[index].request_id)
-            reserved.num_generated = sum(num_generated.values())
+            return self.admission.reserve(tenant, requests)
+        except StemmaError:
+            self.instruments.metrics.requests.labels(api, "refused").inc()
+            raise
 
-
-def _reserve(
-    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
-) -> Reserved:
-    """Take what `requests` need of every budget. Raises RateLimited, Overloaded or InvalidRequest."""
-    tenant = tenant_of(request)
-    if tenant is None and context.access.keys is not None:
-        raise Unauthorized("this path takes no request without an API key")
-    try:
-        return context.admission.reserve(tenant, requests)
-    except StemmaError:
-        context.metrics.requests.labels(api, "refused").inc()
-        raise
-
-
-@contextmanager
-def admitted(context: ServerContext, request: Request) -> Iterator[None]:
-    """Count work that generates nothing (tokenizing) as one request of the tenant. Raises RateLimited."""
-    with closing(context.admission.reserve_call(tenant_of(request))):
-        yield
+    @contextmanager
+    def admitted(self, request: Request) -> Iterator[None]:
+        """Count work that generates nothing (tokenizing) as one request of the tenant. Raises RateLimited."""
+        with closing(self.admission.reserve_call(tenant_of(request))):
+            yield
 
 
 class OutputStream:
@@ -275,34 +282,6 @@ class OutputStream:
             self._reserved.close()
 
 
-async def start(
-    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
-) -> OutputStream:
-    """Run `requests` and return once the first output is there; raise if the client leaves before that."""
-    reserved = _reserve(context, request, requests, api)
-    stream = _run_as_asked(context, request, requests, api, reserved)
-
-    async def first() -> tuple[int, RequestOutput]:
-        async for item in stream:
-            return item
-        raise GenerationFailed("the engine ended a request without any output")
-
-    try:
-        return OutputStream(await unless_disconnected(request, first()), stream, reserved)
-    except BaseException:
-        reserved.close()
-        raise
-
-
-async def run_to_end(
-    context: ServerContext, request: Request, requests: Sequence[GenerationRequest], api: str
-) -> list[Collected]:
-    """Run `requests` and return everything at once; abort them if the client leaves."""
-    with closing(_reserve(context, request, requests, api)) as reserved:
-        stream = _run_as_asked(context, request, requests, api, reserved)
-        return await unless_disconnected(request, _collect(stream, len(requests)))
-
-
 @dataclass(slots=True)
 class CollectedSequence:
     """One whole sequence."""
@@ -324,6 +303,39 @@ class Collected:
     queue_wait_s: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+
+
+async def until(
+    deadline: float | None, stream: AsyncIterator[T], late: StemmaError
+) -> AsyncGenerator[T, None]:
+    """Yield what `stream` yields; raise `late` at `deadline`, on the event loop's clock."""
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):  # never around the `yield`: another task may close this
+                output = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise late from error
+        yield output
+
+
+def rounded_to_blocks(settings: Settings, output: RequestOutput) -> RequestOutput:
+    """Return `output` with cached tokens rounded down to whole blocks."""
+    size = settings.engine.cache.block_size
+    cache = output.cache
+    whole = cache.num_cached_tokens // size * size
+    by_tier: dict[Tier, int] = {}
+    for tier, count in sorted(cache.cached_by_tier.items(), key=lambda item: item[1], reverse=True):
+        by_tier[tier] = min(count // size * size, whole - sum(by_tier.values()))
+    num_public = min(cache.num_public_tokens, whole)
+    rounded = CacheReport(cache.num_prompt_tokens, by_tier, cache.miss_reason, num_public_tokens=num_public)
+    return replace(output, cache=rounded)
+
+
+async def _close(stream: AsyncIterator[RequestOutput]) -> None:
+    if isinstance(stream, AsyncGenerator):
+        await stream.aclose()
 
 
 async def _collect(
@@ -354,3 +366,8 @@ async def _collect(
     if len(results) < num_prompts:
         raise GenerationFailed("the engine ended a request without any output")
     return [results[index] for index in range(num_prompts)]
+
+
+def new_request_id(prefix: str) -> str:
+    """Return a fresh id, e.g. ``chatcmpl-4f1c...``."""
+    return f"{prefix}-{uuid.uuid4().hex}"

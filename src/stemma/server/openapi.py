@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from stemma.errors import InvalidRequest
 from stemma.server.access import BYTES_TYPE, JSON_TYPE
 from stemma.server.errors import anthropic_error, json_response, openai_error, tgi_error
 from stemma.server.routes import PUBLIC, AudienceRoute, Router
@@ -39,11 +41,6 @@ _ERRORS: Mapping[str, str] = {
     "503": "Busy, draining, or failed",
     "529": "The queue is full (Anthropic's shape)",
 }
-_ERROR_NAMES: Mapping[Any, str] = {
-    openai_error: "OpenAIError",
-    anthropic_error: "AnthropicError",
-    tgi_error: "TGIError",
-}
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -52,9 +49,9 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 _TEXT = {"type": "string"}
 _ERROR_SCHEMAS: Mapping[str, Any] = {
-    "OpenAIError": _object(error=_object(message=_TEXT, type=_TEXT)),
-    "AnthropicError": _object(type={"const": "error"}, error=_object(message=_TEXT, type=_TEXT)),
-    "TGIError": {"type": "object"},
+    openai_error.name: _object(error=_object(message=_TEXT, type=_TEXT)),
+    anthropic_error.name: _object(type={"const": "error"}, error=_object(message=_TEXT, type=_TEXT)),
+    tgi_error.name: {"type": "object"},
 }
 
 
@@ -78,6 +75,30 @@ def parameter(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"parameters": [{"name": name, "in": "query", "required": False, "schema": dict(schema)}]}
 
 
+@dataclass(frozen=True, slots=True)
+class QueryNumber:
+    """A whole number in the query of an endpoint."""
+
+    name: str
+    least: int
+    most: int
+    default: int
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """`openapi_extra` of the endpoint."""
+        return parameter(self.name, {"type": "integer", "minimum": self.least, "maximum": self.most})
+
+    def of(self, request: Request) -> int:
+        """Return what `request` gives, or the default. Raises InvalidRequest."""
+        given = request.query_params.get(self.name, str(self.default))
+        is_number = given.isascii() and given.isdecimal() and len(given) <= len(str(self.most))
+        if not (is_number and self.least <= int(given) <= self.most):
+            message = f"{self.name} must be between {self.least} and {self.most}"
+            raise InvalidRequest(message, param=self.name)
+        return int(given)
+
+
 document_router = Router(openai_error)
 
 
@@ -92,10 +113,7 @@ def _answers(route: AudienceRoute) -> dict[str, Any]:
     done: dict[str, Any] = {"description": "Done"}
     if route.sends:
         done["content"] = {kind: {"schema": {}} for kind in route.sends}
-    names = {
-        *(_ERROR_NAMES[shape] for shape in route.shapes),
-        "OpenAIError",
-    }  # the latter from before a route is known
+    names = {shape.name for shape in (*route.shapes, openai_error)}  # the last before a route is known
     schema = {"anyOf": [{"$ref": _REF.format(model=name)} for name in sorted(names)]}
     error = {"content": {JSON_TYPE: {"schema": schema}}}
     return {"200": done} | {status: {"description": what, **error} for status, what in _ERRORS.items()}

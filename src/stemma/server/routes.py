@@ -18,15 +18,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from stemma.errors import ClientDisconnected, StemmaError
-from stemma.server.access import JSON_TYPE
-from stemma.server.context import context_of
-from stemma.server.errors import STATUS_CLIENT_CLOSED
+from stemma.server.access import JSON_TYPE, access_of
+from stemma.server.errors import STATUS_CLIENT_CLOSED, ErrorShape
+from stemma.server.transport.headers import IS_HEAD
 
 EVENTS_TYPE, TEXT_TYPE = "text/event-stream", "text/plain"
-IS_HEAD = "stemma.head"
-"""In a request's scope: GET stands for HEAD, so only the head of the answer is sent."""
 Handler = Callable[..., Awaitable[Response]]
-Shape = Callable[[StemmaError], Response]
 
 
 class Audience(StrEnum):
@@ -56,11 +53,11 @@ class Router(APIRouter):
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ErrorShape,
         *,
         prefix: str = "",
         media_type: str = JSON_TYPE,
-        other_shapes: tuple[Shape, ...] = (),
+        other_shapes: tuple[ErrorShape, ...] = (),
     ) -> None:
         """`shape` makes the response of an error; `media_type` is that of an operator's bodies.
 
@@ -110,7 +107,7 @@ class AudienceRoute(APIRoute):
     """A route that checks who asks before its handler runs; made by `Router`."""
 
     audience: Audience
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ErrorShape, ...]
     """Of its errors: that of its API first, then those that the handler writes."""
     media_type: str
     has_head: bool
@@ -138,7 +135,7 @@ class AudienceRoute(APIRoute):
 
     def check(self, request: Request) -> None:
         """Raise unless whoever sent `request` belongs to the audience."""
-        access = context_of(request).access
+        access = access_of(request)
         if self.audience is Audience.OPERATOR or (self.audience.is_operators and access.keys is not None):
             access.check_admin(request, self.media_type)
         elif self.audience is not Audience.PUBLIC:

@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
 from stemma.errors import GenerationFailed
-from stemma.server.context import ServerContext
-from stemma.server.generation import CollectedSequence, OutputStream, start
+from stemma.server.generation import CollectedSequence, OutputStream, RequestRunner, until
 from stemma.server.transport.disconnect import unless_disconnected
 
 
@@ -35,6 +35,14 @@ class Times:
             gap_ms = round(1000 * (now - self._last) / num_steps, 3)
             self.decode_ms.extend([gap_ms] * num_steps)
         self._last = now
+
+    def latest(self) -> dict[str, Any]:
+        """Return the time that the last output took, as MindIE's streams tell it."""
+        is_first = not self.decode_ms
+        return {
+            "prefill_time": self.prefill_ms if is_first else None,
+            "decode_time": None if is_first else self.decode_ms[-1],
+        }
 
     @property
     def mean_decode_ms(self) -> float | None:
@@ -58,16 +66,7 @@ class TimedRun:
 
     async def each(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs. Raises GenerationFailed once the time limit is over."""
-        while True:
-            try:
-                # Never around the `yield`: a generator may be closed by another task.
-                async with asyncio.timeout_at(self.deadline):
-                    _, output = await anext(self.outputs)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                await self.outputs.aclose()
-                raise _too_late() from error
+        async for _, output in until(self.deadline, self.outputs, _too_late()):
             self.times.seen(max(1, len(output.deltas)))
             yield output
 
@@ -83,7 +82,7 @@ class TimedResult:
 
 
 async def start_timed(
-    context: ServerContext, request: Request, generation: GenerationRequest, timeout_s: float | None
+    runner: RequestRunner, request: Request, generation: GenerationRequest, timeout_s: float | None
 ) -> TimedRun:
     """Run `generation`, one sequence, and return once its first output is there.
 
@@ -94,17 +93,17 @@ async def start_timed(
     api = generation.request_id.partition("-")[0]
     try:
         async with asyncio.timeout_at(deadline):
-            outputs = await start(context, request, [generation], api)
+            outputs = await runner.start(request, [generation], api)
     except TimeoutError as error:
         raise _too_late() from error
     return TimedRun(outputs, times, deadline)
 
 
 async def run_timed(
-    context: ServerContext, request: Request, generation: GenerationRequest, timeout_s: float | None
+    runner: RequestRunner, request: Request, generation: GenerationRequest, timeout_s: float | None
 ) -> TimedResult:
     """Run `generation` to its end; abort it if the client leaves or the time limit is over."""
-    run = await start_timed(context, request, generation, timeout_s)
+    run = await start_timed(runner, request, generation, timeout_s)
     try:
         return await unless_disconnected(request, _to_end(run))
     finally:

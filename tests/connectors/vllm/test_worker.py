@@ -66,7 +66,7 @@ class Rig:
 
 def saves(count: int) -> list[DeviceBlock]:
     parents = [ROOT, *KEYS]
-    return [DeviceBlock(n, KEYS[n], parents[n], BLOCK_SIZE, 50, None) for n in range(count)]
+    return [DeviceBlock(n, KEYS[n], parents[n], BLOCK_SIZE) for n in range(count)]
 
 
 @pytest.fixture

@@ -126,7 +126,9 @@ def test_requests_under_way_survive_their_adapter(llm, checkpoint, adapters):
     parts = build_engine(engine_settings(checkpoint, lora={"short-lived": adapters["b"]}, **SMALL))
     adapter = parts.adapters.get("short-lived")
     for i in range(3):
-        parts.engine.add(GenerationRequest(f"r{i}", as_tokens(PROMPT), GREEDY, adapter=adapter))
+        parts.engine.add(
+            parts.engine.checked(GenerationRequest(f"r{i}", as_tokens(PROMPT), GREEDY, adapter=adapter))
+        )
     seen = {f"r{i}": [] for i in range(3)}
 
     def step():

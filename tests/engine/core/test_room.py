@@ -18,7 +18,7 @@ from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.errors import GenerationFailed, InvalidRequest, PromptTooLong
 from stemma.prefix.keys import DEFAULT_NAMESPACE
-from stemma.types import FinishReason
+from stemma.types import FinishReason, Tier
 
 BLOCK_SIZE = 16
 
@@ -107,7 +107,7 @@ async def test_a_command_whose_client_left_gives_its_blocks_up(engine, tmp_path)
     await asyncio.gather(pinning, return_exceptions=True)
     await asyncio.sleep(0.05)
     assert not engine.cache_control.pins()
-    assert await engine.flush_cache() == 20
+    assert (await engine.cache_control.flush()).freed_blocks[Tier.DEVICE] == 20
     stats = await engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
 
@@ -151,7 +151,7 @@ async def test_a_cancelled_pin_is_no_pin(engine, monkeypatch):
     may_end.set()
     assert engine.cache_control.pins() == []
     await asyncio.sleep(0.05)
-    assert await engine.flush_cache() == 20
+    assert (await engine.cache_control.flush()).freed_blocks[Tier.DEVICE] == 20
 
 
 async def test_a_pin_that_expires_while_it_is_unpinned_logs_nothing(engine):
@@ -174,4 +174,4 @@ async def test_a_pin_that_expires_while_it_is_unpinned_logs_nothing(engine):
     assert problems == []
     assert [one.pin_id for one in control.pins()] == [made.pin_id]
     await control.unpin(made.pin_id)
-    assert await engine.flush_cache() == 4
+    assert (await engine.cache_control.flush()).freed_blocks[Tier.DEVICE] == 4

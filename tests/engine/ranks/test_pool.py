@@ -198,7 +198,7 @@ async def test_a_pool_is_attached_to_and_detached_from_all_ranks(tmp_path: Path)
     async def answer(name: str) -> tuple[list[int], int]:
         request = GenerationRequest(name, np.asarray(LONG, dtype=np.int32), GREEDY)
         outputs = [output async for output in engine.generate(request)]
-        await engine.flush_cache()
+        await engine.cache_control.flush()
         ids = [one for output in outputs for part in output.deltas for one in part.token_ids]
         return ids, outputs[-1].cache.num_cached_tokens
 

@@ -30,9 +30,7 @@ from stemma.types import BlockKey, Tier
 
 LAYOUT = KVLayout(1, 2, 4, 1, 4, "float32")
 KEYS = [BlockKey(bytes([n]) * 32) for n in range(1, 7)]
-BLOCKS = [
-    DeviceBlock(n, key, KEYS[n - 1] if n else BlockKey(bytes(32)), 4, 50, None) for n, key in enumerate(KEYS)
-]
+BLOCKS = [DeviceBlock(n, key, KEYS[n - 1] if n else BlockKey(bytes(32)), 4) for n, key in enumerate(KEYS)]
 WAIT_S = 20.0
 
 

@@ -23,7 +23,7 @@ UNLIKE = [BlockKey(bytes([n]) * 32) for n in range(12)]
 def test_like_a_plain_loop(drawn: list[tuple[int, int, int]], names: list[BlockKey]) -> None:
     """`drawn`: key, parent and time of use of the block in each slot; later slots were written later."""
     packed = [
-        Record(slot, names[key], names[parent], slot + 1, 0, 64, "", float(used), None, 50).pack()
+        Record(slot, names[key], names[parent], slot + 1, 0, 64, "", float(used)).pack()
         for slot, (key, parent, used) in enumerate(drawn)
     ]
     records = np.frombuffer(b"".join(packed), dtype=RECORD_DTYPE)

@@ -23,6 +23,7 @@ from stemma.memory.tiers.disk.spaces import (
     remove_space,
 )
 from stemma.prefix.keys import KeySpace, owner_tag
+from stemma.types import RetentionHint
 
 
 class TestDiskStore(LocalStoreContract):
@@ -186,7 +187,7 @@ def test_default_and_own_time_to_live(tmp_path: Path) -> None:
     clock = ManualClock(1000.0)
     store = make_disk(tmp_path, clock=clock, ttl_s=60.0)
     short, default = chain("short", 1)[0], chain("default", 1)[0]
-    store.put_many([BlockPut(short.key, ROOT, short.data, ttl_s=5.0), default])
+    store.put_many([BlockPut(short.key, ROOT, short.data, RetentionHint(ttl_s=5.0)), default])
     store.close()
     clock.now = 1010.0
     store = make_disk(tmp_path, clock=clock, ttl_s=60.0)
@@ -212,7 +213,7 @@ def test_verify_drops_what_is_damaged(tmp_path: Path) -> None:
 
 
 def test_record_round_trip_and_damage() -> None:
-    record = Record(3, key_of("k"), key_of("p"), 9, 77, BLOCK_BYTES, owner_tag("ada"), 2.0, None, 50)
+    record = Record(3, key_of("k"), key_of("p"), 9, 77, BLOCK_BYTES, owner_tag("ada"), 2.0)
     packed = record.pack()
     assert len(packed) == RECORD_BYTES
     later = with_last_use(packed, 5.0)

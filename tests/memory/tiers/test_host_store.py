@@ -18,6 +18,7 @@ from stemma.errors import ConfigError
 from stemma.memory.tiers.block_store import BlockPut, PutResult, ReadResult
 from stemma.memory.tiers.host_store import HostStore
 from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.types import RetentionHint
 
 
 def make_host(capacity_bytes: int, clock: ManualClock | None = None) -> HostStore:
@@ -58,7 +59,7 @@ def test_a_borrowed_view_is_not_evicted_until_it_is_unpinned() -> None:
 def test_unused_blocks_expire_leaves_first() -> None:
     clock = ManualClock()
     store = make_host(8 * BLOCK_BYTES, clock)
-    blocks = [BlockPut(b.key, b.parent, b.data, ttl_s=10.0) for b in chain("a", 3)]
+    blocks = [BlockPut(b.key, b.parent, b.data, RetentionHint(ttl_s=10.0)) for b in chain("a", 3)]
     store.put_many(blocks)
     clock.now = 6.0
     assert store.get_many([blocks[0].key], [memoryview(bytearray(BLOCK_BYTES))]) == [ReadResult.HIT]
@@ -74,7 +75,7 @@ def test_a_parent_outlives_its_unexpired_child() -> None:
     clock = ManualClock()
     store = make_host(8 * BLOCK_BYTES, clock)
     parent, child = chain("a", 2)
-    store.put_many([BlockPut(parent.key, ROOT, parent.data, ttl_s=1.0), child])
+    store.put_many([BlockPut(parent.key, ROOT, parent.data, RetentionHint(ttl_s=1.0)), child])
     clock.now = 5.0
     assert store.expire() == 0
     store.remove([child.key])
@@ -86,7 +87,7 @@ def test_put_again_of_an_expired_block_before_the_sweep() -> None:
     clock = ManualClock()
     store = make_host(4 * BLOCK_BYTES, clock)
     block = chain("a", 1)[0]
-    limited = BlockPut(block.key, ROOT, block.data, ttl_s=1.0)
+    limited = BlockPut(block.key, ROOT, block.data, RetentionHint(ttl_s=1.0))
     store.put_many([limited])
     clock.now = 5.0
     assert store.put_many([limited]) == [PutResult.EXISTS]

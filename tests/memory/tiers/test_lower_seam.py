@@ -13,7 +13,7 @@ from tests.memory.cache.served_prompts import NS, compute_all, make_cache, run, 
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.transfer import PassedOver
 from stemma.prefix.explain import MissReason
-from stemma.types import BlockKey, RetentionRange, Tier
+from stemma.types import BlockKey, Retention, RetentionHint, RetentionRange, Tier
 
 
 class DictTiers:
@@ -102,7 +102,7 @@ def push_down(cache) -> None:
 
 
 def test_committed_and_evicted_blocks_are_announced_with_their_parents(cache, tiers):
-    lease = cache.reserve(NS, tokens(range(9)), priority=70, ttl_s=5.0)
+    lease = cache.reserve(NS, tokens(range(9)), retention=Retention(RetentionHint(70, 5.0)))
     compute_all(cache, lease)
     keys = [lease.key(0), lease.key(1)]
     root = lease.roots.own
@@ -110,17 +110,18 @@ def test_committed_and_evicted_blocks_are_announced_with_their_parents(cache, ti
     assert [b.key for b in tiers.committed[:2]] == keys
     assert [b.parent for b in tiers.committed] == [root, keys[0], keys[1]]
     assert [b.num_tokens for b in tiers.committed] == [4, 4, 1]
-    assert {(b.priority, b.ttl_s) for b in tiers.committed} == {(70, 5.0)}
+    assert {(b.hint.priority, b.hint.ttl_s) for b in tiers.committed} == {(70, 5.0)}
     push_down(cache)
     assert [b.key for b in tiers.evicted[1:3]] == [keys[1], keys[0]]
 
 
 def test_a_block_has_the_hints_of_the_range_of_its_first_token(cache, tiers):
-    ranges = (RetentionRange(5, 90, 3600.0), RetentionRange(6, 10, 1.0), RetentionRange(9, 60, None))
-    lease = cache.reserve(NS, tokens(range(13)), priority=40, ttl_s=7.0, retention=ranges)
+    given = ((5, 90, 3600.0), (6, 10, 1.0), (9, 60, None))
+    ranges = tuple(RetentionRange(end, RetentionHint(priority, ttl_s)) for end, priority, ttl_s in given)
+    lease = cache.reserve(NS, tokens(range(13)), retention=Retention(RetentionHint(40, 7.0), ranges))
     compute_all(cache, lease)
     cache.free(lease, 13)
-    assert [(b.priority, b.ttl_s) for b in tiers.committed] == [
+    assert [(b.hint.priority, b.hint.ttl_s) for b in tiers.committed] == [
         (90, 3600.0),
         (90, 3600.0),  # the sixth token's range begins within this block
         (60, None),

@@ -23,6 +23,7 @@ from stemma.memory.tiers.slotted import SlottedStore
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.eviction.policy import EvictionPolicy
 from stemma.prefix.eviction.registry import POLICIES, make_policy
+from stemma.types import RetentionHint
 
 CAPACITY = 6
 EXTREME_TTLS_S = (0.0, 1e-300, 1e39, 1.7976931348623157e308, math.inf, math.nan, -1.0, -1e308)
@@ -46,7 +47,7 @@ def test_no_time_to_live_breaks_a_store(make_store: MakeStore, name: str) -> Non
     for n, ttl_s in enumerate((*EXTREME_TTLS_S, *EXTREME_TTLS_S)):
         key = key_of(f"{n}")
         block = BlockPut(
-            key, ROOT, memoryview(bytes_of(key)), priority=(-(10**30), 10**30)[n % 2], ttl_s=ttl_s
+            key, ROOT, memoryview(bytes_of(key)), RetentionHint((-(10**30), 10**30)[n % 2], ttl_s)
         )
         assert store.put_many([block]) == [PutResult.STORED]
         store.check()
@@ -58,7 +59,7 @@ def test_no_time_to_live_breaks_a_store(make_store: MakeStore, name: str) -> Non
 def test_a_huge_time_to_live_means_never_after_a_restart_too(tmp_path: Path) -> None:
     clock = ManualClock(1000.0)
     (block,) = chain("a", 1)
-    forever = BlockPut(block.key, block.parent, block.data, ttl_s=1e39)
+    forever = BlockPut(block.key, block.parent, block.data, RetentionHint(ttl_s=1e39))
     store = DiskStore(tmp_path, SPACE, BLOCK_BYTES, size_for(CAPACITY), LRUPolicy(), clock, default_ttl_s=5.0)
     store.put_many([forever])
     store.close()
@@ -142,7 +143,7 @@ def host(capacity: int, clock: ManualClock) -> HostStore:
 
 def short_lived(name: str, length: int) -> list[BlockPut]:
     """Return a chain of blocks that expire after 5 seconds."""
-    return [replace(block, ttl_s=5.0) for block in chain(name, length)]
+    return [replace(block, hint=RetentionHint(ttl_s=5.0)) for block in chain(name, length)]
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -70,7 +70,7 @@ def test_exclusive_moves_instead_of_copying(rig: Rig) -> None:
 def test_partial_blocks_stay_on_the_device(rig: Rig) -> None:
     transfer = rig.open(rig.host(8))
     (block,) = rig.fill("a", 1)
-    transfer.on_evict([DeviceBlock(block.block_id, block.key, ROOT, 7, 50, None)])
+    transfer.on_evict([DeviceBlock(block.block_id, block.key, ROOT, 7)])
     assert transfer.match([block.key]) == []
 
 

@@ -96,7 +96,7 @@ class Rig:
             key = key_of(f"{name}/{n}")
             data = torch.frombuffer(bytes_of(key, BLOCK), dtype=torch.uint8)
             self.kv.block_bytes_view(first_id + n).copy_(data)
-            blocks.append(DeviceBlock(first_id + n, key, parent, 16, 50, None))
+            blocks.append(DeviceBlock(first_id + n, key, parent, 16))
             parent = key
         return blocks
 

@@ -107,9 +107,9 @@ class NaiveRetention(NaiveLRU):
         self.used_s.update((i, now) for i in ids)
 
     def key(self, block_id: int, now: float) -> tuple[float, ...]:
-        hints = self.hints[block_id]
-        expiry_s = math.inf if hints.ttl_s is None else self.used_s[block_id] + hints.ttl_s
-        return (0.0, expiry_s) if expiry_s <= now else (1.0, hints.priority)
+        hint = self.hints[block_id].hint
+        expiry_s = math.inf if hint.ttl_s is None else self.used_s[block_id] + hint.ttl_s
+        return (0.0, expiry_s) if expiry_s <= now else (1.0, hint.priority)
 
 
 class NaiveSieve(NaivePolicy):

@@ -20,6 +20,7 @@ from stemma.prefix.eviction.reuse_model import (
     gittins_index,
     pause_level,
 )
+from stemma.types import RetentionHint
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -209,7 +210,7 @@ def test_hints():
     """A short time to live goes first once it is over; priority is a factor of worth."""
     policy = HazardPolicy()
     policy.insert(ids(0), 0.0, BlockTraits())
-    policy.insert(ids(1), 50.0, BlockTraits(ttl_s=5.0))
+    policy.insert(ids(1), 50.0, BlockTraits(hint=RetentionHint(ttl_s=5.0)))
     policy.offer(0)
     policy.offer(1)
     assert policy.victim(51.0) == 0

@@ -4,6 +4,7 @@ import pytest
 from stemma.errors import ConfigError
 from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy, HintedRun
 from stemma.prefix.eviction.registry import POLICIES, make_policy
+from stemma.types import NO_HINT, RetentionHint
 
 
 def test_every_name_builds_its_policy() -> None:
@@ -33,18 +34,21 @@ def test_options_that_are_none_are_refused(option: str) -> None:
         make_policy(f"hazard:{option}")
 
 
+FIRM, LOOSE = RetentionHint(100), RetentionHint(0)
+
+
 @pytest.mark.parametrize("name", ["retention", "hazard"])
 def test_blocks_of_one_insert_may_have_different_hints(name):
     """What has the lower hint goes first, whatever its place; `part` keeps the hints of what is left."""
     policy = make_policy(name)
     ids = np.arange(6, dtype=np.int32)
-    runs = (HintedRun(0, 2, 100, None), HintedRun(2, 4, 0, None))
+    runs = (HintedRun(0, 2, FIRM), HintedRun(2, 4, LOOSE))
     traits = BlockTraits(fingerprints=np.arange(1, 8, dtype=np.uint64), leading=runs)
-    assert traits.runs(1) == [HintedRun(0, 1, 100, None)]
+    assert traits.runs(1) == [HintedRun(0, 1, FIRM)]
     assert traits.part(1, 7).runs(6) == [
-        HintedRun(0, 1, 100, None),
-        HintedRun(1, 3, 0, None),
-        HintedRun(3, 6, 50, None),
+        HintedRun(0, 1, FIRM),
+        HintedRun(1, 3, LOOSE),
+        HintedRun(3, 6, NO_HINT),
     ]
     policy.insert(ids, 0.0, traits.part(1))
     for block_id in ids.tolist():

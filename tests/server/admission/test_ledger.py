@@ -125,7 +125,7 @@ async def test_bodies_share_their_memory(engine: ScriptedEngine, tmp_path: Path)
         ("/generate", {"inputs": "x" * 20_000}, "Service Unavailable"),
     ):
         rig.keys["eve"] = {"authorization": f"Bearer {add_key(tmp_path / 'keys.toml', 'eve')}"}
-        rig.app.state.context.access.reload_keys()
+        rig.app.state.access.reload_keys()
         answer = await rig.ask("eve", body, path)
         assert answer.status_code in (503, 529), answer.text
         assert error in answer.text

@@ -19,7 +19,6 @@ from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.insight.ledger import sqlite_url, usage
 from stemma.server.app import create_app
-from stemma.server.generation import run_one
 from stemma.server.observe.usage_ledger import UsageLedger
 from stemma.server.tenants.keyfile import add_key
 from stemma.types import Tier, as_tokens
@@ -324,13 +323,13 @@ async def test_a_stream_that_the_client_leaves_is_recorded_with_what_was_held(
         engine=EngineSettings(model=ModelSettings(path=Path("scripted"))),
         server=ServerSettings.model_validate({"ledger": str(file)}),
     )
-    context = create_app(engine, settings).state.context
+    state = create_app(engine, settings).state
     asked = GenerationRequest("a", as_tokens([1, 2]), SamplingParams(max_tokens=9))
-    stream = run_one(context, asked, "tgi")
+    stream = state.runner.run_one(asked, "tgi")
     _, output = await anext(stream)
     engine.held = {"a": 4}
     await stream.aclose()
-    context.ledger.close()
+    state.instruments.ledger.close()
     [row] = read_rows(file)
     assert (row["outcome"], row["output_tokens"]) == ("aborted", output.num_generated_tokens + 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +14,7 @@ from stemma.config.mindie.base import (
     NO_NPU,
     NO_RANKS,
     MindIESection,
+    joint_key,
     key,
     no_effect,
 )
@@ -23,6 +25,18 @@ _REFUSED_POOLS = ("memcache", "unifiedcache")
 _PositiveInt = Annotated[int, Field(ge=1)]
 
 
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _gib(count: int) -> int | None:
+    return count * 2**30 if count > 0 else None
+
+
+def _direction(value: bool | int) -> str:
+    return {0: "error", 1: "left", -1: "right"}[-1 if value is True else int(value)]
+
+
 class KVPoolConfig(MindIESection):
     """The pool tier. Needs `prefix_cache` among the plugins."""
 
@@ -31,7 +45,7 @@ class KVPoolConfig(MindIESection):
     backend: str = key("", "pool")
     """Name of the pool (`directory`, `redis`, `mooncake`, or one that an installed package offers); ""
     is off. `memcache` and `unifiedcache` are refused."""
-    config_path: str = key("", "pool_config", max_length=500)
+    config_path: str = key("", "pool_config", means=_path, max_length=500)
     """The backend's own file."""
     async_write: bool = key(False, "pool_async_write")
     """Write blocks to the pool in the background."""
@@ -52,7 +66,7 @@ class KVCacheOptions(MindIESection):
 
     section: ClassVar[str] = "ModelConfig.models.*.kv_cache_options"
 
-    enable_nz: bool = key(False, "kv_layout", alias="enable_nz")
+    enable_nz: bool = joint_key(False, "kv_layout", alias="enable_nz")
     """Latents in tiles of 16 columns. For DeepSeek alone; answers are the same."""
 
 
@@ -80,22 +94,22 @@ class ModelConfig(MindIESection):
 
     section: ClassVar[str] = "ModelConfig"
 
-    model_instance_type: Literal["Standard", "StandardMock"] = key("Standard", "a check at the start")
+    model_instance_type: Literal["Standard", "StandardMock"] = joint_key("Standard", "a check at the start")
     """`StandardMock`, a server without a model, is refused."""
     model_name: str = key("llama_65b", "served_name", min_length=1, max_length=256)
-    model_weight_path: str = key(..., "model", min_length=1)
+    model_weight_path: str = key(..., "model", means=Path, min_length=1)
     """Directory of the checkpoint; a relative one starts where the server starts."""
     world_size: int = no_effect(4, NO_RANKS, ge=1)
-    cpu_mem_size: int = key(5, "host_cache", ge=0)
+    cpu_mem_size: int = joint_key(5, "host_cache", ge=0)
     """GB (2^30 bytes) of DRAM for blocks that left the device; 0: none. Needs `prefix_cache`."""
-    npu_mem_size: int = key(-1, "kv_cache_memory", ge=-1)
+    npu_mem_size: int = key(-1, "kv_cache_memory", means=_gib, ge=-1)
     """GB (2^30 bytes) for KV on the device; -1: a share of what is free."""
     backend_type: Literal["atb", "ms", "torch"] = no_effect("atb", NO_NPU)
     trust_remote_code: bool = key(False, "trust_remote_code")
     async_scheduler_wait_time: int = no_effect(120, NO_RANKS, alias="async_scheduler_wait_time", ge=1)
     kv_trans_timeout: int = no_effect(10, NO_LINK, alias="kv_trans_timeout", ge=1)
     kv_link_timeout: int = no_effect(1080, NO_LINK, alias="kv_link_timeout", ge=1)
-    plugin_params: str = key(
+    plugin_params: str = joint_key(
         "", "enable_prefix_cache, speculation, ...", alias="plugin_params", max_length=MAX_PLUGIN_PARAMS
     )
     """JSON in a string: `plugin_type` is a list, by commas, of `prefix_cache`, `la`, `memory_decoding`,
@@ -126,9 +140,9 @@ class ModelDeployConfig(MindIESection):
     """Tokens of prompt plus output."""
     max_input_token_len: int = key(2048, "max_input_tokens", ge=1, le=4194304)
     """Tokens of a prompt; what happens to a longer one is `truncation`."""
-    truncation: bool | int = key(False, "truncation")
+    truncation: bool | int = key(False, "truncation", means=_direction)
     """0 or false: a longer prompt is an error; 1: cut on the left; -1 or true: cut on the right."""
-    speculation_gamma: int | None = key(None, "a check at the start", ge=0)
+    speculation_gamma: int | None = joint_key(None, "a check at the start", ge=0)
     """Must have room for the drafts that `plugin_params` asks for."""
     model_config_list: Annotated[list[ModelConfig], Field(min_length=1, max_length=1)] = Field(
         ..., alias="ModelConfig"
@@ -137,7 +151,7 @@ class ModelDeployConfig(MindIESection):
 
     @field_validator("truncation")
     @classmethod
-    def _direction(cls, value: bool | int) -> bool | int:
+    def _one_of(cls, value: bool | int) -> bool | int:
         if value not in (-1, 0, 1):
             raise ValueError("must be true, false, 0, 1 or -1")
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,9 +29,40 @@ class MindIESection(BaseModel):
     """Its name in the file."""
 
 
-def key(default: Any, becomes: str, *, alias: str | None = None, **limits: Any) -> Any:
-    """Return a field that works: it becomes the setting(s) called `becomes`. `limits` are pydantic's."""
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def key(
+    default: Any,
+    becomes: str,
+    *,
+    means: Callable[[Any], Any] = _as_it_is,
+    alias: str | None = None,
+    **limits: Any,
+) -> Any:
+    """Return a field that becomes the setting called `becomes`, by itself. `limits` are pydantic's.
+
+    `means`: from its value to the setting's; None leaves the setting alone.
+    """
+    extra: Any = {"becomes": becomes, "means": means}
+    return Field(default, alias=alias, json_schema_extra=extra, **limits)
+
+
+def joint_key(default: Any, becomes: str, *, alias: str | None = None, **limits: Any) -> Any:
+    """Return a field from which, with others, `translate` makes the setting(s) called `becomes`."""
     return Field(default, alias=alias, json_schema_extra={"becomes": becomes}, **limits)
+
+
+def settings_in(section: MindIESection) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, value, key) of the settings that the keys of a section become by themselves."""
+    for field, info in type(section).model_fields.items():
+        extra: Any = info.json_schema_extra
+        if extra is None or "means" not in extra:
+            continue
+        value = extra["means"](getattr(section, field))
+        if value is not None:
+            yield extra["becomes"], value, f"{section.section}.{info.alias}"
 
 
 def no_effect(default: Any, why: str, *, alias: str | None = None, **limits: Any) -> Any:

@@ -89,17 +89,3 @@ def _limits(info: FieldInfo) -> str:
                 )
                 parts.append(f"{word} {bound}{unit}")
     return ", ".join(parts)
-
-
-def markdown_table() -> str:
-    """Return the table that docs/compatibility.md shows."""
-    lines = ["| key | default | range | here | |", "|---|---|---|---|---|"]
-    for row in key_rows():
-        about = f"becomes {row.detail}" if row.does == WORKS else row.detail
-        about = about.replace("a check at the start", "checked at the start").replace(
-            "becomes checked", "checked"
-        )
-        text = f"{about}. {row.description}" if row.description else about
-        cells = (f"`{row.name}`", f"`{row.default}`", row.limits, row.does, text.replace("|", "\\|"))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

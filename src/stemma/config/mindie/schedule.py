@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from stemma.config.mindie.base import OWN_SCHEDULER, MindIESection, key, no_effect
+from stemma.config.mindie.base import OWN_SCHEDULER, MindIESection, joint_key, key, no_effect
 
 _OBSOLETE = "obsolete: `plugin_params` with prefix_cache turns the cache on"
 _SPLITFUSE = "prefill is always cut into pieces beside decode"
@@ -25,7 +25,7 @@ class ScheduleConfig(MindIESection):
     max_prefill_tokens: int = key(8192, "max_batch_tokens", ge=1, le=4194304)
     """Tokens a step. With `splitfuse`, `splitChunkTokens` is."""
     prefill_time_ms_per_req: int = no_effect(150, OWN_SCHEDULER, ge=0, le=1000)
-    prefill_policy_type: int = key(0, "order", ge=0, le=7)
+    prefill_policy_type: int = key(0, "order", means=lambda _: "fcfs", ge=0, le=7)
     """0: first come, first served. Others are taken as 0."""
     decode_time_ms_per_req: int = no_effect(50, OWN_SCHEDULER, ge=0, le=1000)
     decode_policy_type: int = no_effect(0, "all running sequences decode in each step", ge=0, le=7)
@@ -44,7 +44,7 @@ class ScheduleConfig(MindIESection):
     policy_type: Any = no_effect(None, _SPLITFUSE)
     split_type: Any = no_effect(None, _SPLITFUSE)
     split_start_type: Any = no_effect(None, _SPLITFUSE)
-    split_chunk_tokens: int = key(512, "max_batch_tokens", ge=1, le=8192)
+    split_chunk_tokens: int = joint_key(512, "max_batch_tokens", ge=1, le=8192)
     """With `splitfuse`: tokens a step."""
     split_start_batch_size: Any = no_effect(None, _SPLITFUSE)
     stage_select_policy: Any = no_effect(None, OWN_SCHEDULER)

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stemma.config.mindie.base import NO_LINK, NO_NPU, MindIESection, key, no_effect
+from stemma.config.mindie.base import NO_LINK, NO_NPU, MindIESection, joint_key, key, no_effect
 
 _Port = Annotated[int, Field(ge=1024, le=65535)]
 _Path = Annotated[str, Field(max_length=4096)]
@@ -40,12 +40,12 @@ class ServerConfig(MindIESection):
     """Management plane. The same as `port` on the same address: one plane for both."""
     metrics_port: _Port = key(1027, "metrics_port")
     """Metrics plane."""
-    allow_all_zero_ip_listening: bool = key(False, "a check at the start")
+    allow_all_zero_ip_listening: bool = joint_key(False, "a check at the start")
     """Whether an address may be 0.0.0.0 or ::."""
-    max_link_num: int = key(1000, "max_waiting, max_connections", ge=1, le=4096)
+    max_link_num: int = joint_key(1000, "max_waiting, max_connections", ge=1, le=4096)
     """Requests beyond three times this number, running and waiting, are refused;
     so many connections may be open."""
-    max_request_length: int = key(40, "max_body_bytes", ge=1, le=100)
+    max_request_length: int = key(40, "max_body_bytes", means=lambda count: count * 2**20, ge=1, le=100)
     """Largest request body, in MB (2^20 bytes)."""
     full_text_enabled: bool = no_effect(False, "streams carry new text only")
     token_timeout: int = no_effect(600, "a token that is late is waited for", ge=1, le=3600)
@@ -53,39 +53,41 @@ class ServerConfig(MindIESection):
     """Seconds that a request may take."""
     open_ai_support: str = no_effect("vllm", "vLLM's fields are always taken")
 
-    https_enabled: bool = key(True, "tls_*, management_tls_*, metrics_tls_*")
+    https_enabled: bool = joint_key(True, "tls_*, management_tls_*, metrics_tls_*")
     """HTTPS on all planes, and clients must present a certificate (mutual TLS)."""
-    tls_ca_path: _Path = key("security/ca/", "tls_ca")
+    tls_ca_path: _Path = joint_key("security/ca/", "tls_ca")
     """Directory of `tlsCaFile`."""
-    tls_ca_file: _CAFiles = key(["ca.pem"], "tls_ca")
+    tls_ca_file: _CAFiles = joint_key(["ca.pem"], "tls_ca")
     """Certificates that sign the clients' certificates."""
-    tls_cert: _Path = key("security/certs/server.pem", "tls_cert")
-    tls_pk: _Path = key("security/keys/server.key.pem", "tls_key")
-    tls_pk_pwd: _Path = key("security/pass/key_pwd.txt", "tls_key_password_file")
+    tls_cert: _Path = joint_key("security/certs/server.pem", "tls_cert")
+    tls_pk: _Path = joint_key("security/keys/server.key.pem", "tls_key")
+    tls_pk_pwd: _Path = joint_key("security/pass/key_pwd.txt", "tls_key_password_file")
     """File with the passphrase of an encrypted key; read only if the key is encrypted."""
-    tls_crl_path: _Path = key("security/certs/", "tls_crl")
+    tls_crl_path: _Path = joint_key("security/certs/", "tls_crl")
     """Directory of `tlsCrlFiles`."""
-    tls_crl_files: _CRLFiles = key(["server_crl.pem"], "tls_crl")
+    tls_crl_files: _CRLFiles = joint_key(["server_crl.pem"], "tls_crl")
     """Revoked certificates. The default file may be missing; a file that is named must be there."""
     kmc_ksf_master: _Path = no_effect("tools/pmt/master/ksfa", _KMC)
     kmc_ksf_standby: _Path = no_effect("tools/pmt/standby/ksfb", _KMC)
 
-    management_tls_ca_path: _Path = key("security/management/ca/", "management_tls_ca")
-    management_tls_ca_file: _CAFiles = key(["management_ca.pem"], "management_tls_ca")
-    management_tls_cert: _Path = key("security/certs/management/server.pem", "management_tls_cert")
-    management_tls_pk: _Path = key("security/keys/management/server.key.pem", "management_tls_key")
-    management_tls_pk_pwd: _Path = key(_MANAGEMENT_PASS, "management_tls_key_password_file")
-    management_tls_crl_path: _Path = key("security/management/certs/", "management_tls_crl")
-    management_tls_crl_files: _CRLFiles = key(["server_crl.pem"], "management_tls_crl")
-    metrics_tls_ca_path: _Path = key("security/metrics/ca/", "metrics_tls_ca")
-    metrics_tls_ca_file: _CAFiles = key(["metrics_ca.pem"], "metrics_tls_ca")
-    metrics_tls_cert: _Path = key("security/certs/metrics/server.pem", "metrics_tls_cert")
-    metrics_tls_pk: _Path = key("security/keys/metrics/server.key.pem", "metrics_tls_key")
-    metrics_tls_pk_pwd: _Path = key("security/pass/metrics/key_pwd.txt", "metrics_tls_key_password_file")
-    metrics_tls_crl_path: _Path = key("security/metrics/certs/", "metrics_tls_crl")
-    metrics_tls_crl_files: _CRLFiles = key(["server_crl.pem"], "metrics_tls_crl")
+    management_tls_ca_path: _Path = joint_key("security/management/ca/", "management_tls_ca")
+    management_tls_ca_file: _CAFiles = joint_key(["management_ca.pem"], "management_tls_ca")
+    management_tls_cert: _Path = joint_key("security/certs/management/server.pem", "management_tls_cert")
+    management_tls_pk: _Path = joint_key("security/keys/management/server.key.pem", "management_tls_key")
+    management_tls_pk_pwd: _Path = joint_key(_MANAGEMENT_PASS, "management_tls_key_password_file")
+    management_tls_crl_path: _Path = joint_key("security/management/certs/", "management_tls_crl")
+    management_tls_crl_files: _CRLFiles = joint_key(["server_crl.pem"], "management_tls_crl")
+    metrics_tls_ca_path: _Path = joint_key("security/metrics/ca/", "metrics_tls_ca")
+    metrics_tls_ca_file: _CAFiles = joint_key(["metrics_ca.pem"], "metrics_tls_ca")
+    metrics_tls_cert: _Path = joint_key("security/certs/metrics/server.pem", "metrics_tls_cert")
+    metrics_tls_pk: _Path = joint_key("security/keys/metrics/server.key.pem", "metrics_tls_key")
+    metrics_tls_pk_pwd: _Path = joint_key(
+        "security/pass/metrics/key_pwd.txt", "metrics_tls_key_password_file"
+    )
+    metrics_tls_crl_path: _Path = joint_key("security/metrics/certs/", "metrics_tls_crl")
+    metrics_tls_crl_files: _CRLFiles = joint_key(["server_crl.pem"], "metrics_tls_crl")
 
-    infer_mode: Literal["standard", "dmi"] = key("standard", "a check at the start")
+    infer_mode: Literal["standard", "dmi"] = joint_key("standard", "a check at the start")
     """`dmi` (prefill and decode apart) is refused: `stemma serve --role prefill` and `decode` do it."""
     inter_comm_tls_enabled: bool = no_effect(True, NO_LINK, alias="interCommTLSEnabled")
     inter_comm_port: _Port = no_effect(1121, NO_LINK)

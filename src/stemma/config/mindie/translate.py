@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from stemma.config.mindie.backend import ModelConfig
+from stemma.config.mindie.base import MindIESection, settings_in
 from stemma.config.mindie.document import MindIEFile, read_mindie_config
 from stemma.config.mindie.server import ServerConfig
 from stemma.config.plugin_params import Plugins, read_plugin_params
 from stemma.errors import ConfigError
 
-ADDRESS_VARIABLE = "MIES_CONTAINER_IP"
-MANAGEMENT_ADDRESS_VARIABLE = "MIES_CONTAINER_MANAGEMENT_IP"
+_ADDRESSES = {"MIES_CONTAINER_IP": "host", "MIES_CONTAINER_MANAGEMENT_IP": "management_host"}
+"""Variables that beat the file's addresses."""
 MAX_POOL_DEVICES = 512
 """Beyond it, the original's links between devices are torn down and rebuilt."""
 _REQUESTS_PER_LINK = 3
@@ -28,102 +29,83 @@ _TLS_PLANES = (("", "tls_"), ("management_", "management_tls_"), ("metrics_", "m
 class Translation:
     """Settings by flat name with the key that each came from, and notes for the operator."""
 
+    file: MindIEFile
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def put(self, name: str, value: Any, key: str) -> None:
+        """Note the value of a setting, and which key of the file it came from."""
+        self.values[name] = (value, self.file.says(key))
+
+    def put_keys_of(self, section: MindIESection) -> None:
+        """Note what the keys of a section become by themselves."""
+        for name, value, key in settings_in(section):
+            self.put(name, value, key)
 
 
 def translate_mindie(path: Path, environ: Mapping[str, str]) -> Translation:
     """Read ``config.json`` and return what it means here. Raises ConfigError."""
     file = read_mindie_config(path)
-    result = Translation()
+    result = Translation(file)
     result.values["dialect"] = ("mindie", str(path))
+    deploy = file.config.deploy
+    for section in (file.config.server, deploy, *deploy.model_config_list, file.config.schedule):
+        result.put_keys_of(section)
     _server(file, environ, result)
     _model(file, result)
-    _schedule(file, result)
     _notes(file, result)
     return result
 
 
 def _server(file: MindIEFile, environ: Mapping[str, str], result: Translation) -> None:
     server = file.config.server
-    address = environ.get(ADDRESS_VARIABLE)
-    management = environ.get(MANAGEMENT_ADDRESS_VARIABLE)
-    in_file = "ServerConfig.ipAddress", "ServerConfig.managementIpAddress"
-    values = {
-        "host": (address or server.ip_address, ADDRESS_VARIABLE if address else in_file[0]),
-        "management_host": (
-            management or server.management_ip_address,
-            MANAGEMENT_ADDRESS_VARIABLE if management else in_file[1],
-        ),
-        "port": (server.port, "ServerConfig.port"),
-        "management_port": (server.management_port, "ServerConfig.managementPort"),
-        "metrics_port": (server.metrics_port, "ServerConfig.metricsPort"),
-        "request_timeout_s": (server.e2e_timeout, "ServerConfig.e2eTimeout"),
-        "max_body_bytes": (server.max_request_length * 2**20, "ServerConfig.maxRequestLength"),
-    }
+    for variable, name in _ADDRESSES.items():
+        if address := environ.get(variable):
+            result.put(name, address, variable)
+    most, at_once = _REQUESTS_PER_LINK * server.max_link_num, file.config.schedule.max_batch_size
+    result.put("max_waiting", max(1, most - at_once), "ServerConfig.maxLinkNum")
+    result.put("max_connections", most, "ServerConfig.maxLinkNum")
     if server.https_enabled:
         for prefix, flat in _TLS_PLANES:
-            values |= _tls(file, server, prefix, flat)
-    for name, (value, key) in values.items():
-        result.values[name] = (value, file.says(key))
+            _tls(file, server, prefix, flat, result)
 
 
-def _tls(file: MindIEFile, server: ServerConfig, prefix: str, flat: str) -> dict[str, tuple[Any, str]]:
-    """Return the certificates of one plane; relative paths start at the installation."""
+def _tls(file: MindIEFile, server: ServerConfig, prefix: str, flat: str, result: Translation) -> None:
+    """Note the certificates of one plane; relative paths start at the installation."""
 
     def given(name: str) -> Any:
         return getattr(server, f"{prefix}tls_{name}")
 
     password = file.base / given("pk_pwd")
-    ca = tuple(file.base / given("ca_path") / name for name in given("ca_file"))
     lists = tuple(file.base / given("crl_path") / name for name in given("crl_files"))
     if f"{prefix}tls_crl_files" not in server.model_fields_set:
         lists = tuple(each for each in lists if each.is_file())
     key = f"ServerConfig.{prefix}tls"
-    values: dict[str, tuple[Any, str]] = {
-        f"{flat}ca": (ca, f"{key}CaFile"),
-        f"{flat}cert": (file.base / given("cert"), f"{key}Cert"),
-        f"{flat}key": (file.base / given("pk"), f"{key}Pk"),
-    }
+    result.put(
+        f"{flat}ca", tuple(file.base / given("ca_path") / name for name in given("ca_file")), f"{key}CaFile"
+    )
+    result.put(f"{flat}cert", file.base / given("cert"), f"{key}Cert")
+    result.put(f"{flat}key", file.base / given("pk"), f"{key}Pk")
     if f"{prefix}tls_pk_pwd" in server.model_fields_set or password.is_file():
-        values[f"{flat}key_password_file"] = (password, f"{key}PkPwd")
+        result.put(f"{flat}key_password_file", password, f"{key}PkPwd")
     if lists:
-        values[f"{flat}crl"] = (lists, f"{key}CrlFiles")
-    return values
+        result.put(f"{flat}crl", lists, f"{key}CrlFiles")
 
 
 def _model(file: MindIEFile, result: Translation) -> None:
-    deploy = file.config.deploy
-    [model] = deploy.model_config_list
+    [model] = file.config.deploy.model_config_list
     plugins = _plugins(file, model)
-    truncation = {0: "error", 1: "left", -1: "right"}[
-        -1 if deploy.truncation is True else int(deploy.truncation)
-    ]
-    values: dict[str, tuple[Any, str]] = {
-        "model": (Path(model.model_weight_path), "ModelConfig.modelWeightPath"),
-        "served_name": (model.model_name, "ModelConfig.modelName"),
-        "trust_remote_code": (model.trust_remote_code, "ModelConfig.trustRemoteCode"),
-        "max_model_len": (deploy.max_seq_len, "ModelDeployConfig.maxSeqLen"),
-        "max_input_tokens": (deploy.max_input_token_len, "ModelDeployConfig.maxInputTokenLen"),
-        "truncation": (truncation, "ModelDeployConfig.truncation"),
-        "enable_prefix_cache": (plugins.prefix_cache, "ModelConfig.plugin_params"),
-    }
-    _kv_layout(file, model, result)
+    result.put("enable_prefix_cache", plugins.prefix_cache, "ModelConfig.plugin_params")
     for name, value in plugins.speculation.model_dump().items():
         flat = "speculation" if name == "mode" else f"speculation_{name}"
-        values[flat] = (value, "ModelConfig.plugin_params")
-    if model.npu_mem_size > 0:
-        values["kv_cache_memory"] = (model.npu_mem_size * 2**30, "ModelConfig.npuMemSize")
+        result.put(flat, value, "ModelConfig.plugin_params")
     if plugins.prefix_cache and model.cpu_mem_size > 0:
-        values["host_cache"] = (model.cpu_mem_size * 2**30, "ModelConfig.cpuMemSize")
-    values |= _pool(file, plugins)
+        result.put("host_cache", model.cpu_mem_size * 2**30, "ModelConfig.cpuMemSize")
     if plugins.splitfuse:
-        values["max_batch_tokens"] = (
-            file.config.schedule.split_chunk_tokens,
-            "ScheduleConfig.splitChunkTokens",
-        )
-    for name, (value, key) in values.items():
-        result.values[name] = (value, file.says(key))
+        chunk = file.config.schedule.split_chunk_tokens
+        result.put("max_batch_tokens", chunk, "ScheduleConfig.splitChunkTokens")
+    _kv_layout(file, model, result)
+    _pool(file, plugins, result)
 
 
 def _plugins(file: MindIEFile, model: ModelConfig) -> Plugins:
@@ -139,40 +121,17 @@ def _model_path(file: MindIEFile, key: str) -> tuple[str | int, ...]:
     return (*top, "ModelDeployConfig", "ModelConfig", 0, key)
 
 
-def _pool(file: MindIEFile, plugins: Plugins) -> dict[str, tuple[Any, str]]:
+def _pool(file: MindIEFile, plugins: Plugins, result: Translation) -> None:
     pool = file.config.backend.kv_pool_config
     if not pool.backend:
-        return {}
+        return
     if not plugins.prefix_cache:
         where = file.document.where(("BackendConfig", "kvPoolConfig"))
         raise ConfigError(
             f"{file.path}: {where}: kvPoolConfig needs the prefix cache: put prefix_cache into "
             "plugin_type of plugin_params"
         )
-    values: dict[str, tuple[Any, str]] = {
-        "pool": (pool.backend, "kvPoolConfig.backend"),
-        "pool_async_write": (pool.async_write, "kvPoolConfig.asyncWrite"),
-    }
-    if pool.config_path:
-        values["pool_config"] = (Path(pool.config_path), "kvPoolConfig.configPath")
-    return values
-
-
-def _schedule(file: MindIEFile, result: Translation) -> None:
-    schedule = file.config.schedule
-    most = _REQUESTS_PER_LINK * file.config.server.max_link_num
-    values: dict[str, tuple[Any, str]] = {
-        "block_size": (schedule.cache_block_size, "ScheduleConfig.cacheBlockSize"),
-        "max_batch_tokens": (schedule.max_prefill_tokens, "ScheduleConfig.maxPrefillTokens"),
-        "max_num_seqs": (schedule.max_batch_size, "ScheduleConfig.maxBatchSize"),
-        "max_waiting": (max(1, most - schedule.max_batch_size), "ServerConfig.maxLinkNum"),
-        "max_connections": (most, "ServerConfig.maxLinkNum"),
-        "max_output_tokens": (schedule.max_iter_times, "ScheduleConfig.maxIterTimes"),
-        "max_n": (schedule.max_n, "ScheduleConfig.maxN"),
-        "order": ("fcfs", "ScheduleConfig.prefillPolicyType"),
-    }
-    for name, (value, key) in values.items():
-        result.values.setdefault(name, (value, file.says(key)))
+    result.put_keys_of(pool)
 
 
 def _notes(file: MindIEFile, result: Translation) -> None:
@@ -201,8 +160,8 @@ def _kv_layout(file: MindIEFile, model: ModelConfig, result: Translation) -> Non
     kind = _model_type(Path(model.model_weight_path))
     families = [name for name, options in model.models.items() if options.kv_cache_options.enable_nz]
     if kind is None or kind in _DEEPSEEK:
-        key = file.says("ModelConfig.models.*.kv_cache_options.enable_nz")
-        result.values["kv_layout"] = ("nz" if families else "rows", key)
+        key = "ModelConfig.models.*.kv_cache_options.enable_nz"
+        result.put("kv_layout", "nz" if families else "rows", key)
         if kind is not None and not families and "prefix_cache" in model.plugin_params:
             result.notes.append(
                 "enable_nz is false; MindIE wants it true for DeepSeek with prefix_cache; answers are equal"

@@ -12,7 +12,7 @@ from stemma.connectors.vllm.lookup import Lookup
 from stemma.connectors.vllm.work import LoadWork, StepWork
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.prefix.keys import ChainRoots, KeySpace, Namespace
-from stemma.types import DEFAULT_PRIORITY, BlockKey, Tier, as_tokens
+from stemma.types import BlockKey, Tier, as_tokens
 
 
 class VllmRequest(Protocol):
@@ -214,8 +214,6 @@ class SchedulerSide:
                 keys[i],
                 keys[i - 1] if i else tracked.roots.first,
                 self._space.block_size,
-                DEFAULT_PRIORITY,
-                None,
             )
             for i in range(first, end)
         ]

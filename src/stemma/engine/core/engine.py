@@ -26,7 +26,7 @@ from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLi
 from stemma.engine.core.step_rows import Drawn, StepRows
 from stemma.engine.core.tally import Tally
 from stemma.engine.core.tree_drawing import draw_tree
-from stemma.engine.core.validation import RequestValidator
+from stemma.engine.core.validation import CheckedRequest, RequestValidator
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import num_scored_rows
@@ -123,26 +123,27 @@ class Engine:
         """Sequences in the queue."""
         return self._scheduler.num_waiting
 
-    def validate(self, request: GenerationRequest) -> None:
-        """Raise InvalidRequest or PromptTooLong if the request can never be served. Any thread."""
-        self._validator.validate(request)
+    def checked(self, request: GenerationRequest) -> CheckedRequest:
+        """Return what `add` takes. Any thread; raises InvalidRequest, PromptTooLong and what `compiled` does.
 
-    def compiled(self, request: GenerationRequest) -> Grammar | None:
-        """Compile the request's grammar, if it has one; it stays compiled while the caller holds it.
-
-        Any thread; raises what `validate` does, RateLimited and Overloaded.
+        That a request can be served is checked here alone, once.
         """
-        self._validator.validate(request)
-        return self._validator.grammar_of(request)
+        return self._validator.checked(request)
+
+    def compiled(self, request: GenerationRequest) -> tuple[CheckedRequest, Grammar | None]:
+        """Do the same; return its grammar as well, which stays compiled while the caller holds it.
+
+        Raises RateLimited or Overloaded if there is no room for it.
+        """
+        return self._validator.checked(request), self._validator.grammar_of(request)
 
     @property
     def grammar_budget(self) -> Budget | None:
         """What compiled grammars hold; None: there is no structured output."""
         return self._validator.grammar_budget
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises InvalidRequest, PromptTooLong or Overloaded."""
-        self.validate(request)
+    def add(self, request: CheckedRequest) -> None:
+        """Queue a request. Raises InvalidRequest if its id is in use, and Overloaded."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if self._scheduler.num_waiting >= self._settings.max_waiting and not request.is_continuation:

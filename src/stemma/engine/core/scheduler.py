@@ -399,8 +399,6 @@ class Scheduler:
             lease = self._cache.reserve(
                 request.namespace,
                 sequence.tokens,
-                priority=request.priority,
-                ttl_s=request.ttl_s,
                 retention=request.retention,
                 max_cached=None if scores is None else scores.num_scored,
             )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NewType
+
 from stemma.budgets import Budget
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES
 from stemma.errors import InvalidRequest, PromptTooLong
+
+CheckedRequest = NewType("CheckedRequest", GenerationRequest)
+"""A request that passed `RequestValidator.checked`, which alone makes these."""
 
 
 class RequestValidator:
@@ -24,8 +29,8 @@ class RequestValidator:
         """What compiled grammars hold."""
         return None if self._grammars is None else self._grammars.budget
 
-    def validate(self, request: GenerationRequest) -> None:
-        """Raise InvalidRequest or PromptTooLong if the request can never be served."""
+    def checked(self, request: GenerationRequest) -> CheckedRequest:
+        """Return the request. Raises InvalidRequest or PromptTooLong if it can never be served."""
         if request.beam is not None:
             raise InvalidRequest("an engine doesn't search; use run_beam_search", param="use_beam_search")
         num_tokens = len(request.prompt_token_ids)
@@ -47,6 +52,7 @@ class RequestValidator:
                 param="prompt_logprobs",
             )
         self.grammar_of(request)
+        return CheckedRequest(request)
 
     def grammar_of(self, request: GenerationRequest) -> Grammar | None:
         """Return the request's grammar, which is found again while somebody holds it, or None.

@@ -1,6 +1,6 @@
 """What `PrefixCache` notes about each device block that is in the index: key, parent, length, hints.
 
-Struct of arrays, indexed by block id: 108 bytes per block, no Python object per block, and one indexing
+Struct of arrays, indexed by block id: 110 bytes per block, no Python object of its own, and one indexing
 operation returns the keys of a matched chain. Blocks that left are remembered as ghosts, so that a miss can
 be explained.
 """
@@ -16,7 +16,7 @@ from stemma.memory.cache.lease import KEY_BYTES, Lease
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.prefix.explain import Ghost, Ghosts, Miss, MissFacts, MissReason, Parting, explain_miss
 from stemma.prefix.index import Match
-from stemma.types import BlockIds, BlockKey
+from stemma.types import NO_HINT, BlockIds, BlockKey
 
 _ROOT = -1
 _GHOSTS_PER_BLOCK = 4
@@ -39,10 +39,9 @@ class BlockRecords:
         self._parents: npt.NDArray[np.int32] = np.full(num_blocks, _ROOT, dtype=np.int32)
         self._num_children: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._num_tokens: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        self._priorities: npt.NDArray[np.int16] = np.zeros(num_blocks, dtype=np.int16)
         self.used_at: npt.NDArray[np.float64] = np.zeros(num_blocks, dtype=np.float64)
         """When a block was entered or last used, the clock's seconds."""
-        self._ttls_s: npt.NDArray[np.float32] = np.zeros(num_blocks, dtype=np.float32)
+        self._hints = [NO_HINT] * num_blocks
         self._owners: list[str] = [""] * num_blocks
 
     def add(self, block: DeviceBlock, parent_id: int | None, now: float) -> None:
@@ -57,9 +56,8 @@ class BlockRecords:
         ghost = self._ghosts.remove(block.key)
         if ghost is not None and ghost.reason is MissReason.EVICTED and now - ghost.gone_at < REGRET_S:
             self.num_regretted += 1
-        self._priorities[block_id] = block.priority
         self.used_at[block_id] = now
-        self._ttls_s[block_id] = np.nan if block.ttl_s is None else block.ttl_s
+        self._hints[block_id] = block.hint
         self._owners[block_id] = block.owner
 
     def remove(self, block_id: int) -> None:
@@ -120,13 +118,11 @@ class BlockRecords:
 
     def describe(self, block_id: int) -> DeviceBlock:
         """Return the record in the form that lower tiers take."""
-        ttl_s = float(self._ttls_s[block_id])
         return DeviceBlock(
             block_id=block_id,
             key=BlockKey(self._keys[block_id].tobytes()),
             parent=BlockKey(self._parent_keys[block_id].tobytes()),
             num_tokens=int(self._num_tokens[block_id]),
-            priority=int(self._priorities[block_id]),
-            ttl_s=None if np.isnan(ttl_s) else ttl_s,
+            hint=self._hints[block_id],
             owner=self._owners[block_id],
         )

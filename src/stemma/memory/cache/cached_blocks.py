@@ -208,7 +208,7 @@ class CachedBlocks:
                     key,
                     lease.key_before(i),
                     num_tokens,
-                    *lease.hints(i),
+                    lease.hint(i),
                     "" if i < lease.roots.num_public else owner_tag(lease.namespace.owner),
                 ),
                 # A public head has a chain of its own: it may be evicted before what follows it.

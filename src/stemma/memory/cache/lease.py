@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits, HintedRun, clamped_priority, clamped_ttl_s
+from stemma.prefix.eviction.policy import BlockTraits, HintedRun
 from stemma.prefix.explain import Miss
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import (
-    DEFAULT_PRIORITY,
+    NO_RETENTION,
     BlockIds,
     BlockKey,
     Fingerprints,
+    Retention,
+    RetentionHint,
     RetentionRange,
     Tier,
     TokenArray,
@@ -127,11 +129,9 @@ class Lease:
         "num_committed",
         "num_keys",
         "pending",
-        "priority",
         "retention",
         "roots",
         "state",
-        "ttl_s",
     )
 
     def __init__(
@@ -139,20 +139,13 @@ class Lease:
         namespace: Namespace,
         key_space: KeySpace,
         tokens: TokenArray,
-        *,
-        priority: int = DEFAULT_PRIORITY,
-        ttl_s: float | None = None,
-        retention: Sequence[RetentionRange] = (),
+        retention: Retention = NO_RETENTION,
     ) -> None:
-        """`retention`: hints of leading tokens; `priority` and `ttl_s` are those of the rest."""
         self.namespace = namespace
         self.roots = key_space.roots(namespace)
         self.block_size = block_size = key_space.block_size
-        # Hints come from clients: they are clamped here, once for all tiers.
-        self.priority = clamped_priority(priority)
-        self.ttl_s = clamped_ttl_s(ttl_s)
-        self.retention = tuple(retention)
-        self._leading = _hinted_blocks(self.retention, block_size)
+        self.retention = retention
+        self._leading = _hinted_blocks(retention.ranges, block_size)
         self.buffer = TokenBuffer(tokens)
         """The sequence that takes the lease takes this as its own; there is no other copy."""
         capacity_blocks = len(tokens) // block_size + 2
@@ -249,12 +242,9 @@ class Lease:
         """Return what block number `block` is chained to: the key of the block before it, or a root."""
         return self.roots.before(block, self.key(block - 1) if block else self.roots.first)
 
-    def hints(self, block: int) -> tuple[int, float | None]:
-        """Return priority and time to live of block number `block`."""
-        for run in self._leading:
-            if block < run.end:
-                return run.priority, run.ttl_s
-        return self.priority, self.ttl_s
+    def hint(self, block: int) -> RetentionHint:
+        """Return the retention hint of block number `block`."""
+        return next((run.hint for run in self._leading if block < run.end), self.retention.rest)
 
     def traits(
         self,
@@ -274,8 +264,7 @@ class Lease:
         return BlockTraits(
             fingerprints=prints,
             costs_s=None if costs is None else costs[: len(prints)],
-            priority=self.priority,
-            ttl_s=self.ttl_s,
+            hint=self.retention.rest,
             leading=self._leading,
         )
 
@@ -290,5 +279,5 @@ def _hinted_blocks(ranges: Sequence[RetentionRange], block_size: int) -> tuple[H
     for one in ranges:
         start, end = runs[-1].end if runs else 0, -(-one.num_tokens // block_size)
         if end > start:
-            runs.append(HintedRun(start, end, clamped_priority(one.priority), clamped_ttl_s(one.ttl_s)))
+            runs.append(HintedRun(start, end, one.hint))
     return tuple(runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stemma.prefix.eviction.registry import make_policy
 
-_RECORD_BYTES = 108
+_RECORD_BYTES = 110
 _GHOST_BYTES = 4 * 300
 """Four ghosts for each block, in dicts."""
 _INDEX_BYTES = 200

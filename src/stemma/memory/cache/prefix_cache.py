@@ -13,7 +13,7 @@ of others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ from stemma.prefix.explain import (
 )
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
-from stemma.types import DEFAULT_PRIORITY, BlockIds, RetentionRange, Tier, TokenArray
+from stemma.types import NO_RETENTION, BlockIds, Retention, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -171,9 +171,7 @@ class PrefixCache:
         tokens: TokenArray,
         num_new: int = 1,
         *,
-        priority: int = DEFAULT_PRIORITY,
-        ttl_s: float | None = None,
-        retention: Sequence[RetentionRange] = (),
+        retention: Retention = NO_RETENTION,
         max_cached: int | None = None,
     ) -> Lease | None:
         """Lease the longest cached prefix of `tokens`, and blocks for the rest and `num_new` more tokens.
@@ -182,13 +180,10 @@ class PrefixCache:
         is by the token. `lease.num_cached_tokens` tokens need no computing. If lower tiers hold more,
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
         is no room now. `max_cached`: take no more tokens than that, from the device alone, because the rest
-        is to be computed whatever is cached. `retention`: hints of leading tokens; `priority` and `ttl_s` are
-        those of the rest.
+        is to be computed whatever is cached.
         """
         self._leased.free_loaded()
-        make = partial(
-            Lease, namespace, self.key_space, tokens, priority=priority, ttl_s=ttl_s, retention=retention
-        )
+        make = partial(Lease, namespace, self.key_space, tokens, retention)
         if self._rests and max_cached is None:
             lease = self._rests.go_on(namespace, tokens, num_new, make)
             if lease is not None:
@@ -377,15 +372,7 @@ class PrefixCache:
 
         None if no block is free for the copy and the next token.
         """
-        make = partial(
-            Lease,
-            lease.namespace,
-            self.key_space,
-            lease.tokens,
-            priority=lease.priority,
-            ttl_s=lease.ttl_s,
-            retention=lease.retention,
-        )
+        make = partial(Lease, lease.namespace, self.key_space, lease.tokens, lease.retention)
         num_blocks = -(-(lease.num_tokens + 1) // self.block_size)
         twin = self._leased.twin(lease, num_computed, num_blocks, make)
         if twin is None and self._rests:

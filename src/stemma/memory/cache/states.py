@@ -23,7 +23,7 @@ from stemma.memory.cache.lease import Lease, LeaseState, StateMove
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.keys import owner_tag
-from stemma.types import DEFAULT_PRIORITY, BlockKey
+from stemma.types import BlockKey
 
 CHECKPOINT_TOKENS = 64
 """Checkpoints lie at multiples of this number of tokens, or of a larger block."""
@@ -315,7 +315,7 @@ class CachedStates:
         keys = self.piece_keys(key)
         parents = [key, *keys[:-1]]
         return [
-            DeviceBlock(block_id, piece, parent, self._block_size, DEFAULT_PRIORITY, None, owner)
+            DeviceBlock(block_id, piece, parent, self._block_size, owner=owner)
             for block_id, piece, parent in zip(self._blocks_of(state), keys, parents, strict=True)
         ]
 

@@ -26,7 +26,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from stemma.memory.kv_events import KVEventSink
-from stemma.types import DEFAULT_PRIORITY, BlockKey, Tier
+from stemma.types import NO_HINT, BlockKey, RetentionHint, Tier
 
 
 class ReadResult(StrEnum):
@@ -65,10 +65,8 @@ class BlockPut:
     """Key of the block before it, or the root of its namespace; needed for leaves-first eviction."""
     data: memoryview
     """`block_bytes` bytes, C-contiguous, format ``B``."""
-    priority: int = DEFAULT_PRIORITY
-    """Retention hint, 0 (drop first) to 100."""
-    ttl_s: float | None = None
-    """Retention hint: seconds of disuse after which the block expires; None: the store's default."""
+    hint: RetentionHint = NO_HINT
+    """Without a time to live, the store's own holds."""
     owner: str = ""
     """The `owner_tag` of whose it is, for quotas; empty: nobody's."""
 
@@ -85,12 +83,8 @@ class Storable(Protocol):
         """Key of the block before it, or the root."""
 
     @property
-    def priority(self) -> int:
-        """Retention hint."""
-
-    @property
-    def ttl_s(self) -> float | None:
-        """Retention hint."""
+    def hint(self) -> RetentionHint:
+        """How firmly and how long it should stay."""
 
     @property
     def owner(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stemma.types import BlockKey
+from stemma.types import NO_HINT, BlockKey, RetentionHint
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,6 @@ class DeviceBlock:
     """Key of the block before it, or the root of its namespace."""
     num_tokens: int
     """`block_size`, or fewer in a partial last block."""
-    priority: int
-    ttl_s: float | None
+    hint: RetentionHint = NO_HINT
     owner: str = ""
     """The `owner_tag` of whose it is, for quotas; empty: nobody's."""

@@ -470,12 +470,10 @@ class SlottedStore(LocalStore):
             self.counters.num_evicted += 1
 
     def _commit(self, block: Storable, slot: int, now: float) -> None:
-        traits = BlockTraits(
-            fingerprints([block.key]), priority=block.priority, ttl_s=block.ttl_s, owner=block.owner
-        )
+        traits = BlockTraits(fingerprints([block.key]), hint=block.hint, owner=block.owner)
         self._index.commit(slot, block.key, block.parent, self._ranked_at(now), traits)
         self._used_at[slot] = now
-        self._ttl_s[slot] = self._default_ttl_s if block.ttl_s is None else block.ttl_s
+        self._ttl_s[slot] = self._default_ttl_s if block.hint.ttl_s is None else block.hint.ttl_s
 
     def _drop(self, slots: Sequence[int]) -> int:
         ranked_at = self._ranked_at(self._now())

@@ -171,7 +171,7 @@ class WriteQueue:
         for one in batch:
             block = one.block
             data = self._staging.view(one.slot)
-            puts.append(BlockPut(block.key, block.parent, data, block.priority, block.ttl_s, block.owner))
+            puts.append(BlockPut(block.key, block.parent, data, block.hint, block.owner))
         results = self.store.put_many(puts)
         failed = [
             put.key

@@ -10,7 +10,6 @@ A policy that raises is replaced (`fallback.py`), so its errors affect only the 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -18,33 +17,16 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from stemma.types import DEFAULT_PRIORITY, BlockIds, Fingerprints
-
-MAX_PRIORITY = 100
-MAX_TTL_S = 100 * 365 * 86400.0
-"""Maximum time to live; longer ones are clamped. It fits every stored format; it means "never"."""
-
-
-def clamped_priority(priority: int) -> int:
-    """Return the nearest valid priority."""
-    return min(max(priority, 0), MAX_PRIORITY)
-
-
-def clamped_ttl_s(ttl_s: float | None) -> float | None:
-    """Return a time to live from 0 to `MAX_TTL_S`; None (no hint) for NaN."""
-    if ttl_s is None or math.isnan(ttl_s):
-        return None
-    return min(max(ttl_s, 0.0), MAX_TTL_S)
+from stemma.types import NO_HINT, BlockIds, Fingerprints, RetentionHint
 
 
 @dataclass(frozen=True, slots=True)
 class HintedRun:
-    """Retention hints of blocks ``[start, end)`` of an insert."""
+    """The retention hint of blocks ``[start, end)`` of an insert."""
 
     start: int
     end: int
-    priority: int
-    ttl_s: float | None
+    hint: RetentionHint
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +37,9 @@ class BlockTraits:
     """Identity across evictions; None: a policy with memory treats every inserted block as new."""
     costs_s: npt.NDArray[np.float32] | None = None
     """Time to recompute each block, in any unit, the same for all blocks; None: all equal."""
-    priority: int = DEFAULT_PRIORITY
-    """Retention hint, 0 (drop first) to 100 (keep longest)."""
-    ttl_s: float | None = None
-    """Retention hint: after this many seconds unused, drop before anything else."""
+    hint: RetentionHint = NO_HINT
     leading: tuple[HintedRun, ...] = ()
-    """Hints of the leading blocks, without gaps, where they differ from those two."""
+    """Hints of the leading blocks, without gaps, where they differ from `hint`."""
     owner: str = ""
     """Whose blocks they are (`Namespace.owner`). The index sets it; callers leave it alone."""
     after: int = -1
@@ -69,13 +48,13 @@ class BlockTraits:
     def runs(self, num_blocks: int) -> list[HintedRun]:
         """Return the hints of `num_blocks` blocks, without gaps."""
         runs = [
-            HintedRun(run.start, min(run.end, num_blocks), run.priority, run.ttl_s)
+            HintedRun(run.start, min(run.end, num_blocks), run.hint)
             for run in self.leading
             if run.start < num_blocks
         ]
         start = runs[-1].end if runs else 0
         if start < num_blocks:
-            runs.append(HintedRun(start, num_blocks, self.priority, self.ttl_s))
+            runs.append(HintedRun(start, num_blocks, self.hint))
         return runs
 
     def part(self, start: int, end: int | None = None) -> BlockTraits:
@@ -86,7 +65,7 @@ class BlockTraits:
             fingerprints=None if prints is None else prints[start:end],
             costs_s=None if costs_s is None else costs_s[start:end],
             leading=tuple(
-                HintedRun(max(0, run.start - start), run.end - start, run.priority, run.ttl_s)
+                HintedRun(max(0, run.start - start), run.end - start, run.hint)
                 for run in self.leading
                 if run.end > start
             ),

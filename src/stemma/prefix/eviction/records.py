@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits, HintedRun, clamped_priority, clamped_ttl_s
+from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.reuse_model import OpenLifetimes
 from stemma.prefix.eviction.stamped import resized
-from stemma.types import DEFAULT_PRIORITY, Fingerprints
+from stemma.types import DEFAULT_PRIORITY, NO_HINT, Fingerprints, RetentionHint
 
 NO_PRINT = np.uint64(0)
 """Fingerprint of a block without identity: its record ends when the block leaves."""
@@ -101,11 +101,11 @@ class RecordTable:
         if traits.costs_s is not None or self._has_costs:
             self._has_costs = True
             self.costs[records] = 1.0 if traits.costs_s is None else traits.costs_s
-        is_hinted = bool(traits.leading) or traits.priority != DEFAULT_PRIORITY or traits.ttl_s is not None
+        is_hinted = bool(traits.leading) or traits.hint != NO_HINT
         if self.has_hints or is_hinted:
             self.has_hints = True
             for run in traits.runs(num_blocks):
-                self.hints[records[run.start : run.end]] = self._hint_number(run)
+                self.hints[records[run.start : run.end]] = self._hint_number(run.hint)
         self._states[records] = _RESIDENT
         self.num_resident += num_blocks
         self._most_resident = max(self._most_resident, self.num_resident)
@@ -158,13 +158,12 @@ class RecordTable:
         self._states[record] = _FREE
         self._free.append(record)
 
-    def _hint_number(self, hints: HintedRun) -> int:
-        """Return the number of the hints; rounded, since each different one costs a queue per class."""
-        if hints.priority == DEFAULT_PRIORITY and hints.ttl_s is None:
+    def _hint_number(self, hint: RetentionHint) -> int:
+        """Return the number of a hint; rounded, since each different one costs a queue per class."""
+        if hint == NO_HINT:
             return 0
-        factor = 2.0 ** round((clamped_priority(hints.priority) - DEFAULT_PRIORITY) / 10)
-        hint_s = clamped_ttl_s(hints.ttl_s)
-        ttl_s = math.inf if hint_s is None else 2.0 ** (math.ceil(4 * math.log2(hint_s + 0.1)) / 4)
+        factor = 2.0 ** round((hint.priority - DEFAULT_PRIORITY) / 10)
+        ttl_s = math.inf if hint.ttl_s is None else 2.0 ** (math.ceil(4 * math.log2(hint.ttl_s + 0.1)) / 4)
         number = self._hint_numbers.get((factor, ttl_s))
         if number is None:
             if len(self._hint_table) >= _MAX_HINTS:

@@ -1,6 +1,6 @@
 """Retention hints: evicts expired blocks first, then by lowest priority, then LRU.
 
-`BlockTraits.ttl_s` counts from the last use; `BlockTraits.priority` is 0 to 100. Without hints this is LRU.
+A time to live counts from the last use. Without hints this is LRU.
 An expired block can still be a hit until it is evicted.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.prefix.eviction.candidates import CandidateHeap
-from stemma.prefix.eviction.policy import BlockTraits, clamped_priority, clamped_ttl_s
+from stemma.prefix.eviction.policy import BlockTraits
 from stemma.prefix.eviction.stamped import STAMP_BITS, RankedPolicy, resized
 from stemma.types import BlockIds
 
@@ -36,8 +36,8 @@ class RetentionPolicy(RankedPolicy):
         """Store the hints and start the blocks' time to live."""
         self._reserve(block_ids)
         for run in traits.runs(len(block_ids)):
-            hinted, ttl_s = block_ids[run.start : run.end], clamped_ttl_s(run.ttl_s)
-            self._priorities[hinted] = clamped_priority(run.priority)
+            hinted, ttl_s = block_ids[run.start : run.end], run.hint.ttl_s
+            self._priorities[hinted] = run.hint.priority
             self._ttls_s[hinted] = math.inf if ttl_s is None else ttl_s
         self.access(block_ids, now)
 

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stemma.engine.sampling.logprobs import TokenLogprob
-from stemma.server.context import ServerContext
 
+TextOf = Callable[[int], str]
+"""From a token's id to its text, special ones included."""
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 
 
-def chat_logprobs(context: ServerContext, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(text_of: TextOf, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
     """Return ``choices[].logprobs`` of a chat completion."""
     content = []
     for entry in logprobs:
-        item = _chat_entry(context, entry.token_id, entry.logprob)
-        item["top_logprobs"] = [_chat_entry(context, token_id, value) for token_id, value in entry.top]
+        item = _chat_entry(text_of, entry.token_id, entry.logprob)
+        item["top_logprobs"] = [_chat_entry(text_of, token_id, value) for token_id, value in entry.top]
         content.append(item)
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(context: ServerContext, token_id: int, logprob: float) -> dict[str, Any]:
-    text = context.token_text(token_id)
+def _chat_entry(text_of: TextOf, token_id: int, logprob: float) -> dict[str, Any]:
+    text = text_of(token_id)
     return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(text.encode())}
 
 
 class CompletionLogprobs:
     """Builds ``choices[].logprobs`` of a plain completion, piece by piece: offsets go on counting."""
 
-    def __init__(self, context: ServerContext, offset: int = 0) -> None:
-        self._context = context
+    def __init__(self, text_of: TextOf, offset: int = 0) -> None:
+        self._text_of = text_of
         self._offset = offset
 
     def render(self, logprobs: Iterable[TokenLogprob], first: int | None = None) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class CompletionLogprobs:
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        text_of = self._context.token_text
+        text_of = self._text_of
         if first is not None:
             tokens, values, tops, offsets = [text_of(first)], [None], [None], [self._offset]
             self._offset += len(tokens[0])

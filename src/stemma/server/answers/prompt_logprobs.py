@@ -7,8 +7,7 @@ from typing import Any
 
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
-from stemma.server.answers.logprobs import FLOOR
-from stemma.server.context import ServerContext
+from stemma.server.answers.logprobs import FLOOR, TextOf
 
 
 def entries(found: PromptLogprobs, num_top: int) -> Iterator[TokenLogprob]:
@@ -19,21 +18,19 @@ def entries(found: PromptLogprobs, num_top: int) -> Iterator[TokenLogprob]:
         yield TokenLogprob(token_id, logprob, tuple(zip(ids, values, strict=True)))
 
 
-def vllm_prompt_logprobs(
-    context: ServerContext, found: PromptLogprobs, num_top: int
-) -> list[dict[str, Any] | None]:
+def vllm_prompt_logprobs(text_of: TextOf, found: PromptLogprobs, num_top: int) -> list[dict[str, Any] | None]:
     """Return vLLM's ``prompt_logprobs``: for each token its own entry and those of the likeliest, by id.
 
     The first token has None. Work for a thread: decodes a text for each token.
     """
     shown: list[dict[str, Any] | None] = [None]
     for entry, rank in zip(entries(found, num_top), found.ranks.tolist(), strict=True):
-        own = {str(entry.token_id): _entry(context, entry.token_id, entry.logprob, rank)}
+        own = {str(entry.token_id): _entry(text_of, entry.token_id, entry.logprob, rank)}
         for number, (token_id, logprob) in enumerate(entry.top, 1):
-            own.setdefault(str(token_id), _entry(context, token_id, logprob, number))
+            own.setdefault(str(token_id), _entry(text_of, token_id, logprob, number))
         shown.append(own)
     return shown
 
 
-def _entry(context: ServerContext, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-    return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": context.token_text(token_id)}
+def _entry(text_of: TextOf, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+    return {"logprob": max(logprob, FLOOR), "rank": rank, "decoded_token": text_of(token_id)}

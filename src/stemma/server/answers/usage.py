@@ -108,3 +108,8 @@ def cache_detail(cache: CacheReport, queue_wait_s: float) -> dict[str, Any]:
         **_public(cache.num_public_tokens),
         **explanation_of(cache),
     }
+
+
+def cached_header(cache: CacheReport) -> dict[str, str]:
+    """Return the header that says what was reused, for shapes that have no place for it."""
+    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}

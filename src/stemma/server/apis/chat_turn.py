@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stemma.engine.api import GenerationRequest
+from stemma.model.lora.adapter import Adapter
 from stemma.model.tokenizer import Tokenizer
-from stemma.server.answers.chat import AnswerReader
-from stemma.server.apis.openai_chat import answer_reader
-from stemma.server.context import ServerContext
+from stemma.server.answers.chat import AnswerReader, tool_use
+from stemma.server.answers.reasoning import prompt_opens_reasoning
+from stemma.server.apis.context import ApiContext
+from stemma.server.requests.beam import candidates
 from stemma.server.requests.prompts import chat_prompt, check_tokens
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
 from stemma.server.schemas.openai import ChatRequest
 from stemma.types import TokenArray
+
+_REASONING_MARK_TOKENS = 16
+"""Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +33,38 @@ class ChatTurn:
 
 
 async def chat_turn(
-    context: ServerContext, request_id: str, body: ChatRequest, earlier: TokenArray | None = None
+    context: ApiContext,
+    request_id: str,
+    body: ChatRequest,
+    adapter: Adapter | None,
+    earlier: TokenArray | None = None,
 ) -> ChatTurn:
     """Return the turn that `body` asks for.
 
     `earlier` are the ids of the conversation after the last answer: the prompt begins with them if its text
     begins with theirs.
     """
-    params = chat_sampling(context, body)
-    tokens = await chat_prompt(context, body, salt=body.cache_salt or "")
+    params, beam = candidates(context.intake, body, chat_sampling(context.intake, body))
+    tokens = await chat_prompt(context.intake, body, salt=body.cache_salt or "")
     if earlier is not None:
         tokenizer, known = context.engine.tokenizer, earlier
-        tokens = await context.in_thread(lambda: continued(tokenizer, known, tokens))
-        tokens = check_tokens(context, tokens, "messages")
-    reader = answer_reader(context, body, tokens)
+        tokens = await context.intake.in_thread(lambda: continued(tokenizer, known, tokens))
+        tokens = check_tokens(context.intake, tokens, "messages")
+    reader = _answer_reader(context, body, tokens)
     params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
-    return ChatTurn(body, generation_request(context, request_id, tokens, params, body), reader)
+    return ChatTurn(body, generation_request(request_id, tokens, params, body, adapter, beam), reader)
+
+
+def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
+    """Return what reads the answers to `body`, whose prompt is `tokens`."""
+    known = context.answer_format
+    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
+    opened = False
+    if known.reasoning:
+        end = tokens[-_REASONING_MARK_TOKENS:].tolist()
+        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
+    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
 
 
 def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> TokenArray:

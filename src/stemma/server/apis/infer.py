@@ -8,13 +8,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.engine.api import GenerationRequest, RequestOutput
+from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.finish import finish_reason
-from stemma.server.answers.usage import cache_detail
-from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import json_response, tgi_error, tgi_error_body
+from stemma.server.answers.usage import cache_detail, cached_header
+from stemma.server.apis.context import ApiContext, context_of
+from stemma.server.errors import json_response, tgi_error
+from stemma.server.generation import new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
@@ -22,8 +23,8 @@ from stemma.server.requests.prompts import check_tokens, last_tokens, text_promp
 from stemma.server.requests.sampling import tgi_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.mindie import InferParameters, InferRequest
-from stemma.server.timed import TimedRun, run_timed, start_timed
-from stemma.server.transport.sse import EventStream, event
+from stemma.server.timed import TimedResult, TimedRun, run_timed, start_timed
+from stemma.server.transport.sse import EventStream, event, told_as
 from stemma.types import TokenArray, as_tokens
 
 router = Router(tgi_error)
@@ -55,34 +56,29 @@ async def _infer(request: Request, body: InferRequest) -> Response:
     else:
         assert body.inputs is not None
         cut = last_tokens(body.parameters.truncate)
-        tokens = await text_prompt(context, body.inputs, param="inputs", cut=cut, salt="")
+        tokens = await text_prompt(context.intake, body.inputs, param="inputs", cut=cut, salt="")
     parameters = body.parameters
     generation = one_sequence(context, "infer", tokens, parameters)
     if body.stream:
-        run = await start_timed(context, request, generation, parameters.timeout)
-        return EventStream(_events(generation, run, parameters), run.outputs, cached_header(run.cache))
-    result = await run_timed(context, request, generation, parameters.timeout)
+        run = await start_timed(context.runner, request, generation, parameters.timeout)
+        source = _events(generation, run, parameters)
+        return EventStream(source, run.outputs, cached_header(run.cache), told_as(tgi_error))
+    result = await run_timed(context.runner, request, generation, parameters.timeout)
     answer: dict[str, Any] = {"generated_text": result.sequence.text}
     if parameters.details:
-        answer["details"] = {
-            "finish_reason": finish_reason(result.sequence.finish_reason, result.sequence.stop_reason),
-            "generated_tokens": len(result.sequence.token_ids),
-            "generated_token_ids": result.sequence.token_ids,
-            "seed": generation.params.seed,
-            "stemma": cache_detail(result.cache, result.queue_wait_s),
-        }
+        reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
+        ids = result.sequence.token_ids
+        answer["details"] = _details(generation, reason, ids, len(ids), result)
     return json_response(answer, headers=cached_header(result.cache))
 
 
-def token_prompt(
-    context: ServerContext, ids: list[int], param: str, parameters: InferParameters
-) -> TokenArray:
+def token_prompt(context: ApiContext, ids: list[int], param: str, parameters: InferParameters) -> TokenArray:
     """Return token ids of a prompt, cut as `truncate` wants it, and checked."""
-    return as_tokens(check_tokens(context, ids, param, last_tokens(parameters.truncate)))
+    return as_tokens(check_tokens(context.intake, ids, param, last_tokens(parameters.truncate)))
 
 
 def one_sequence(
-    context: ServerContext, api: str, tokens: TokenArray, parameters: InferParameters
+    context: ApiContext, api: str, tokens: TokenArray, parameters: InferParameters
 ) -> GenerationRequest:
     """Return the request for the engine; these shapes have a place for one sequence."""
     if parameters.best_of not in (None, 1):
@@ -93,15 +89,10 @@ def one_sequence(
     return GenerationRequest(
         new_request_id(api),
         tokens,
-        tgi_sampling(context, parameters),
-        adapter=chosen_adapter(context, None, parameters.adapter_id),
+        tgi_sampling(context.intake, parameters),
+        adapter=chosen_adapter(context.engine, None, parameters.adapter_id),
         shows_steps=True,
     )
-
-
-def cached_header(cache: CacheReport) -> dict[str, str]:
-    """Return the header that says what was reused, for shapes that have no place for it."""
-    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
 
 
 async def _events(
@@ -110,36 +101,32 @@ async def _events(
     """Yield an event per output; the last one carries the whole text and, if asked for, the details."""
     texts: list[str] = []
     ids: list[int] = []
-    try:
-        async for output in run.each():
-            chunks: list[bytes] = []
-            for delta in output.deltas:
-                texts.append(delta.text)
-                ids.extend(delta.token_ids)
-                times = run.times
-                item: dict[str, Any] = {
-                    "prefill_time": None if times.decode_ms else times.prefill_ms,
-                    "decode_time": times.decode_ms[-1] if times.decode_ms else None,
-                    "token": {"id": list(delta.token_ids), "text": delta.text},
-                }
-                if delta.finish_reason is not None:
-                    item["generated_text"] = "".join(texts)
-                    if parameters.details:
-                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                        item["details"] = _last_details(generation, output, reason, ids)
-                chunks.append(event(item))
-            yield b"".join(chunks)
-    except StemmaError as error:
-        yield event(tgi_error_body(error)[1])
+    async for output in run.each():
+        chunks: list[bytes] = []
+        for delta in output.deltas:
+            texts.append(delta.text)
+            ids.extend(delta.token_ids)
+            item = run.times.latest() | {"token": {"id": list(delta.token_ids), "text": delta.text}}
+            if delta.finish_reason is not None:
+                item["generated_text"] = "".join(texts)
+                if parameters.details:
+                    reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                    item["details"] = _details(generation, reason, ids, output.num_generated_tokens, output)
+            chunks.append(event(item))
+        yield b"".join(chunks)
 
 
-def _last_details(
-    generation: GenerationRequest, output: RequestOutput, reason: str, ids: list[int]
+def _details(
+    generation: GenerationRequest,
+    reason: str,
+    ids: list[int],
+    num_generated: int,
+    told: RequestOutput | TimedResult,
 ) -> dict[str, Any]:
     return {
         "finish_reason": reason,
-        "generated_tokens": output.num_generated_tokens,
+        "generated_tokens": num_generated,
         "generated_token_ids": ids,
         "seed": generation.params.seed,
-        "stemma": cache_detail(output.cache, output.queue_wait_s),
+        "stemma": cache_detail(told.cache, told.queue_wait_s),
     }

@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest, SequenceDelta
-from stemma.errors import StemmaError
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
-from stemma.server.answers.chat import AnswerReader, delta_of, message_of, tool_use
+from stemma.server.answers.chat import AnswerReader, delta_of, message_of
 from stemma.server.answers.events import CallStart, Content, Event, Reasoning
 from stemma.server.answers.logprobs import chat_logprobs
 from stemma.server.answers.prompt_logprobs import vllm_prompt_logprobs
-from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
-from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import json_response, openai_error, openai_error_body
-from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.apis.chat_turn import chat_turn
+from stemma.server.apis.context import ApiContext, context_of
+from stemma.server.errors import json_response, openai_error
+from stemma.server.generation import Collected, OutputStream, new_request_id
 from stemma.server.openapi import takes
-from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
-from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import generation_request
-from stemma.server.requests.sampling import chat_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
-from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
-from stemma.types import FinishReason, TokenArray
+from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
+from stemma.types import FinishReason
 
 router = Router(openai_error)
-
-_REASONING_MARK_TOKENS = 16
-"""Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
 
 
 @router.post("/v1/chat/completions", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(ChatRequest))
@@ -46,38 +37,23 @@ async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation."""
     context = context_of(request)
     body = validate(ChatRequest, await read_object(request))
-    check_model(context, body.model)
-    params = chat_sampling(context, body)
-    wide, beam = candidates(context, body, params)
-    tokens = await chat_prompt(context, body, salt=body.cache_salt or "")
-    reader = answer_reader(context, body, tokens)
-    wide = reader.constrain(wide, context.engine.tokenizer.special_token_texts)
-    generation = generation_request(context, new_request_id("chatcmpl"), tokens, wide, body, beam)
+    adapter = check_model(context.engine, body.model)
+    turn = await chat_turn(context, new_request_id("chatcmpl"), body, adapter)
+    generation, reader = turn.generation, turn.reader
     if body.stream:
-        outputs = await start(context, request, [generation], "chat")
-        return EventStream(_events(context, body, generation, outputs, reader), outputs)
-    [result] = await run_to_end(context, request, [generation], "chat")
-    if params.prompt_logprobs is None:
+        outputs = await context.runner.start(request, [generation], "chat")
+        source = _events(context, body, generation, outputs, reader)
+        return EventStream(source, outputs, told=told_as(openai_error, DONE))
+    [result] = await context.runner.run_to_end(request, [generation], "chat")
+    if body.prompt_logprobs is None:
         return json_response(_completion(context, body, generation, result, reader))
-    return await context.in_thread(
+    return await context.intake.in_thread(
         lambda: json_response(_completion(context, body, generation, result, reader))
     )
 
 
-def answer_reader(context: ServerContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
-    """Return what reads the answers to `body`, whose prompt is `tokens`."""
-    known = context.answer_format
-    known = replace(known, reasoning=known.reasoning and body.separate_reasoning)
-    opened = False
-    if known.reasoning:
-        end = tokens[-_REASONING_MARK_TOKENS:].tolist()
-        opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
-    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
-
-
 def _completion(
-    context: ServerContext,
+    context: ApiContext,
     body: ChatRequest,
     generation: GenerationRequest,
     result: Collected,
@@ -85,7 +61,9 @@ def _completion(
 ) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if result.prompt_logprobs is not None and body.prompt_logprobs is not None:
-        extra["prompt_logprobs"] = vllm_prompt_logprobs(context, result.prompt_logprobs, body.prompt_logprobs)
+        extra["prompt_logprobs"] = vllm_prompt_logprobs(
+            context.token_text, result.prompt_logprobs, body.prompt_logprobs
+        )
     if body.return_token_ids:
         extra["prompt_token_ids"] = generation.prompt_token_ids.tolist()
     choices = []
@@ -95,7 +73,7 @@ def _completion(
             {
                 "index": index,
                 "message": message_of(answer, reader.format.tools),
-                "logprobs": chat_logprobs(context, sequence.logprobs) if body.logprobs else None,
+                "logprobs": chat_logprobs(context.token_text, sequence.logprobs) if body.logprobs else None,
                 "finish_reason": _finish_reason(sequence.finish_reason, bool(answer.calls)),
                 "stop_reason": sequence.stop_reason,
                 **({"token_ids": sequence.token_ids} if body.return_token_ids else {}),
@@ -105,7 +83,7 @@ def _completion(
         "id": generation.request_id,
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": answered_by(context, body.model),
+        "model": answered_by(context.engine, generation.adapter),
         "system_fingerprint": SYSTEM_FINGERPRINT,
         "choices": choices,
         "usage": UsageMeter.of([result]).usage(),
@@ -114,7 +92,7 @@ def _completion(
 
 
 async def _events(
-    context: ServerContext,
+    context: ApiContext,
     body: ChatRequest,
     generation: GenerationRequest,
     outputs: OutputStream,
@@ -126,7 +104,7 @@ async def _events(
         "id": generation.request_id,
         "object": "chat.completion.chunk",
         "created": int(time.time()),
-        "model": answered_by(context, body.model),
+        "model": answered_by(context.engine, generation.adapter),
         "system_fingerprint": SYSTEM_FINGERPRINT,
     }
     options = body.stream_options
@@ -146,19 +124,15 @@ async def _events(
     ]
     ids = {"prompt_token_ids": generation.prompt_token_ids.tolist()} if with_ids else {}
     chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
-    try:
-        async for index, output in outputs:
-            meter.seen(index, output)
-            if with_counts:
-                tail["usage"] = meter.counts()
-            for delta in output.deltas:
-                chunks += streams[delta.index].events(delta)
-            if chunks:
-                yield b"".join(chunks)
-                chunks.clear()
-    except StemmaError as error:
-        yield event(openai_error_body(error)[1]) + DONE
-        return
+    async for index, output in outputs:
+        meter.seen(index, output)
+        if with_counts:
+            tail["usage"] = meter.counts()
+        for delta in output.deltas:
+            chunks += streams[delta.index].events(delta)
+        if chunks:
+            yield b"".join(chunks)
+            chunks.clear()
     last = event({**head, "choices": [], "usage": meter.usage()}) if with_usage else b""
     yield last + DONE
 
@@ -168,7 +142,7 @@ class _ChoiceStream:
 
     def __init__(
         self,
-        context: ServerContext,
+        context: ApiContext,
         index: int,
         reader: AnswerReader,
         chunk: Callable[[dict[str, Any]], dict[str, Any]],
@@ -212,7 +186,7 @@ class _ChoiceStream:
         if self._with_ids and found:
             found[0]["token_ids"] = list(delta.token_ids)
         if delta.logprobs is not None and found:
-            found[0]["logprobs"] = chat_logprobs(self._context, delta.logprobs)
+            found[0]["logprobs"] = chat_logprobs(self._context.token_text, delta.logprobs)
         if ended:
             found[-1]["finish_reason"] = _finish_reason(delta.finish_reason, self._has_calls)
             found[-1]["stop_reason"] = delta.stop_reason

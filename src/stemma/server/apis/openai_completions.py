@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import CacheReport, RequestOutput, SequenceDelta
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
-from stemma.server.answers.logprobs import CompletionLogprobs
+from stemma.server.answers.logprobs import CompletionLogprobs, TextOf
 from stemma.server.answers.prompt_logprobs import entries, vllm_prompt_logprobs
 from stemma.server.answers.usage import SYSTEM_FINGERPRINT, UsageMeter
-from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import json_response, openai_error, openai_error_body
-from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
+from stemma.server.apis.context import ApiContext, context_of
+from stemma.server.errors import json_response, openai_error
+from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import read_object, validate
@@ -29,7 +29,7 @@ from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import completion_sampling
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import CompletionRequest
-from stemma.server.transport.sse import DONE, EventStream, TextEvent, event
+from stemma.server.transport.sse import DONE, EventStream, TextEvent, event, told_as
 from stemma.types import FinishReason, TokenArray
 
 router = Router(openai_error)
@@ -42,11 +42,11 @@ async def create_completion(request: Request) -> Response:
     """Continue one or many prompts; choices come prompt by prompt, n each."""
     context = context_of(request)
     body = validate(CompletionRequest, await read_object(request))
-    check_model(context, body.model)
-    params = completion_sampling(context, body)
-    wide, beam = candidates(context, body, params)
+    adapter = check_model(context.engine, body.model)
+    params = completion_sampling(context.intake, body)
+    wide, beam = candidates(context.intake, body, params)
     prompts = await completion_prompts(
-        context,
+        context.intake,
         body.prompt,
         add_special_tokens=body.add_special_tokens is not False,
         cut=wanted_cut(body),
@@ -54,22 +54,24 @@ async def create_completion(request: Request) -> Response:
     )
     response_id = new_request_id("cmpl")
     generations = [
-        generation_request(context, f"{response_id}-{index}", tokens, wide, body, beam)
+        generation_request(f"{response_id}-{index}", tokens, wide, body, adapter, beam)
         for index, tokens in enumerate(prompts)
     ]
     echoes = await _echoes(context, body, prompts)
-    reply = _Reply(context, body, response_id, params.n, echoes)
+    model = answered_by(context.engine, adapter)
+    reply = _Reply(context.token_text, model, body, response_id, params.n, echoes)
     if body.max_tokens == 0 and body.stream:
         raise InvalidRequest("max_tokens of 0 can't be streamed", param="max_tokens")
     if body.max_tokens == 0 and params.prompt_logprobs is None:
         return _echo_only(reply, prompts)
     if body.stream:
-        outputs = await start(context, request, generations, "completions")
-        return EventStream(reply.events(outputs, prompts), outputs)
-    results = await run_to_end(context, request, generations, "completions")
+        outputs = await context.runner.start(request, generations, "completions")
+        told = told_as(openai_error, DONE)
+        return EventStream(reply.events(outputs, prompts), outputs, told=told)
+    results = await context.runner.run_to_end(request, generations, "completions")
     if params.prompt_logprobs is None:
         return json_response(reply.whole(prompts, results))
-    return await context.in_thread(lambda: json_response(reply.whole(prompts, results)))
+    return await context.intake.in_thread(lambda: json_response(reply.whole(prompts, results)))
 
 
 def _echo_only(reply: _Reply, prompts: list[TokenArray]) -> Response:
@@ -89,7 +91,7 @@ def _echo_only(reply: _Reply, prompts: list[TokenArray]) -> Response:
     return json_response({**reply.head, "choices": choices, "usage": meter.usage()})
 
 
-async def _echoes(context: ServerContext, body: CompletionRequest, prompts: list[TokenArray]) -> list[str]:
+async def _echoes(context: ApiContext, body: CompletionRequest, prompts: list[TokenArray]) -> list[str]:
     """Return what precedes each prompt's text: the prompt itself if ``echo`` is set."""
     if not body.echo:
         return [""] * len(prompts)
@@ -99,16 +101,22 @@ async def _echoes(context: ServerContext, body: CompletionRequest, prompts: list
         if isinstance(body.prompt[0], str):
             return list(body.prompt)
     decode = context.engine.tokenizer.decode
-    return await context.in_thread(lambda: [decode(tokens.tolist()) for tokens in prompts])
+    return await context.intake.in_thread(lambda: [decode(tokens.tolist()) for tokens in prompts])
 
 
 class _Reply:
     """What all chunks and choices of one response share."""
 
     def __init__(
-        self, context: ServerContext, body: CompletionRequest, response_id: str, n: int, echoes: list[str]
+        self,
+        text_of: TextOf,
+        model: str,
+        body: CompletionRequest,
+        response_id: str,
+        n: int,
+        echoes: list[str],
     ) -> None:
-        self._context = context
+        self._text_of = text_of
         self._body = body
         self.n = n
         self.echoes = echoes
@@ -120,7 +128,7 @@ class _Reply:
             "id": response_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": answered_by(context, body.model),
+            "model": model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
         }
 
@@ -153,7 +161,7 @@ class _Reply:
             extra: dict[str, Any] = {}
             if self._body.prompt_logprobs is not None and result.prompt_logprobs is not None:
                 num_top, found = self._body.prompt_logprobs, result.prompt_logprobs
-                extra["prompt_logprobs"] = vllm_prompt_logprobs(self._context, found, num_top)
+                extra["prompt_logprobs"] = vllm_prompt_logprobs(self._text_of, found, num_top)
             for copy, sequence in enumerate(keep_best(result.sequences, self.n)):
                 logprobs = None
                 if self._body.logprobs is not None:
@@ -164,7 +172,7 @@ class _Reply:
         return {**self.head, "choices": choices, "usage": UsageMeter.of(results).usage()}
 
     def _all_logprobs(self, result: Collected, sequence: CollectedSequence) -> dict[str, Any]:
-        writer = CompletionLogprobs(self._context)
+        writer = CompletionLogprobs(self._text_of)
         if not self._echoes_logprobs or result.prompt_logprobs is None:
             return writer.render(sequence.logprobs)
         before = entries(result.prompt_logprobs, self._body.logprobs or 0)
@@ -176,7 +184,7 @@ class _Reply:
     ) -> Iterator[tuple[dict[str, Any], CompletionLogprobs]]:
         """Yield what precedes each answer to prompt `number`, and the writer of its log-probabilities."""
         for copy in range(self.n):
-            writer, pieces = CompletionLogprobs(self._context), None
+            writer, pieces = CompletionLogprobs(self._text_of), None
             if output is not None and output.prompt_logprobs is not None:
                 found = output.prompt_logprobs
                 pieces = writer.render(entries(found, self._body.logprobs or 0), int(found.token_ids[0]))
@@ -206,39 +214,35 @@ class _Reply:
                 if self.echoes[number] or self._body.return_token_ids
                 for choice, _ in self._echo(number, prompt, None)
             ]
-        try:
-            async for prompt_index, output in outputs:
-                meter.seen(prompt_index, output)
-                if self._with_counts:
-                    tail["usage"] = meter.counts()
-                if prompt_index not in opened:
-                    opened.add(prompt_index)
-                    for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):
-                        logprobs[choice["index"]] = writer
-                        chunks.append(event({**self.head, "choices": [choice], **tail}))
-                for delta in output.deltas:
-                    if has_text_alone and delta.finish_reason is None:
-                        if delta.text:
-                            index = prompt_index * self.n + delta.index
-                            if index not in texts:
-                                texts[index] = TextEvent(partial(self._text_body, index, tail))
-                            chunks.append(texts[index](delta.text))
-                        continue
-                    has_ids = self._body.return_token_ids and delta.token_ids
-                    if not (delta.text or delta.logprobs or has_ids or delta.finish_reason is not None):
-                        continue
-                    index = prompt_index * self.n + delta.index
-                    pieces = None
-                    if self._body.logprobs is not None:
-                        writer = logprobs.setdefault(index, CompletionLogprobs(self._context))
-                        pieces = writer.render(delta.logprobs or ())
-                    choice = self.choice(index, delta.text, pieces, delta)
+        async for prompt_index, output in outputs:
+            meter.seen(prompt_index, output)
+            if self._with_counts:
+                tail["usage"] = meter.counts()
+            if prompt_index not in opened:
+                opened.add(prompt_index)
+                for choice, writer in self._echo(prompt_index, prompts[prompt_index], output):
+                    logprobs[choice["index"]] = writer
                     chunks.append(event({**self.head, "choices": [choice], **tail}))
-                if chunks:
-                    yield b"".join(chunks)
-                    chunks.clear()
-        except StemmaError as error:
-            yield event(openai_error_body(error)[1]) + DONE
-            return
+            for delta in output.deltas:
+                if has_text_alone and delta.finish_reason is None:
+                    if delta.text:
+                        index = prompt_index * self.n + delta.index
+                        if index not in texts:
+                            texts[index] = TextEvent(partial(self._text_body, index, tail))
+                        chunks.append(texts[index](delta.text))
+                    continue
+                has_ids = self._body.return_token_ids and delta.token_ids
+                if not (delta.text or delta.logprobs or has_ids or delta.finish_reason is not None):
+                    continue
+                index = prompt_index * self.n + delta.index
+                pieces = None
+                if self._body.logprobs is not None:
+                    writer = logprobs.setdefault(index, CompletionLogprobs(self._text_of))
+                    pieces = writer.render(delta.logprobs or ())
+                choice = self.choice(index, delta.text, pieces, delta)
+                chunks.append(event({**self.head, "choices": [choice], **tail}))
+            if chunks:
+                yield b"".join(chunks)
+                chunks.clear()
         last = event({**self.head, "choices": [], "usage": meter.usage()}) if self._with_usage else b""
         yield last + DONE

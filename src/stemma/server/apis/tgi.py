@@ -12,18 +12,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
-from stemma.errors import InvalidRequest, StemmaError
+from stemma.engine.api import GenerationRequest, RequestOutput
+from stemma.errors import InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.answers.best_of import keep_best
 from stemma.server.answers.finish import finish_reason
 from stemma.server.answers.logprobs import FLOOR
-from stemma.server.answers.usage import cache_detail
+from stemma.server.answers.usage import cache_detail, cached_header
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.tgi_tokens import stream_tokens, token_entry
 from stemma.server.apis.vllm_generate import generate_vllm
-from stemma.server.context import ServerContext, context_of, new_request_id
-from stemma.server.errors import json_response, tgi_error, tgi_error_body
-from stemma.server.generation import Collected, CollectedSequence, OutputStream, run_to_end, start
+from stemma.server.errors import json_response, tgi_error
+from stemma.server.generation import Collected, CollectedSequence, OutputStream, new_request_id
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import chosen_adapter
@@ -31,7 +31,7 @@ from stemma.server.requests.prompts import last_tokens, text_prompt
 from stemma.server.requests.sampling import tgi_sampling, widen_to_best_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
-from stemma.server.transport.sse import EventStream, event
+from stemma.server.transport.sse import EventStream, event, told_as
 
 router = Router(tgi_error)
 
@@ -71,16 +71,14 @@ async def generate_at_root(request: Request) -> Response:
     return await _generate_whole(request, body, in_list=True)
 
 
-async def _prepare(
-    context: ServerContext, body: TGIRequest, *, stream: bool
-) -> tuple[GenerationRequest, str]:
+async def _prepare(context: ApiContext, body: TGIRequest, *, stream: bool) -> tuple[GenerationRequest, str]:
     """Return the request for the engine, and the text of its prompt."""
-    adapter = chosen_adapter(context, body.model, body.parameters.adapter_id)
+    adapter = chosen_adapter(context.engine, body.model, body.parameters.adapter_id)
     text = body.inputs if isinstance(body.inputs, str) else _join_parts(body.inputs)
-    params = tgi_sampling(context, body.parameters)
-    params = widen_to_best_of(context, params, body.parameters.best_of, stream=stream)
+    params = tgi_sampling(context.intake, body.parameters)
+    params = widen_to_best_of(context.intake, params, body.parameters.best_of, stream=stream)
     cut = last_tokens(body.parameters.truncate)
-    tokens = await text_prompt(context, text, param="inputs", cut=cut, salt="")
+    tokens = await text_prompt(context.intake, text, param="inputs", cut=cut, salt="")
     return GenerationRequest(new_request_id("tgi"), tokens, params, adapter=adapter, shows_steps=True), text
 
 
@@ -93,16 +91,12 @@ def _join_parts(parts: list[dict[str, Any]]) -> str:
 async def _generate_whole(request: Request, body: TGIRequest, *, in_list: bool) -> Response:
     context = context_of(request)
     generation, text = await _prepare(context, body, stream=False)
-    [result] = await run_to_end(context, request, [generation], "tgi")
+    [result] = await context.runner.run_to_end(request, [generation], "tgi")
     [sequence] = keep_best(result.sequences, 1)
     answer: dict[str, Any] = {"generated_text": _full_text(body.parameters, text, sequence.text)}
     if body.parameters.details or body.parameters.decoder_input_details:
         answer["details"] = _details(context, generation, result, sequence, body.parameters)
-    return json_response([answer] if in_list else answer, headers=_headers(result.cache))
-
-
-def _headers(cache: CacheReport) -> dict[str, str]:
-    return {"x-stemma-cached-tokens": str(cache.num_cached_tokens)}
+    return json_response([answer] if in_list else answer, headers=cached_header(result.cache))
 
 
 def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
@@ -110,7 +104,7 @@ def _full_text(parameters: TGIParameters, prompt: str, generated: str) -> str:
 
 
 def _details(
-    context: ServerContext,
+    context: ApiContext,
     generation: GenerationRequest,
     result: Collected,
     sequence: CollectedSequence,
@@ -133,13 +127,13 @@ def _details(
     }
 
 
-def _tokens(context: ServerContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
+def _tokens(context: ApiContext, sequence: CollectedSequence) -> list[dict[str, Any]]:
     if not sequence.logprobs:
         return [_token(context, token_id) for token_id in sequence.token_ids]
     return [_token(context, entry.token_id, entry.logprob) for entry in sequence.logprobs]
 
 
-def _token(context: ServerContext, token_id: int, logprob: float | None = None) -> dict[str, Any]:
+def _token(context: ApiContext, token_id: int, logprob: float | None = None) -> dict[str, Any]:
     return token_entry(context, token_id, logprob, context.token_text(token_id))
 
 
@@ -151,13 +145,13 @@ async def _generate_stream(request: Request, body: TGIRequest) -> Response:
         )
     context = context_of(request)
     generation, text = await _prepare(context, body, stream=True)
-    outputs = await start(context, request, [generation], "tgi")
+    outputs = await context.runner.start(request, [generation], "tgi")
     source = _events(context, body.parameters, generation, text, outputs)
-    return EventStream(source, outputs, _headers(outputs.first[1].cache))
+    return EventStream(source, outputs, cached_header(outputs.first[1].cache), told_as(tgi_error))
 
 
 async def _events(
-    context: ServerContext,
+    context: ApiContext,
     parameters: TGIParameters,
     generation: GenerationRequest,
     prompt: str,
@@ -166,30 +160,27 @@ async def _events(
     """Yield an event per token; the last one carries the whole text and, if asked for, the details."""
     texts: list[str] = []
     index = 0
-    try:
-        async for _, output in outputs:
-            chunks: list[bytes] = []
-            for delta in output.deltas:
-                texts.append(delta.text)
-                tokens = stream_tokens(context, delta)
-                for token in tokens:
-                    index += 1
-                    item: dict[str, Any] = {
-                        "index": index,
-                        "token": token,
-                        "generated_text": None,
-                        "details": None,
-                    }
-                    if delta.finish_reason is not None and token is tokens[-1]:
-                        item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
-                        if parameters.details:
-                            reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                            item["details"] = _stream_details(generation, output, reason)
-                    chunks.append(event(item))
-            if chunks:
-                yield b"".join(chunks)
-    except StemmaError as error:
-        yield event(tgi_error_body(error)[1])
+    async for _, output in outputs:
+        chunks: list[bytes] = []
+        for delta in output.deltas:
+            texts.append(delta.text)
+            tokens = stream_tokens(context, delta)
+            for token in tokens:
+                index += 1
+                item: dict[str, Any] = {
+                    "index": index,
+                    "token": token,
+                    "generated_text": None,
+                    "details": None,
+                }
+                if delta.finish_reason is not None and token is tokens[-1]:
+                    item["generated_text"] = _full_text(parameters, prompt, "".join(texts))
+                    if parameters.details:
+                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                        item["details"] = _stream_details(generation, output, reason)
+                chunks.append(event(item))
+        if chunks:
+            yield b"".join(chunks)
 
 
 def _stream_details(generation: GenerationRequest, output: RequestOutput, reason: str) -> dict[str, Any]:

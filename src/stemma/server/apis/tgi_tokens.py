@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from stemma.engine.api import SequenceDelta
-from stemma.server.context import ServerContext
+from stemma.server.apis.context import ApiContext
 
 
-def token_entry(context: ServerContext, token_id: int, logprob: float | None, text: str) -> dict[str, Any]:
+def token_entry(context: ApiContext, token_id: int, logprob: float | None, text: str) -> dict[str, Any]:
     """Return a token; MindIE leaves `special` null."""
     special = None if _is_mindie(context) else token_id in context.engine.tokenizer.special_token_ids
     return {"id": token_id, "logprob": logprob, "special": special, "text": text}
 
 
-def stream_tokens(context: ServerContext, delta: SequenceDelta) -> list[dict[str, Any]]:
+def stream_tokens(context: ApiContext, delta: SequenceDelta) -> list[dict[str, Any]]:
     """Return the tokens of the events of `delta`: one each, or one list of ids for MindIE's clients.
 
     If the tokens' own texts don't join to the delta's (parts of a character, a stop string cut off), the last
@@ -37,5 +37,5 @@ def stream_tokens(context: ServerContext, delta: SequenceDelta) -> list[dict[str
     ]
 
 
-def _is_mindie(context: ServerContext) -> bool:
+def _is_mindie(context: ApiContext) -> bool:
     return context.settings.requests.dialect == "mindie"

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext, context_of
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.errors import json_response, openai_error, tgi_error
-from stemma.server.generation import admitted
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import check_model
@@ -35,7 +34,7 @@ async def mindie_tokenizer(request: Request) -> Response:
     """Count the tokens of ``inputs`` and, with ``do_decode``, show them as text."""
     context = context_of(request)
     body = validate(TokenizerRequest, await read_object(request))
-    with admitted(context, request):
+    with context.runner.admitted(request):
         ids = await _encode(context, body.inputs, "inputs", add_special_tokens=True)
         tokens: list[Any] = await _texts(context, ids) if body.do_decode else ids
     return json_response({"token_number": len(ids), "tokens": tokens})
@@ -47,14 +46,14 @@ async def tokenize(request: Request) -> Response:
     context = context_of(request)
     raw = await read_object(request)
     body = validate(TokenizeRequest, raw)
-    check_model(context, body.model or context.engine.model_name)
+    check_model(context.engine, body.model or context.engine.model_name)
     if sum(each is not None for each in (body.prompt, body.inputs, body.messages)) != 1:
         raise InvalidRequest("give one of prompt, messages and inputs", param="prompt")
-    with admitted(context, request):
+    with context.runner.admitted(request):
         return json_response(await _tokenized(context, body, raw))
 
 
-async def _tokenized(context: ServerContext, body: TokenizeRequest, raw: dict[str, Any]) -> Any:
+async def _tokenized(context: ApiContext, body: TokenizeRequest, raw: dict[str, Any]) -> Any:
     special = body.add_special_tokens is not False
     if body.inputs is not None:
         ids = await _encode(context, body.inputs, "inputs", add_special_tokens=special)
@@ -62,7 +61,7 @@ async def _tokenized(context: ServerContext, body: TokenizeRequest, raw: dict[st
     if body.prompt is not None:
         ids = await _encode(context, body.prompt, "prompt", add_special_tokens=special)
     else:
-        ids = (await chat_prompt(context, _as_chat(context, raw))).tolist()
+        ids = (await chat_prompt(context.intake, _as_chat(context, raw))).tolist()
     texts = await _texts(context, ids) if body.return_token_strs else None
     return {
         "count": len(ids),
@@ -77,36 +76,36 @@ async def detokenize(request: Request) -> Response:
     """Text of token ids, special tokens included."""
     context = context_of(request)
     body = validate(DetokenizeRequest, await read_object(request))
-    check_model(context, body.model or context.engine.model_name)
+    check_model(context.engine, body.model or context.engine.model_name)
     tokenizer = context.engine.tokenizer
     highest = max(body.tokens, default=0)
     if highest >= tokenizer.vocab_size:
         raise InvalidRequest(f"{highest} is no token id of this model", param="tokens")
-    with admitted(context, request):
-        text = await context.tokenize_in_thread(
+    with context.runner.admitted(request):
+        text = await context.intake.tokenize_in_thread(
             lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
     return json_response({"prompt": text})
 
 
-async def _encode(context: ServerContext, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-    check_length(context, len(text), param)
+async def _encode(context: ApiContext, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    check_length(context.intake, len(text), param)
     tokenizer = context.engine.tokenizer
-    ids = await context.tokenize_in_thread(
+    ids = await context.intake.tokenize_in_thread(
         lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
     )
     found: list[int] = ids.tolist()
     return found
 
 
-def _as_chat(context: ServerContext, raw: dict[str, Any]) -> ChatRequest:
+def _as_chat(context: ApiContext, raw: dict[str, Any]) -> ChatRequest:
     """Return the body as a chat request, whose prompt is what is asked for."""
     return validate(ChatRequest, {"model": context.engine.model_name, **raw})
 
 
-async def _texts(context: ServerContext, ids: list[int]) -> list[str]:
+async def _texts(context: ApiContext, ids: list[int]) -> list[str]:
     """Return the text of each token; off the event loop, as a prompt may have a million of them."""
-    return await context.in_thread(lambda: [context.token_text(each) for each in ids])
+    return await context.intake.in_thread(lambda: [context.token_text(each) for each in ids])
 
 
 def _tgi_tokens(ids: list[int], texts: list[str]) -> list[dict[str, Any]]:

@@ -13,15 +13,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest
-from stemma.errors import InvalidRequest, StemmaError, UnknownModel
-from stemma.server.access import BYTES_TYPE, JSON_TYPE
+from stemma.engine.api import GenerationRequest, RequestOutput
+from stemma.errors import InvalidRequest, UnknownModel
+from stemma.server.access import BYTES_TYPE, JSON_TYPE, owner_of
 from stemma.server.answers.finish import finish_reason
-from stemma.server.answers.usage import cache_detail
-from stemma.server.apis.infer import cached_header, one_sequence, token_prompt
+from stemma.server.answers.usage import cache_detail, cached_header
+from stemma.server.apis.context import ApiContext, context_of
+from stemma.server.apis.infer import one_sequence, token_prompt
 from stemma.server.apis.triton_binary import binary_outputs, infer_response, read_infer
-from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import json_response, tgi_error, tgi_error_body
+from stemma.server.errors import json_response, tgi_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import served_names
@@ -33,8 +33,8 @@ from stemma.server.schemas.mindie import (
     TritonInferRequest,
     TritonStopRequest,
 )
-from stemma.server.timed import TimedRun, run_timed, start_timed
-from stemma.server.transport.sse import EventStream, event
+from stemma.server.timed import TimedResult, TimedRun, run_timed, start_timed
+from stemma.server.transport.sse import EventStream, event, told_as
 
 router = Router(tgi_error, prefix="/v2")
 PLATFORM = "stemma"
@@ -44,7 +44,7 @@ _Running = dict[tuple[str, str], set[str]]
 """(owner, client's id) -> request ids of the engine, for `stopInfer`."""
 
 
-def server_name(context: ServerContext) -> str:
+def server_name(context: ApiContext) -> str:
     """Return what this server calls itself; clients of MindIE compare it."""
     return MINDIE_NAME if context.settings.requests.dialect == "mindie" else PLATFORM
 
@@ -128,7 +128,7 @@ async def infer(request: Request) -> Response:
     tokens = token_prompt(context, tensor.data, "inputs[0].data", parameters)
     generation = one_sequence(context, "triton", tokens, parameters)
     with _stoppable(request, body.id, generation):
-        result = await run_timed(context, request, generation, parameters.timeout)
+        result = await run_timed(context.runner, request, generation, parameters.timeout)
     ids = result.sequence.token_ids
     names = [output.name for output in body.outputs or ()] or ["output0"]
     outputs = [{"name": name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids} for name in names]
@@ -145,14 +145,11 @@ async def generate(request: Request) -> Response:
     body = validate(TritonGenerateRequest, await read_object(request))
     generation = await _text_request(context, body)
     with _stoppable(request, body.id, generation):
-        result = await run_timed(context, request, generation, body.parameters.timeout)
+        result = await run_timed(context.runner, request, generation, body.parameters.timeout)
     answer = _answer(context, body, result.sequence.text)
     if body.parameters.details:
         reason = finish_reason(result.sequence.finish_reason, result.sequence.stop_reason)
-        answer["details"] = {
-            **_details(reason, len(result.sequence.token_ids), result.queue_wait_s),
-            "stemma": cache_detail(result.cache, result.queue_wait_s),
-        }
+        answer["details"] = _details(reason, len(result.sequence.token_ids), result)
     answer["prefill_time"], answer["decode_time"] = result.times.prefill_ms, result.times.mean_decode_ms
     return json_response(answer, headers=cached_header(result.cache))
 
@@ -168,9 +165,9 @@ async def generate_stream(request: Request) -> Response:
     context = _checked(request)
     body = validate(TritonGenerateRequest, await read_object(request))
     generation = await _text_request(context, body)
-    run = await start_timed(context, request, generation, body.parameters.timeout)
+    run = await start_timed(context.runner, request, generation, body.parameters.timeout)
     source = _events(request, context, body, generation, run)
-    return EventStream(source, run.outputs, cached_header(run.cache))
+    return EventStream(source, run.outputs, cached_header(run.cache), told_as(tgi_error))
 
 
 @router.post("/models/{model}/stopInfer", TENANT, openapi_extra=takes(TritonStopRequest))
@@ -178,7 +175,7 @@ async def stop_infer(request: Request) -> Response:
     """End the running requests that the same client sent under ``id``; their answers end there."""
     context = _checked(request)
     body = validate(TritonStopRequest, await read_object(request))
-    running = _running(request).get((context.access.owner(request), body.id))
+    running = _running(request).get((owner_of(request), body.id))
     if not running:
         raise UnknownModel(f"no request with id {body.id!r} is running", param="id")
     for request_id in tuple(running):
@@ -186,22 +183,26 @@ async def stop_infer(request: Request) -> Response:
     return json_response({"id": body.id})
 
 
-def _checked(request: Request) -> ServerContext:
+def _checked(request: Request) -> ApiContext:
     context = context_of(request)
     name: str = request.path_params["model"]
-    if name not in served_names(context):
+    if name not in served_names(context.engine):
         raise UnknownModel(f"Model {name[:256]} not found.", param="model")
     return context
 
 
-async def _text_request(context: ServerContext, body: TritonGenerateRequest) -> GenerationRequest:
+async def _text_request(context: ApiContext, body: TritonGenerateRequest) -> GenerationRequest:
     tokens = await text_prompt(
-        context, body.text_input, param="text_input", cut=last_tokens(body.parameters.truncate), salt=""
+        context.intake,
+        body.text_input,
+        param="text_input",
+        cut=last_tokens(body.parameters.truncate),
+        salt="",
     )
     return one_sequence(context, "triton", tokens, body.parameters)
 
 
-def _answer(context: ServerContext, body: TritonGenerateRequest, text: str) -> dict[str, Any]:
+def _answer(context: ApiContext, body: TritonGenerateRequest, text: str) -> dict[str, Any]:
     return {
         "id": body.id or "",
         "model_name": context.engine.model_name,
@@ -210,43 +211,35 @@ def _answer(context: ServerContext, body: TritonGenerateRequest, text: str) -> d
     }
 
 
-def _details(reason: str, num_generated: int, queue_wait_s: float) -> dict[str, Any]:
+def _details(reason: str, num_generated: int, told: RequestOutput | TimedResult) -> dict[str, Any]:
     return {
         "finish_reason": reason,
         "generated_tokens": num_generated,
         "first_token_cost": None,
         "decode_cost": None,
-        "queue_wait_time": round(1e6 * queue_wait_s),
+        "queue_wait_time": round(1e6 * told.queue_wait_s),
+        "stemma": cache_detail(told.cache, told.queue_wait_s),
     }
 
 
 async def _events(
     request: Request,
-    context: ServerContext,
+    context: ApiContext,
     body: TritonGenerateRequest,
     generation: GenerationRequest,
     run: TimedRun,
 ) -> AsyncGenerator[bytes, None]:
     parameters: InferParameters = body.parameters
-    try:
-        with _stoppable(request, body.id, generation):
-            async for output in run.each():
-                chunks: list[bytes] = []
-                for delta in output.deltas:
-                    item = _answer(context, body, delta.text)
-                    if delta.finish_reason is not None and parameters.details:
-                        reason = finish_reason(delta.finish_reason, delta.stop_reason)
-                        item["details"] = {
-                            **_details(reason, output.num_generated_tokens, output.queue_wait_s),
-                            "stemma": cache_detail(output.cache, output.queue_wait_s),
-                        }
-                    times = run.times
-                    item["prefill_time"] = None if times.decode_ms else times.prefill_ms
-                    item["decode_time"] = times.decode_ms[-1] if times.decode_ms else None
-                    chunks.append(event(item))
-                yield b"".join(chunks)
-    except StemmaError as error:
-        yield event(tgi_error_body(error)[1])
+    with _stoppable(request, body.id, generation):
+        async for output in run.each():
+            chunks: list[bytes] = []
+            for delta in output.deltas:
+                item = _answer(context, body, delta.text)
+                if delta.finish_reason is not None and parameters.details:
+                    reason = finish_reason(delta.finish_reason, delta.stop_reason)
+                    item["details"] = _details(reason, output.num_generated_tokens, output)
+                chunks.append(event(item | run.times.latest()))
+            yield b"".join(chunks)
 
 
 @contextmanager
@@ -256,7 +249,7 @@ def _stoppable(request: Request, client_id: str | None, generation: GenerationRe
         yield
         return
     running = _running(request)
-    key = (context_of(request).access.owner(request), client_id)
+    key = (owner_of(request), client_id)
     running.setdefault(key, set()).add(generation.request_id)
     try:
         yield

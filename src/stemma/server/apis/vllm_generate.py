@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.api import GenerationRequest
-from stemma.errors import StemmaError
 from stemma.server.answers.best_of import keep_best
-from stemma.server.context import context_of, new_request_id
-from stemma.server.errors import json_response, tgi_error_body
-from stemma.server.generation import OutputStream, run_to_end, start
+from stemma.server.answers.usage import cached_header
+from stemma.server.apis.context import context_of
+from stemma.server.errors import json_response, tgi_error
+from stemma.server.generation import OutputStream, new_request_id
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.body import validate
 from stemma.server.requests.models import check_model
@@ -31,27 +31,29 @@ async def generate_vllm(request: Request, raw: dict[str, Any]) -> Response:
     """Answer a body that has a ``prompt``."""
     context = context_of(request)
     body = validate(VLLMGenerateRequest, raw)
-    adapter = check_model(context, body.model)
-    params = vllm_sampling(context, body)
-    wide, beam = candidates(context, body, params)
-    tokens = await text_prompt(context, body.prompt, cut=last_tokens(body.truncate_prompt_tokens), salt="")
+    adapter = check_model(context.engine, body.model)
+    params = vllm_sampling(context.intake, body)
+    wide, beam = candidates(context.intake, body, params)
+    tokens = await text_prompt(
+        context.intake, body.prompt, cut=last_tokens(body.truncate_prompt_tokens), salt=""
+    )
     generation = GenerationRequest(new_request_id("gen"), tokens, wide, beam=beam, adapter=adapter)
     if body.stream:
-        outputs = await start(context, request, [generation], "vllm")
-        headers = {"x-stemma-cached-tokens": str(outputs.first[1].cache.num_cached_tokens)}
-        return EventStream(_pieces(outputs), outputs, headers)
-    [result] = await run_to_end(context, request, [generation], "vllm")
+        outputs = await context.runner.start(request, [generation], "vllm")
+        headers = cached_header(outputs.first[1].cache)
+        return EventStream(_pieces(outputs), outputs, headers, lambda error: _piece(tgi_error.body(error)))
+    [result] = await context.runner.run_to_end(request, [generation], "vllm")
     texts = [body.prompt + sequence.text for sequence in keep_best(result.sequences, params.n)]
-    headers = {"x-stemma-cached-tokens": str(result.cache.num_cached_tokens)}
-    return json_response({"text": texts}, headers=headers)
+    return json_response({"text": texts}, headers=cached_header(result.cache))
 
 
 async def _pieces(outputs: OutputStream) -> AsyncGenerator[bytes, None]:
     """Yield ``{"text": [new text]}`` and a NUL for each output."""
-    try:
-        async for _, output in outputs:
-            texts = [delta.text for delta in output.deltas if delta.text]
-            if texts:
-                yield orjson.dumps({"text": texts}) + _END
-    except StemmaError as error:
-        yield orjson.dumps(tgi_error_body(error)[1]) + _END
+    async for _, output in outputs:
+        texts = [delta.text for delta in output.deltas if delta.text]
+        if texts:
+            yield _piece({"text": texts})
+
+
+def _piece(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body) + _END

@@ -24,6 +24,8 @@ from stemma.server.observe.explanations import Explanation
 
 _HEADER = "x-stemma-explain"
 _ANSWERS = {"": False, "0": False, "false": False, "1": True, "true": True}
+InThread = Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
+"""Runs a function off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,11 @@ class Explainer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        in_thread: Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]],
+        in_thread: InThread,
         *,
         is_exact: bool,
     ) -> None:
-        """Take `in_thread`, which runs a function off the event loop.
-
-        `is_exact`: clients may see the place of a token.
-        """
+        """`is_exact`: clients may see the place of a token."""
         self._tokenizer = tokenizer
         self._in_thread = in_thread
         self._is_exact = is_exact

@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from stemma.budgets import BudgetState
 from stemma.engine.api import DRAFT_SOURCES, CacheReport, DraftCount, EngineStats
+from stemma.server.observe.ignored_hints import IgnoredHints
 from stemma.server.observe.tier_metrics import tier_metrics
-from stemma.server.requests.ignored_hints import IgnoredHints
 from stemma.types import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)

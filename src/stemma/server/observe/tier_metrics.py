@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from stemma.engine.api import EngineStats
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
 
 _PER_TIER_COUNTS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
@@ -136,3 +138,12 @@ def _tier_as_json(one: TierStats) -> dict[str, Any]:
         "read_bytes": counters.read_bytes,
         "written_bytes": counters.written_bytes,
     }
+
+
+def engine_as_json(stats: EngineStats) -> dict[str, Any]:
+    """Return the engine's counters and gauges as plain JSON."""
+    shown = asdict(replace(stats, transfer=None))
+    if stats.transfer is not None:
+        shown["transfer"] = tiers_as_json(stats.transfer)
+    shown["cached_tokens_by_tier"] = {t.value: n for t, n in stats.cached_tokens_by_tier.items()}
+    return shown

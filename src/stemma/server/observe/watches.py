@@ -78,6 +78,8 @@ class Watches:
         self.running: dict[str, RequestWatch] = {}
         self.records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         """Oldest first."""
+        self.num_pages = 0
+        """Pages that watch this server."""
         self.numbers = itertools.count(1)
         self.tenants: dict[str, TenantSums] = {}
         """By name, one for each tenant that has asked; empty name: no tenants."""

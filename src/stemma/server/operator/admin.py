@@ -10,56 +10,43 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from stemma.engine.api import GenerationRequest
 from stemma.engine.operator.cache_control import CacheLookup, Pin
-from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust
+from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
 from stemma.server.access import BYTES_TYPE
-from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.tier_metrics import tiers_as_json
 from stemma.server.openapi import parameter, takes, takes_file
+from stemma.server.operator.context import OperatorContext, context_of
+from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt_tokens
 from stemma.server.requests.body import body_chunks, read_object, validate
 from stemma.server.requests.models import check_model
-from stemma.server.requests.prompts import chat_prompt, completion_prompts
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
-from stemma.server.schemas.bounds import MAX_SALT_CHARS, Messages, Name, Priority, Salt, Ttl
-from stemma.server.schemas.openai import ChatRequest
+from stemma.server.schemas.bounds import MAX_SALT_CHARS, Name, Priority, Salt, Ttl
 from stemma.server.tenants.namespace import tenant_namespace
-from stemma.types import DEFAULT_PRIORITY, Tier, TokenArray
+from stemma.types import DEFAULT_PRIORITY, Retention, RetentionHint, Tier, TokenArray
 
 router = Router(openai_error, prefix="/admin/cache")
 file_router = Router(openai_error, prefix="/admin/cache", media_type=BYTES_TYPE)
 _CHUNK_BYTES = 1 << 20
 
 
-class PrefixRequest(RequestModel):
-    """A prompt, by its text, token ids or messages."""
+class PrefixRequest(PromptRequest):
+    """A prompt, and whose."""
 
-    prompt: str | list[Any] | None = None
-    """Text or token ids."""
-    messages: Messages | None = None
     cache_salt: Salt | None = None
     tenant: Name | None = None
     """Whose; needed where a file of API keys names tenants."""
-    model: Name | None = None
-    """An adapter, whose blocks are its own; default: the model without one."""
-
-    @model_validator(mode="after")
-    def _one_of(self) -> PrefixRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
 
 
 class PinRequest(PrefixRequest):
@@ -92,8 +79,8 @@ async def tiers(request: Request) -> Response:
 async def lookup(request: Request) -> Response:
     """How many tokens of a prompt are in which tier; computes and moves nothing."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
-    tokens = await _tokens(context, body)
-    found = await context.engine.cache_control.lookup(_where(context, body, tokens), tokens)
+    place = await _place(context, body)
+    found = await context.engine.cache_control.lookup(place.namespace, place.tokens)
     return json_response(_lookup_json(found))
 
 
@@ -101,27 +88,16 @@ async def lookup(request: Request) -> Response:
 async def prewarm(request: Request) -> Response:
     """Compute a prompt ahead of its first use, with retention hints; pin it if asked."""
     context, body = context_of(request), validate(PrewarmRequest, await read_object(request))
-    tokens = await _tokens(context, body)
-    namespace = _where(context, body, tokens)
-    wanted = GenerationRequest(
-        request_id=new_request_id("prewarm"),
-        prompt_token_ids=tokens,
-        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        namespace=namespace,
-        adapter=check_model(context, body.model),
-        priority=body.priority,
-        ttl_s=body.ttl_s,
-    )
-    answer: dict[str, Any] = {}
-    async for output in context.engine.generate(wanted):
-        output.raise_error()
-        answer = {
-            "num_prompt_tokens": output.cache.num_prompt_tokens,
-            "num_cached_tokens": output.cache.num_cached_tokens,
-            "cached_by_tier": _by_tier(output.cache.cached_by_tier),
-        }
+    place = await _place(context, body)
+    retention = Retention(RetentionHint(body.priority, body.ttl_s))
+    cache = await prewarm_prompt(context, place.tokens, place.namespace, place.adapter, retention)
+    answer: dict[str, Any] = {
+        "num_prompt_tokens": cache.num_prompt_tokens,
+        "num_cached_tokens": cache.num_cached_tokens,
+        "cached_by_tier": _by_tier(cache.cached_by_tier),
+    }
     if body.pin:
-        pin = await context.engine.cache_control.pin(namespace, tokens, body.ttl_s)
+        pin = await context.engine.cache_control.pin(place.namespace, place.tokens, body.ttl_s)
         answer["pin"] = _pin_json(pin)
     return json_response(answer)
 
@@ -130,8 +106,8 @@ async def prewarm(request: Request) -> Response:
 async def pin(request: Request) -> Response:
     """Forbid eviction of a prompt's cached blocks."""
     context, body = context_of(request), validate(PinRequest, await read_object(request))
-    tokens = await _tokens(context, body)
-    made = await context.engine.cache_control.pin(_where(context, body, tokens), tokens, body.ttl_s)
+    place = await _place(context, body)
+    made = await context.engine.cache_control.pin(place.namespace, place.tokens, body.ttl_s)
     return json_response(_pin_json(made))
 
 
@@ -168,12 +144,11 @@ async def flush(request: Request) -> Response:
 async def export(request: Request) -> Response:
     """The cached leading blocks of a prompt as a file (`memory/tiers/bundle.py`)."""
     context, body = context_of(request), validate(PrefixRequest, await read_object(request))
-    tokens = await _tokens(context, body)
-    namespace = _where(context, body, tokens)
+    place = await _place(context, body)
     file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the response
     try:
         control = context.engine.cache_control
-        count = await control.export(namespace, tokens, file, key=context.bundle_key)
+        count = await control.export(place.namespace, place.tokens, file, key=context.bundle_key)
         if not count:
             raise InvalidRequest("nothing of this prompt is cached; prewarm it first", param="prompt")
     except BaseException:
@@ -199,7 +174,8 @@ async def import_(request: Request) -> Response:
     if trust.key is None and not trust.takes_unsigned:
         raise Forbidden("this server takes no blocks from outside: see --bundle-key-file and --trust-imports")
     query = request.query_params
-    namespace = _namespace(context, query.get("tenant"), salt, query.get("model"))
+    adapter = check_model(context.engine, query.get("model"))
+    namespace = _namespace(context, query.get("tenant"), salt, adapter)
     with tempfile.TemporaryFile() as file:
         async for chunk in body_chunks(request):
             await asyncio.to_thread(file.write, chunk)
@@ -228,9 +204,11 @@ async def _content(file: BinaryIO) -> AsyncIterator[bytes]:
             yield chunk
 
 
-def _namespace(context: ServerContext, tenant: str | None, salt: str | None, model: str | None) -> Namespace:
+def _namespace(
+    context: OperatorContext, tenant: str | None, salt: str | None, adapter: Adapter | None
+) -> Namespace:
     """Return where the requests of `tenant` with that salt find their blocks of a model or an adapter."""
-    adapter, keys = check_model(context, model), context.access.keys
+    keys = context.access.keys
     asked = Namespace(salt=salt or "", adapter="" if adapter is None else adapter.key)
     if keys is None:
         if tenant is not None:
@@ -241,35 +219,20 @@ def _namespace(context: ServerContext, tenant: str | None, salt: str | None, mod
     return tenant_namespace(keys.secret, tenant, asked)
 
 
-def _where(context: ServerContext, body: PrefixRequest, tokens: TokenArray) -> Namespace:
-    namespace = _namespace(context, body.tenant, body.cache_salt, body.model)
-    return context.published.located(namespace, tokens)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The prompt that an operator names, and where a client's request for it finds its blocks."""
+
+    tokens: TokenArray
+    namespace: Namespace
+    adapter: Adapter | None
 
 
-async def _tokens(context: ServerContext, body: PrefixRequest) -> TokenArray:
-    return await prompt_tokens(context, body.prompt, body.messages)
-
-
-async def prompt_tokens(
-    context: ServerContext,
-    prompt: str | list[Any] | None,
-    messages: list[dict[str, Any]] | None,
-    *,
-    is_open: bool = False,
-) -> TokenArray:
-    """Return the tokens of one prompt, or of messages; `is_open`: without what begins the answer."""
-    if messages is not None:
-        chat = {
-            "model": context.engine.model_name,
-            "messages": messages,
-            "add_generation_prompt": not is_open,
-        }
-        return await chat_prompt(context, validate(ChatRequest, chat))
-    assert prompt is not None
-    prompts = await completion_prompts(context, prompt)
-    if len(prompts) > 1:
-        raise InvalidRequest("give one prompt", param="prompt")
-    return prompts[0]
+async def _place(context: OperatorContext, body: PrefixRequest) -> _Place:
+    tokens = await prompt_tokens(context, body)
+    adapter = check_model(context.engine, body.model)
+    namespace = _namespace(context, body.tenant, body.cache_salt, adapter)
+    return _Place(tokens, context.published.located(namespace, tokens), adapter)
 
 
 def _by_tier(counts: Any) -> dict[str, int]:

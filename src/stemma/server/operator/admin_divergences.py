@@ -13,9 +13,9 @@ from stemma.engine.api import EngineStats
 from stemma.errors import InvalidRequest
 from stemma.insight.divergence.report import Divergence, DivergenceReport, find_divergences, sentence
 from stemma.insight.divergence.whatif import CacheShape
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import parameter
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.routes import OPERATOR, Router
 
 router = Router(openai_error)
@@ -35,11 +35,11 @@ async def divergences(request: Request) -> Response:
     return json_response(await divergences_as_json(context_of(request), window_s))
 
 
-async def divergences_as_json(context: ServerContext, window_s: float) -> dict[str, Any]:
+async def divergences_as_json(context: OperatorContext, window_s: float) -> dict[str, Any]:
     """Return the report; one at a time is made, in a thread of its own."""
     stats = await context.engine.stats()
-    async with context.divergences_lock:
-        snapshot = context.divergences.snapshot()
+    async with context.reporting:
+        snapshot = context.instruments.divergences.snapshot()
         since = time.monotonic() - window_s
         decode = _decode(context)
         report = await asyncio.to_thread(
@@ -48,7 +48,7 @@ async def divergences_as_json(context: ServerContext, window_s: float) -> dict[s
         return await asyncio.to_thread(_as_json, context, report, prefill_s_per_token(context, stats))
 
 
-def cache_shape(context: ServerContext, stats: EngineStats) -> CacheShape:
+def cache_shape(context: OperatorContext, stats: EngineStats) -> CacheShape:
     """Return the cache that requests find: all tiers of known size together."""
     cache = context.settings.engine.cache
     lower = [] if stats.transfer is None else list(stats.transfer.tiers.values())
@@ -56,13 +56,13 @@ def cache_shape(context: ServerContext, stats: EngineStats) -> CacheShape:
     return CacheShape(cache.block_size, capacity, cache.eviction)
 
 
-def prefill_s_per_token(context: ServerContext, stats: EngineStats) -> float | None:
+def prefill_s_per_token(context: OperatorContext, stats: EngineStats) -> float | None:
     """Return the measured seconds to compute a prompt token; None before any was measured."""
     per_block = None if stats.transfer is None else stats.transfer.compute_s_per_block
     return None if per_block is None else per_block / context.settings.engine.cache.block_size
 
 
-def _decode(context: ServerContext) -> Any:
+def _decode(context: OperatorContext) -> Any:
     tokenizer = context.engine.tokenizer
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -77,7 +77,7 @@ def _seconds(given: str) -> float:
     return seconds
 
 
-def _as_json(context: ServerContext, report: DivergenceReport, per_token_s: float | None) -> dict[str, Any]:
+def _as_json(context: OperatorContext, report: DivergenceReport, per_token_s: float | None) -> dict[str, Any]:
     decode = _decode(context)
 
     def shown(one: Divergence) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.errors import ConfigError, InvalidRequest, NotFound, StorageError
 from stemma.memory.tiers.pool.pool_store import PoolStatus
-from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import json_response, openai_error
+from stemma.server.errors import json_response, openai_body, openai_error
 from stemma.server.openapi import takes
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.body import read_object, validate
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
@@ -68,7 +68,7 @@ async def detach_pool(request: Request) -> Response:
     return json_response(_shown(None))
 
 
-def _settings(context: ServerContext, body: AttachRequest) -> PoolSettings:
+def _settings(context: OperatorContext, body: AttachRequest) -> PoolSettings:
     started_with = context.settings.engine.cache.pool
     configs = context.settings.server.pool_configs
     if started_with is not None and started_with.name == body.name:
@@ -111,5 +111,4 @@ def _shown(status: PoolStatus | None) -> dict[str, Any]:
 
 
 def _failed(message: str, status: int) -> Response:
-    detail = {"message": message, "type": "server_error", "param": None, "code": None}
-    return json_response({"error": detail}, status)
+    return json_response(openai_body(message, "server_error"), status)

@@ -4,45 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import GenerationRequest
-from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
-from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import Namespace
-from stemma.server.context import ServerContext, context_of, new_request_id
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
-from stemma.server.operator.admin import prompt_tokens
+from stemma.server.operator.context import context_of
+from stemma.server.operator.prompts import PromptRequest, prewarm_prompt, prompt_tokens
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import check_model
 from stemma.server.routes import OPERATOR, Router
 from stemma.server.schemas.base import RequestModel
-from stemma.server.schemas.bounds import Messages, Name
+from stemma.server.schemas.bounds import Name
 from stemma.server.tenants.published import Published
 
 router = Router(openai_error, prefix="/admin/cache")
 
 
-class PublishRequest(RequestModel):
-    """What to publish: a prompt, by its text, token ids or messages."""
+class PublishRequest(PromptRequest):
+    """What to publish."""
 
-    prompt: str | list[Any] | None = None
-    """Text or token ids."""
-    messages: Messages | None = None
     name: Name = ""
     """For people."""
-    model: Name | None = None
-    """An adapter, whose blocks are to be shared; None: the model itself."""
-
-    @model_validator(mode="after")
-    def _one_of(self) -> PublishRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
 
 
 class UnpublishRequest(RequestModel):
@@ -57,11 +42,13 @@ async def publish(request: Request) -> Response:
     context, body = context_of(request), validate(PublishRequest, await read_object(request))
     if not context.settings.engine.cache.enable_prefix_cache:
         raise InvalidRequest("the prefix cache is off: there is nothing to share")
-    adapter = check_model(context, body.model)
-    tokens = await prompt_tokens(context, body.prompt, body.messages, is_open=True)
+    adapter = check_model(context.engine, body.model)
+    tokens = await prompt_tokens(context, body, is_open=True)
     made = await context.published.add(tokens, body.name, "" if adapter is None else adapter.key)
     answer = _as_json(made) | {"num_prompt_tokens": len(tokens), "is_kept": context.published.is_kept}
-    return json_response(answer | {"num_cached_tokens": await _prewarm(context, made, adapter)})
+    namespace = Namespace(adapter=made.adapter, is_public=True)
+    before = await prewarm_prompt(context, made.tokens, namespace, adapter)
+    return json_response(answer | {"num_cached_tokens": before.num_cached_tokens})
 
 
 @router.post("/unpublish", OPERATOR, openapi_extra=takes(UnpublishRequest))
@@ -76,22 +63,6 @@ async def published(request: Request) -> Response:
     """All published prefixes, without their tokens."""
     known = context_of(request).published
     return json_response({"published": [_as_json(one) for one in known.prefixes], "is_kept": known.is_kept})
-
-
-async def _prewarm(context: ServerContext, made: Published, adapter: Adapter | None) -> int:
-    """Compute the prefix; return how many of its tokens were cached before."""
-    wanted = GenerationRequest(
-        request_id=new_request_id("publish"),
-        prompt_token_ids=made.tokens,
-        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-        namespace=Namespace(adapter=made.adapter, is_public=True),
-        adapter=adapter,
-    )
-    num_cached = 0
-    async for output in context.engine.generate(wanted):
-        output.raise_error()
-        num_cached = output.cache.num_cached_tokens
-    return num_cached
 
 
 def _as_json(one: Published) -> dict[str, Any]:

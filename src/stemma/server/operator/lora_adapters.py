@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from stemma.errors import AdapterError, InvalidRequest, NotFound
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import openai_error
 from stemma.server.openapi import takes
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.body import read_object, validate
 from stemma.server.routes import OPERATOR, TEXT_TYPE, Router
 from stemma.server.schemas.base import RequestModel
@@ -68,7 +68,7 @@ async def unload_adapter(request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _allowed(context: ServerContext) -> tuple[Path, ...]:
+def _allowed(context: OperatorContext) -> tuple[Path, ...]:
     folders = context.settings.server.lora_directories
     if not folders:
         raise NotFound("adapters can't be loaded while this server runs: see --lora-directories")

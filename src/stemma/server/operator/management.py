@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.observe.metric_aliases import render_aliases
-from stemma.server.observe.tier_metrics import tiers_as_json
-from stemma.server.openapi import parameter
+from stemma.server.observe.tier_metrics import engine_as_json
+from stemma.server.openapi import QueryNumber
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.models import check_model, served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, TEXT_TYPE, Router
 
@@ -22,6 +20,7 @@ open_router = Router(openai_error)
 """Needs no API key: load balancers ask it."""
 router = Router(openai_error)
 admin_router = Router(openai_error, prefix="/admin")
+_MAX_TOKENS = QueryNumber("max_tokens", 1, 1000, 24)
 
 
 @open_router.get("/health", PUBLIC)
@@ -30,20 +29,20 @@ async def health(request: Request) -> Response:
     context = context_of(request)
     if context.engine.failure is not None:
         return json_response({"status": "failed", "reason": context.engine.failure}, 503)
-    if context.draining:
+    if context.lifecycle.draining:
         return json_response({"status": "draining"}, 503)
     return json_response({"status": "ok"})
 
 
-def _model_cards(context: ServerContext) -> list[dict[str, Any]]:
+def _model_cards(context: OperatorContext) -> list[dict[str, Any]]:
     """Return the model by each of its names, then its adapters, which name it as their parent (as vLLM)."""
     shared = {
         "object": "model",
-        "created": context.started_at,
+        "created": context.lifecycle.started_at,
         "owned_by": "stemma",
         "max_model_len": context.engine.max_model_len,
     }
-    served, *others = served_names(context)
+    served, *others = served_names(context.engine)
     return [
         {"id": served, **shared, "root": served, "parent": None},
         *({"id": other, **shared, "root": served, "parent": None} for other in others),
@@ -64,7 +63,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     """The served model or one of its adapters, or 404."""
     context, name = context_of(request), request.path_params["name"]
-    check_model(context, name)
+    check_model(context.engine, name)
     model, *named = _model_cards(context)
     return json_response(next((card for card in named if card["id"] == name), model))
 
@@ -74,34 +73,24 @@ async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format."""
     context = context_of(request)
     stats = await context.engine.stats()
-    text = context.metrics.render(stats, context.admission.states())
+    text = context.instruments.metrics.render(stats, context.admission.states())
     for names in context.metric_aliases:
-        text += render_aliases(names, context.metrics, stats, context.engine.model_name)
+        text += render_aliases(names, context.instruments.metrics, stats, context.engine.model_name)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @admin_router.get("/stats", OPERATOR)
 async def engine_stats(request: Request) -> Response:
     """The engine's counters and gauges as JSON."""
-    stats = await context_of(request).engine.stats()
-    snapshot = asdict(replace(stats, transfer=None))
-    if stats.transfer is not None:
-        snapshot["transfer"] = tiers_as_json(stats.transfer)
-    snapshot["cached_tokens_by_tier"] = {
-        tier.value: count for tier, count in snapshot["cached_tokens_by_tier"].items()
-    }
-    return json_response(snapshot)
+    return json_response(engine_as_json(await context_of(request).engine.stats()))
 
 
 @admin_router.get(
     "/cache/tree",
     OPERATOR,
     sends=(TEXT_TYPE,),
-    openapi_extra=parameter("max_tokens", {"type": "integer", "minimum": 1, "maximum": 1000}),
+    openapi_extra=_MAX_TOKENS.extra,
 )
 async def draw_tree(request: Request) -> Response:
     """The prefix index as an indented drawing; ``?max_tokens=24`` limits the text of each edge."""
-    given = request.query_params.get("max_tokens", "24")
-    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= 1000):
-        raise InvalidRequest("max_tokens must be between 1 and 1000", param="max_tokens")
-    return PlainTextResponse(await context_of(request).engine.draw_tree(int(given)))
+    return PlainTextResponse(await context_of(request).engine.draw_tree(_MAX_TOKENS.of(request)))

@@ -16,9 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest
-from stemma.server.context import Maintenance, ServerContext, context_of
 from stemma.server.errors import json_response, openai_error, tgi_error
+from stemma.server.lifecycle import Maintenance
 from stemma.server.openapi import takes
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.body import read_object
 from stemma.server.routes import OPERATOR, TENANT, Router
 
@@ -107,7 +108,7 @@ async def running_status(request: Request) -> Response:
     context = context_of(request)
     failure = context.engine.failure
     if failure is None:
-        return json_response({"status": _STATUS_OF[context.maintenance], "errors": []})
+        return json_response({"status": _STATUS_OF[context.lifecycle.maintenance], "errors": []})
     error = {
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "errCode": "ENGINE_FAILED",
@@ -131,19 +132,19 @@ async def fault_handling_command(request: Request) -> Response:
     return json_response({"status": True, "message": "", "reason": reason})
 
 
-async def _execute(context: ServerContext, command: int) -> bool:
+async def _execute(context: OperatorContext, command: int) -> bool:
     """Follow a command; return False if the present state doesn't allow it."""
     if context.engine.failure is not None:
         return False
-    state = context.maintenance
+    state = context.lifecycle.maintenance
     if command in (PAUSE, PAUSE_ROCE) and state is None:
-        context.maintenance = "paused"
+        context.lifecycle.maintenance = "paused"
         await context.engine.pause()
     elif command == REINIT and state == "paused":
-        context.maintenance = "ready"
+        context.lifecycle.maintenance = "ready"
     elif command == START and state is not None:
         await context.engine.resume()
-        context.maintenance = None
+        context.lifecycle.maintenance = None
     else:
         return False
     return True

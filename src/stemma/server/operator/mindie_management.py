@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from stemma.engine.api import EngineStats
 from stemma.errors import Forbidden, InvalidRequest, UnknownModel
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error, tgi_error
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.requests.models import served_names
 from stemma.server.routes import OPERATOR, PUBLIC, SUMS, TENANT, Router
 from stemma.types import Tier
@@ -34,13 +34,9 @@ _TIMED = re.compile(r"-([1-9][0-9]{0,2})")
 async def live(request: Request) -> Response:
     """200 while the process can serve, busy or not; 500 once the engine has failed."""
     context = context_of(request)
-    if context.engine.failure is not None:
-        return json_response({"message": f"Service is abnormal: {context.engine.failure}"}, 500)
-    if context.maintenance is not None:
-        return _paused()
-    if await _is_busy(context):
-        return json_response({"message": _BUSY})
-    return Response()
+    if (abnormal := _abnormal(context)) is not None:
+        return abnormal
+    return json_response({"message": _BUSY}) if await _is_busy(context) else Response()
 
 
 @open_router.get("/v2/health/ready", PUBLIC, sends=())
@@ -53,36 +49,32 @@ async def ready(request: Request) -> Response:
 async def model_ready(request: Request) -> Response:
     """The same for the one model; 404 for others."""
     context = context_of(request)
-    if request.path_params["model"] not in served_names(context):
-        return json_response(
-            {
-                "error": f"Model {request.path_params['model'][:256]} not found.",
-                "error_type": "NotFoundError",
-            },
-            404,
-        )
+    name = request.path_params["model"]
+    if name not in served_names(context.engine):
+        return tgi_error(UnknownModel(f"Model {name[:256]} not found.", param="model"))
     return await _readiness(context)
 
 
-async def _readiness(context: ServerContext) -> Response:
-    if context.engine.failure is not None:
-        return json_response({"message": f"Service is abnormal: {context.engine.failure}"}, 500)
-    if context.maintenance is not None:
-        return _paused()
-    if context.draining:
+async def _readiness(context: OperatorContext) -> Response:
+    if (abnormal := _abnormal(context)) is not None:
+        return abnormal
+    if context.lifecycle.draining:
         return json_response({"message": "Service is stopping"}, 503)
     if await _is_busy(context):
         return json_response({"message": f"{_BUSY}. Consider reducing request frequency"}, 503)
     return Response()
 
 
-def _paused() -> Response:
-    return json_response({"message": "Service is abnormal: the engine is paused (CMD_PAUSE_ENGINE)"}, 500)
+def _abnormal(context: OperatorContext) -> Response | None:
+    why = context.engine.failure
+    if why is None and context.lifecycle.maintenance is not None:
+        why = "the engine is paused (CMD_PAUSE_ENGINE)"
+    return None if why is None else json_response({"message": f"Service is abnormal: {why}"}, 500)
 
 
-async def _is_busy(context: ServerContext) -> bool:
+async def _is_busy(context: OperatorContext) -> bool:
     """Whether the queue is full: the next request would be refused."""
-    if context.draining:
+    if context.lifecycle.draining:
         return False
     stats = await context.engine.stats()
     return stats.num_waiting >= context.settings.engine.scheduler.max_waiting
@@ -115,7 +107,7 @@ async def slot_count(request: Request) -> Response:
     """How many requests may run at once, how many more may, and the tokens that fit."""
     context = context_of(request)
     name: str = request.path_params["model"]
-    if name not in served_names(context):
+    if name not in served_names(context.engine):
         raise UnknownModel(f"Model {name[:256]} not found.", param="model")
     stats = await context.engine.stats()
     slots = context.settings.engine.scheduler.seats
@@ -203,7 +195,7 @@ async def status(request: Request) -> Response:
     return json_response(
         {
             "service": {
-                "roleStatus": "RoleUnknown" if context.draining else "RoleReady",
+                "roleStatus": "RoleUnknown" if context.lifecycle.draining else "RoleReady",
                 "currentRole": context.settings.engine.role,
             },
             "resource": {
@@ -230,8 +222,8 @@ async def metrics_json(request: Request) -> Response:
     server = request.scope.get("server") or ("", 0)
     instance = f"{server[0]}:{server[1]}"
     values: dict[str, float | int] = {
-        "TTFT": context.metrics.mean_ms("time_to_first_token_seconds"),
-        "TBT": context.metrics.mean_ms("time_per_output_token_seconds"),
+        "TTFT": context.instruments.metrics.mean_ms("time_to_first_token_seconds"),
+        "TBT": context.instruments.metrics.mean_ms("time_per_output_token_seconds"),
         "waitingInferRequestNum": stats.num_waiting,
         "processingInferRequestNum": stats.num_running,
         "remainBlocks": _available_blocks(stats),
@@ -251,7 +243,7 @@ async def stop_service(request: Request) -> Response:
     mode = request.query_params.get("mode", "")
     if mode not in ("", "Force"):
         raise InvalidRequest("mode must be Force or absent", param="mode")
-    stop = context_of(request).stop
+    stop = context_of(request).lifecycle.stop
     if stop is None:
         raise InvalidRequest("this server can't be stopped over HTTP; stop it where it was started")
     stop(FORCED_DRAIN_S if mode else None)

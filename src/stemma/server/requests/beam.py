@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext
+from stemma.server.requests.intake import Intake
 from stemma.server.requests.sampling import widen_to_best_of
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest
 from stemma.server.schemas.tgi import VLLMGenerateRequest
 
 
 def candidates(
-    context: ServerContext,
+    intake: Intake,
     body: ChatRequest | CompletionRequest | VLLMGenerateRequest,
     params: SamplingParams,
 ) -> tuple[SamplingParams, BeamParams | None]:
@@ -19,7 +19,7 @@ def candidates(
     beam = _search(body, params.n, body.best_of)
     if beam is not None:
         return params, beam
-    return widen_to_best_of(context, params, body.best_of, stream=bool(body.stream)), None
+    return widen_to_best_of(intake, params, body.best_of, stream=bool(body.stream)), None
 
 
 def _search(

@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, WrongMediaType
 from stemma.server.access import tenant_of
 from stemma.server.admission.caller import caller
-from stemma.server.context import context_of
-from stemma.server.requests.ignored_hints import count_hint
+from stemma.server.observe.ignored_hints import count_hint
+from stemma.server.requests.intake import intake_of
 from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import MAX_FIELDS, MAX_JSON_VALUES
@@ -41,11 +41,11 @@ async def body_chunks(request: Request) -> AsyncIterator[bytes]:
 
     What came is held until the request is answered. Raises RateLimited or Overloaded if bodies hold too much.
     """
-    limit = context_of(request).settings.server.max_body_bytes
+    limit = intake_of(request).settings.server.max_body_bytes
     tenant = tenant_of(request)
     if tenant is not None and tenant.entry.max_body_bytes is not None:
         limit = min(limit, tenant.entry.max_body_bytes)
-    bodies, one = context_of(request).admission.bodies, caller()
+    bodies, one = intake_of(request).bodies, caller()
     limit = min(limit, bodies.most(one.tenant))
     async for chunk in limited_chunks(request, limit):
         one.holding.take(bodies, len(chunk), one.tenant)
@@ -81,12 +81,12 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 async def object_of(request: Request, data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`, the body of `request` or its beginning. Raises InvalidRequest."""
-    context = context_of(request)
-    max_values = max(MAX_JSON_VALUES, 2 * context.engine.max_model_len)
+    intake = intake_of(request)
+    max_values = max(MAX_JSON_VALUES, 2 * intake.engine.max_model_len)
     if len(data) <= _SMALL_BYTES:
         parsed = parse_json(data, max_values=max_values)
     else:
-        parsed = await context.parse_in_thread(lambda: parse_json(data, max_values=max_values))
+        parsed = await intake.parse_in_thread(lambda: parse_json(data, max_values=max_values))
     if not isinstance(parsed, dict):
         raise InvalidRequest("the body must be a JSON object")
     _take_options(request, parsed)

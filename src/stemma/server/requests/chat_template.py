@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext
+from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.requests.conversation import Conversation
-from stemma.server.requests.ignored_hints import count_hint
+from stemma.server.requests.intake import Intake
 from stemma.server.requests.tokenizing import tokenize, tokenized
 from stemma.server.schemas.bounds import (
     MAX_TEMPLATE_KWARGS,
@@ -61,12 +61,12 @@ def num_chars(value: Any) -> int:
     return total
 
 
-def template_arguments(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
+def template_arguments(intake: Intake, body: ChatRequest) -> dict[str, Any]:
     """Return what the template gets besides messages and tools. Raises InvalidRequest naming the argument.
 
     Variables that this template doesn't read are ignored: clients send ``enable_thinking`` to every model.
     """
-    known = context.engine.tokenizer.template_variables
+    known = intake.engine.tokenizer.template_variables
     arguments: dict[str, Any] = {}
     for name, value in (body.chat_template_kwargs or {}).items():
         where = f"chat_template_kwargs.{name[:_MAX_SHOWN_CHARS]}"
@@ -98,16 +98,16 @@ def _is_scalar(value: Any) -> bool:
 
 
 async def conversation_tokens(
-    context: ServerContext, body: ChatRequest, conversation: Conversation, salt: str | None
+    intake: Intake, body: ChatRequest, conversation: Conversation, salt: str | None
 ) -> TokenArray:
     """Return the token ids of `conversation`. Raises InvalidRequest if the template fails on it.
 
     `salt`: as `tokenized` has it.
     """
-    tokenizer = context.engine.tokenizer
+    tokenizer = intake.engine.tokenizer
     if body.chat_template is not None:
-        text = await context.render_foreign(body.chat_template, conversation)
-        return await tokenized(context, text, add_special_tokens=False, salt=salt)
+        text = await intake.render_foreign(body.chat_template, conversation)
+        return await tokenized(intake, text, add_special_tokens=False, salt=salt)
     arguments = dict(conversation.arguments)
     if conversation.continue_final_message:
         arguments["continue_final_message"] = True
@@ -119,6 +119,6 @@ async def conversation_tokens(
             add_generation_prompt=conversation.add_generation_prompt,
             template_kwargs=arguments,
         )
-        return tokenize(context, text, add_special_tokens=False, salt=salt)
+        return tokenize(intake, text, add_special_tokens=False, salt=salt)
 
-    return await context.tokenize_in_thread(render_and_tokenize)
+    return await intake.tokenize_in_thread(render_and_tokenize)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stemma.errors import InvalidRequest, PromptTooLong
-from stemma.server.context import MAX_CHARS_PER_TOKEN, ServerContext
 from stemma.server.requests.chat_template import conversation_tokens, num_chars, template_arguments
 from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.intake import MAX_CHARS_PER_TOKEN, Intake
 from stemma.server.requests.json_input import parse_json
 from stemma.server.requests.limits import fit_prompt
 from stemma.server.requests.tokenizing import tokenized
@@ -45,9 +45,7 @@ def wanted_cut(body: OpenAIRequest) -> Cut | None:
     return Cut(body.truncate_prompt_tokens, keep_first=body.truncation_side == "right")
 
 
-def check_tokens(
-    context: ServerContext, tokens: Tokens, param: str = "prompt", cut: Cut | None = None
-) -> Tokens:
+def check_tokens(intake: Intake, tokens: Tokens, param: str = "prompt", cut: Cut | None = None) -> Tokens:
     """Return `tokens`, as far as `cut` leaves them.
 
     Raises InvalidRequest if there are none, or more than the context can hold.
@@ -56,21 +54,21 @@ def check_tokens(
         raise InvalidRequest("the prompt is empty", param=param)
     if cut is not None:
         tokens = cut.of(tokens)
-    tokens = fit_prompt(context.settings.requests, tokens, param)
-    limit = context.engine.max_model_len
+    tokens = fit_prompt(intake.settings.requests, tokens, param)
+    limit = intake.engine.max_model_len
     if len(tokens) >= limit:
         raise PromptTooLong.of(f"{len(tokens)} tokens", limit, param=param)
     return tokens
 
 
-def check_length(context: ServerContext, num_chars: int, param: str) -> None:
+def check_length(intake: Intake, num_chars: int, param: str) -> None:
     """Raise PromptTooLong for texts so long that tokenizing them would only waste time."""
-    if num_chars > MAX_CHARS_PER_TOKEN * context.engine.max_model_len:
-        raise PromptTooLong.of(f"{num_chars} characters", context.engine.max_model_len, param=param)
+    if num_chars > MAX_CHARS_PER_TOKEN * intake.engine.max_model_len:
+        raise PromptTooLong.of(f"{num_chars} characters", intake.engine.max_model_len, param=param)
 
 
 async def completion_prompts(
-    context: ServerContext,
+    intake: Intake,
     prompt: str | list[Any],
     *,
     add_special_tokens: bool = True,
@@ -83,21 +81,21 @@ async def completion_prompts(
     """
     options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut, "salt": salt}
     if isinstance(prompt, str):
-        return [await text_prompt(context, prompt, **options)]
+        return [await text_prompt(intake, prompt, **options)]
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if _all_of(prompt, int):
-        return [_token_prompt(context, prompt, cut)]
+        return [_token_prompt(intake, prompt, cut)]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
     if _all_of(prompt, str):
         found = []
         for text in prompt:
-            found.append(await text_prompt(context, text, **options))
+            found.append(await text_prompt(intake, text, **options))
             await asyncio.sleep(0)  # short texts are tokenized at once: between two, others have their turn
         return found
     if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
-        return [_token_prompt(context, ids, cut) for ids in prompt]
+        return [_token_prompt(intake, ids, cut) for ids in prompt]
     raise InvalidRequest(
         "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
         param="prompt",
@@ -108,9 +106,9 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
 
 
-def _token_prompt(context: ServerContext, ids: list[int], cut: Cut | None) -> TokenArray:
+def _token_prompt(intake: Intake, ids: list[int], cut: Cut | None) -> TokenArray:
     """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
-    ids = check_tokens(context, ids, cut=cut)
+    ids = check_tokens(intake, ids, cut=cut)
     if min(ids) < 0 or max(ids) > MAX_INT32:
         raise InvalidRequest(
             "prompt: token ids are numbers from 0 to the size of the vocabulary", param="prompt"
@@ -119,7 +117,7 @@ def _token_prompt(context: ServerContext, ids: list[int], cut: Cut | None) -> To
 
 
 async def text_prompt(
-    context: ServerContext,
+    intake: Intake,
     text: str,
     *,
     add_special_tokens: bool = True,
@@ -133,28 +131,28 @@ async def text_prompt(
     """
     if not text:
         raise InvalidRequest("the prompt is empty", param=param)
-    check_length(context, len(text), param)
-    tokens = await tokenized(context, text, add_special_tokens=add_special_tokens, salt=salt)
-    return check_tokens(context, tokens, param, cut)
+    check_length(intake, len(text), param)
+    tokens = await tokenized(intake, text, add_special_tokens=add_special_tokens, salt=salt)
+    return check_tokens(intake, tokens, param, cut)
 
 
-async def chat_prompt(context: ServerContext, body: ChatRequest, salt: str | None = None) -> TokenArray:
+async def chat_prompt(intake: Intake, body: ChatRequest, salt: str | None = None) -> TokenArray:
     """Return the token ids of a conversation, rendered by the checkpoint's template.
 
     `salt`: as `tokenized` has it.
     """
     messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
     tools = body.tools if body.tool_choice != "none" else None
-    check_length(context, num_chars([messages, tools]), "messages")
+    check_length(intake, num_chars([messages, tools]), "messages")
     conversation = Conversation(
         messages,
         tools,
-        template_arguments(context, body),
+        template_arguments(intake, body),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
     )
-    tokens = await conversation_tokens(context, body, conversation, salt)
-    return check_tokens(context, tokens, "messages", wanted_cut(body))
+    tokens = await conversation_tokens(intake, body, conversation, salt)
+    return check_tokens(intake, tokens, "messages", wanted_cut(body))
 
 
 def _template_message(message: Message, number: int) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext
-from stemma.server.requests.limits import largest_n
+from stemma.server.requests.intake import Intake
 from stemma.server.requests.structured import requested_grammar, structured_grammar, tgi_grammar
 from stemma.server.schemas.bounds import MAX_SEED, MAX_STOP_CHARS_TOTAL, MIN_TEMPERATURE
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest, OpenAIRequest
@@ -22,7 +22,7 @@ MAX_TOKEN_DIGITS = 9
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
-def chat_sampling(context: ServerContext, body: ChatRequest) -> SamplingParams:
+def chat_sampling(intake: Intake, body: ChatRequest) -> SamplingParams:
     """Return the sampling of a chat request; without a limit, as many tokens as the context allows."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -30,10 +30,10 @@ def chat_sampling(context: ServerContext, body: ChatRequest) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs can't be streamed", param="prompt_logprobs")
-    return _openai_sampling(context, body, limit, logprobs, body.prompt_logprobs)
+    return _sampling(intake, body, requested_grammar(body), limit, logprobs, body.prompt_logprobs)
 
 
-def completion_sampling(context: ServerContext, body: CompletionRequest) -> SamplingParams:
+def completion_sampling(intake: Intake, body: CompletionRequest) -> SamplingParams:
     """Return the sampling of a plain completion; without a limit, 16 tokens as OpenAI documents."""
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs can't be streamed", param="prompt_logprobs")
@@ -43,24 +43,28 @@ def completion_sampling(context: ServerContext, body: CompletionRequest) -> Samp
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     if limit == 0 and body.echo and prompt_logprobs is None:
         limit = 1  # nothing is generated, nor computed: the parameters are only checked
-    return _openai_sampling(context, body, limit, body.logprobs, prompt_logprobs)
+    return _sampling(intake, body, requested_grammar(body), limit, body.logprobs, prompt_logprobs)
 
 
-def _openai_sampling(
-    context: ServerContext,
-    body: OpenAIRequest,
+def vllm_sampling(intake: Intake, body: VLLMGenerateRequest) -> SamplingParams:
+    """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
+    return _sampling(intake, body, structured_grammar(body.structured_outputs), body.max_tokens)
+
+
+def _sampling(
+    intake: Intake,
+    body: OpenAIRequest | VLLMGenerateRequest,
+    grammar: GrammarSpec | None,
     max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     if prompt_logprobs is not None and body.use_beam_search:
         raise InvalidRequest("beam search reports no prompt_logprobs", param="prompt_logprobs")
-    grammar = requested_grammar(body)
     if grammar is not None and body.use_beam_search:
         raise InvalidRequest("beam search can't follow a grammar", param=grammar.param)
-    n = check_n(context, body.n)
     return SamplingParams(
-        n=n,
+        n=check_n(intake, body.n),
         seed=body.seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -74,8 +78,8 @@ def _openai_sampling(
         grammar=grammar,
         logit_bias=_logit_bias(body.logit_bias),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words=_bad_words(context, body.bad_words),
-        **({} if body.use_beam_search else _chosen(body, context.engine.default_sampling)),
+        bad_words=_bad_words(intake, body.bad_words),
+        **({} if body.use_beam_search else _chosen(body, intake.engine.default_sampling)),
     )
 
 
@@ -89,33 +93,33 @@ def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ..
     return tuple(pairs)
 
 
-def _bad_words(context: ServerContext, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+def _bad_words(intake: Intake, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word as it begins a text and as it follows a space."""
     found: list[tuple[int, ...]] = []
     for word in words or ():
         for text in (word, " " + word.lstrip()):
-            ids = tuple(context.engine.tokenizer.encode(text, add_special_tokens=False).tolist())
+            ids = tuple(intake.engine.tokenizer.encode(text, add_special_tokens=False).tolist())
             if ids and ids not in found:
                 found.append(ids)
     return tuple(found)
 
 
-def check_n(context: ServerContext, n: int | None) -> int:
+def check_n(intake: Intake, n: int | None) -> int:
     """Return the number of sequences; raise InvalidRequest if they could never run together."""
     wanted = 1 if n is None else n
-    limit = largest_n(context.settings)
+    limit = intake.largest_n
     if not 1 <= wanted <= limit:
         raise InvalidRequest(f"n must be between 1 and {limit} on this server, got {wanted}", param="n")
     return wanted
 
 
 def widen_to_best_of(
-    context: ServerContext, params: SamplingParams, best_of: int | None, *, stream: bool
+    intake: Intake, params: SamplingParams, best_of: int | None, *, stream: bool
 ) -> SamplingParams:
     """Return `params` for `best_of` sequences, of which `best_of.keep_best` keeps `params.n`."""
     if best_of is None or best_of == params.n:
         return params
-    limit = largest_n(context.settings)
+    limit = intake.largest_n
     if not params.n < best_of <= limit:
         raise InvalidRequest(f"best_of must be between n and {limit}, got {best_of}", param="best_of")
     if stream:
@@ -146,30 +150,7 @@ def _chosen(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def vllm_sampling(context: ServerContext, body: VLLMGenerateRequest) -> SamplingParams:
-    """Return the sampling of vLLM's shape; without a limit, as many tokens as the context allows."""
-    grammar = structured_grammar(body.structured_outputs)
-    if grammar is not None and body.use_beam_search:
-        raise InvalidRequest("beam search can't follow a grammar", param=grammar.param)
-    return SamplingParams(
-        n=check_n(context, body.n),
-        seed=body.seed,
-        stop=_stops(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        max_tokens=body.max_tokens,
-        min_tokens=body.min_tokens,
-        ignore_eos=body.ignore_eos,
-        skip_special_tokens=body.skip_special_tokens,
-        grammar=grammar,
-        logit_bias=_logit_bias(body.logit_bias),
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words=_bad_words(context, body.bad_words),
-        **({} if body.use_beam_search else _chosen(body, context.engine.default_sampling)),
-    )
-
-
-def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingParams:
+def tgi_sampling(intake: Intake, parameters: TGIParameters) -> SamplingParams:
     """Return the sampling of TGI's shape: greedy unless it asks to sample or sets a sampling field.
 
     A sampled request without a seed gets one, so that ``details.seed`` lets the caller repeat it.
@@ -185,7 +166,7 @@ def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingP
     sample = parameters.do_sample
     if sample is None:
         sample = any(value is not None for value in given)
-    chosen = _chosen(parameters, context.engine.default_sampling)
+    chosen = _chosen(parameters, intake.engine.default_sampling)
     seed = parameters.seed
     if not sample:
         chosen["temperature"] = 0.0
@@ -199,7 +180,7 @@ def tgi_sampling(context: ServerContext, parameters: TGIParameters) -> SamplingP
         logprobs=0 if parameters.details else None,
         # MindIE's prefill tokens have no log-probabilities: then nothing needs to be computed for them.
         prompt_logprobs=0
-        if parameters.decoder_input_details and context.settings.requests.dialect != "mindie"
+        if parameters.decoder_input_details and intake.settings.requests.dialect != "mindie"
         else None,
         **chosen,
     )

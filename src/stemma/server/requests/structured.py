@@ -9,7 +9,8 @@ import orjson
 
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.errors import InvalidRequest
-from stemma.server.schemas.openai import OpenAIRequest, ResponseFormat, StructuredOutputs
+from stemma.server.schemas.openai import OpenAIRequest, ResponseFormat
+from stemma.server.schemas.shared import StructuredOutputs
 
 
 def requested_grammar(body: OpenAIRequest) -> GrammarSpec | None:

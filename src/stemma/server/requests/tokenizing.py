@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from stemma.server.context import ServerContext
+from stemma.server.requests.intake import Intake
 from stemma.types import TokenArray
 
 AT_ONCE_CHARS = 2048
@@ -18,24 +18,22 @@ MOST_CHARS = 1 << 17
 """Texts up to this length are looked for there, which takes less than a millisecond."""
 
 
-async def tokenized(
-    context: ServerContext, text: str, *, add_special_tokens: bool, salt: str | None
-) -> TokenArray:
+async def tokenized(intake: Intake, text: str, *, add_special_tokens: bool, salt: str | None) -> TokenArray:
     """Return the ids of `text`. Raises ModelError, and TookTooLong after `tokenize_timeout_s`."""
-    tokenizer, known = context.engine.tokenizer, context.known_texts
+    tokenizer, known = intake.engine.tokenizer, intake.known_texts
     if known is not None and salt is not None and len(text) <= MOST_CHARS:
         most = 0 if tokenizer.cuts is None else AT_ONCE_CHARS
         tokens = known.find(tokenizer, text, salt, add_special_tokens=add_special_tokens, most_new_chars=most)
         if tokens is not None:
             return tokens
-    return await context.tokenize_in_thread(
-        partial(tokenize, context, text, add_special_tokens=add_special_tokens, salt=salt)
+    return await intake.tokenize_in_thread(
+        partial(tokenize, intake, text, add_special_tokens=add_special_tokens, salt=salt)
     )
 
 
-def tokenize(context: ServerContext, text: str, *, add_special_tokens: bool, salt: str | None) -> TokenArray:
+def tokenize(intake: Intake, text: str, *, add_special_tokens: bool, salt: str | None) -> TokenArray:
     """Do the same, whatever it takes; for threads. Raises ModelError."""
-    tokenizer, known = context.engine.tokenizer, context.known_texts
+    tokenizer, known = intake.engine.tokenizer, intake.known_texts
     if known is None or salt is None:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return known.encode(tokenizer, text, salt, add_special_tokens=add_special_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -24,6 +25,7 @@ class RequestModel(BaseModel):
     accepted, and counted where they are given (`ignored_hints.py`)."""
 
     @classmethod
+    @cache
     def known_names(cls) -> frozenset[str]:
         """Return the names of all fields that aren't news to us."""
         fields = (field.alias or name for name, field in cls.model_fields.items())

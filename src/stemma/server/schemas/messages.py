@@ -15,15 +15,13 @@ from stemma.server.schemas.bounds import (
     Parts,
     PositiveCount,
     PositiveShare,
-    Priority,
-    Salt,
     Seed,
     Share,
     StopString,
     TemplateKwargs,
     TopK,
-    Ttl,
 )
+from stemma.server.schemas.shared import KeptRequest
 
 
 class Turn(RequestModel):
@@ -108,7 +106,7 @@ class CountTokensRequest(RequestModel):
     """Beyond Anthropic, as in the chat API; `thinking` decides `enable_thinking`."""
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, KeptRequest):
     """Body of ``POST /v1/messages``."""
 
     max_tokens: PositiveCount
@@ -122,6 +120,3 @@ class MessagesRequest(CountTokensRequest):
     # Beyond Anthropic: names as in the chat API.
     seed: Seed | None = None
     ignore_eos: bool = False
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
-    cache_ttl_s: Ttl | None = None

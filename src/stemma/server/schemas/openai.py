@@ -13,31 +13,19 @@ from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TEMPLATE_CHARS,
-    BadWords,
     Choices,
     Count,
-    LengthPenalty,
     Name,
     NumLogprobs,
     Parts,
-    Penalty,
     PositiveCount,
-    PositiveShare,
     Priority,
-    RepetitionPenalty,
     Role,
-    Salt,
-    Seed,
-    Share,
-    Stops,
-    Temperature,
     TemplateKwargs,
-    TokenBias,
-    TokenIds,
     Tools,
-    TopK,
     Ttl,
 )
+from stemma.server.schemas.shared import KeptRequest, SearchedRequest, StructuredOutputs
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # vLLM's, old names included
@@ -96,21 +84,6 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(RequestModel):
-    """vLLM's ``structured_outputs``: exactly one of the fields."""
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": (), "whitespace_pattern": ()}
-    harmless: ClassVar[frozenset[str]] = frozenset(
-        {"disable_fallback", "disable_any_whitespace", "disable_additional_properties"}
-    )
-
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
 class KeptTokens(RequestModel):
     """A retention hint of a prompt's leading tokens."""
 
@@ -120,7 +93,7 @@ class KeptTokens(RequestModel):
     cache_ttl_s: Ttl | None = None
 
 
-class OpenAIRequest(RequestModel):
+class OpenAIRequest(SearchedRequest, KeptRequest):
     """Fields that chat and plain completions share. None: the checkpoint's default, then OpenAI's."""
 
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {
@@ -148,49 +121,20 @@ class OpenAIRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
     n: Choices | None = None
-    stop: Stops | None = None
-    seed: Seed | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     user: Name | None = None
     # Beyond OpenAI: names as in vLLM.
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: Count = 0
-    skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
-    truncate_prompt_tokens: PositiveCount | None = None
-    """Number of a prompt's tokens that are kept."""
     truncation_side: Literal["left", "right"] | None = None
     """Where `truncate_prompt_tokens` cuts; None: on the left, so that the last tokens stay."""
     prompt_logprobs: NumLogprobs | None = None
     """Report how likely each token of the prompt was, and this number of the likeliest in its place."""
     return_token_ids: bool | None = None
     """Report the ids of prompt and answers beside their text."""
-    cache_salt: Salt | None = None
-    """Prompts with different salts never share cached blocks."""
-    priority: Priority | None = None
-    """Retention hint for the blocks that this request leaves behind."""
-    cache_ttl_s: Ttl | None = None
-    """Retention hint: seconds of disuse after which those blocks go first."""
     cache_retention: Annotated[list[KeptTokens], Field(fail_fast=True, max_length=MAX_KEPT)] | None = None
-    """Retention hints of leading tokens, ascending; the two above are those of the rest."""
-    best_of: Choices | None = None
-    """Number of answers generated: the `n` with the highest mean log-probability return; or beams."""
-    use_beam_search: bool = False
-    """Search for the `n` likeliest answers; fields that shape sampling are ignored."""
-    length_penalty: LengthPenalty = 1.0
-    """Of the beam search; above 0 favours long answers."""
+    """Retention hints of leading tokens, ascending; `priority` and `cache_ttl_s` are those of the rest."""
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
@@ -199,10 +143,6 @@ class OpenAIRequest(RequestModel):
     """SGLang's name for a JSON schema as text."""
     regex: str | None = None
     ebnf: str | None = None
-    logit_bias: TokenBias | None = None
-    """Token id -> what is added to its logit."""
-    allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords | None = None
 
 
 Prompt = Annotated[

@@ -12,23 +12,11 @@ from stemma.server.schemas.bounds import (
     MAX_MESSAGES,
     MAX_NAME_CHARS,
     Name,
-    Penalty,
     PositiveCount,
-    PositiveShare,
-    Priority,
-    RepetitionPenalty,
-    Salt,
-    Seed,
-    Share,
-    Stops,
-    Temperature,
     TemplateKwargs,
-    TokenBias,
-    TokenIds,
     Tools,
-    TopK,
-    Ttl,
 )
+from stemma.server.schemas.shared import KeptRequest, SampledRequest
 
 MAX_METADATA = 16
 """Entries of `metadata`, as OpenAI has it."""
@@ -80,7 +68,7 @@ class ConversationItems(RequestModel):
     items: Items
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SampledRequest, KeptRequest):
     """Body of ``POST /v1/responses``."""
 
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {"text": TextOptions, "reasoning": ReasoningOptions}
@@ -132,8 +120,6 @@ class ResponsesRequest(RequestModel):
     """Keep the response and its conversation for later turns; default: yes."""
     stream: bool | None = None
     max_output_tokens: PositiveCount | None = None
-    temperature: Temperature | None = None
-    top_p: PositiveShare | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -143,23 +129,8 @@ class ResponsesRequest(RequestModel):
     metadata: Metadata | None = None
     user: Name | None = None
     # Beyond OpenAI: names as in the chat API.
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    seed: Seed | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    stop: Stops | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logit_bias: TokenBias | None = None
     structured_outputs: dict[str, Any] | None = None
     """Checked as the chat API's."""
-    cache_salt: Salt | None = None
-    priority: Priority | None = None
-    cache_ttl_s: Ttl | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
 

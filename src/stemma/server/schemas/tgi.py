@@ -10,26 +10,18 @@ from pydantic import Field
 from stemma.server.schemas.base import RequestModel
 from stemma.server.schemas.bounds import (
     MAX_TEMPERATURE,
-    BadWords,
     Choices,
-    Count,
-    LengthPenalty,
     Name,
     Parts,
     Penalty,
     PositiveCount,
     PositiveShare,
     RepetitionPenalty,
-    Seed,
-    Share,
     Stops,
-    Temperature,
-    TokenBias,
-    TokenIds,
     TopK,
     UnsignedSeed,
 )
-from stemma.server.schemas.openai import StructuredOutputs
+from stemma.server.schemas.shared import SearchedRequest, StructuredOutputs
 
 
 class TGIParameters(RequestModel):
@@ -81,7 +73,7 @@ class TGIRequest(RequestModel):
     model: Name | None = None
 
 
-class VLLMGenerateRequest(RequestModel):
+class VLLMGenerateRequest(SearchedRequest):
     """Body of ``POST /generate`` in vLLM's shape."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -106,27 +98,4 @@ class VLLMGenerateRequest(RequestModel):
     stream: bool = False
     model: Name | None = None
     max_tokens: PositiveCount | None = None
-    min_tokens: Count = 0
-    truncate_prompt_tokens: PositiveCount | None = None
-    """Number of the last prompt tokens that are kept."""
     n: Choices = 1
-    best_of: Choices | None = None
-    use_beam_search: bool = False
-    length_penalty: LengthPenalty = 1.0
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: PositiveShare | None = None
-    min_p: Share | None = None
-    seed: Seed | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    stop: Stops | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logit_bias: TokenBias | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords | None = None
-    structured_outputs: StructuredOutputs | None = None

@@ -9,9 +9,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stemma.server.access import host_name
 from stemma.server.admission.caller import Caller, begin_call
-from stemma.server.errors import json_response
-from stemma.server.routes import IS_HEAD
+from stemma.server.errors import json_response, openai_body
 
+IS_HEAD = "stemma.head"
+"""In a request's scope: GET stands for HEAD, so only the head of the answer is sent."""
 _MAX_LENGTH_DIGITS = 18
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -58,13 +59,8 @@ class Entrance:
 
 
 def _refusal(wrong: str) -> ASGIApp:
-    detail = {
-        "message": f"the request has {wrong} header",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "malformed_header",
-    }
-    return json_response({"error": detail}, 400)
+    message = f"the request has {wrong} header"
+    return json_response(openai_body(message, "invalid_request_error", code="malformed_header"), 400)
 
 
 def _given_id(scope: Scope) -> str | None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from stemma.server.generation import OutputStream
+from stemma.errors import StemmaError
+from stemma.server.errors import ErrorShape
 from stemma.server.transport.disconnect import until_disconnected
 from stemma.server.transport.planes import DIRECT_SEND
 
@@ -23,6 +24,11 @@ def event(body: Any, name: str | None = None) -> bytes:
     """Return one event that carries `body` as JSON; `name` is its type, for APIs that give one."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def told_as(shape: ErrorShape, end: bytes = b"") -> Callable[[StemmaError], bytes]:
+    """Return what writes an error as an event in `shape`, and `end` behind it."""
+    return lambda error: event(shape.body(error)) + end
 
 
 class TextEvent:
@@ -38,8 +44,17 @@ class TextEvent:
         return self._head + orjson.dumps(text) + self._tail
 
 
+class Closable(Protocol):
+    """What a stream may read from."""
+
+    async def aclose(self) -> None:
+        """End it; safe to call at any time."""
+
+
 class EventStream(Response):
     """Sends the chunks of `source` as they come, until it ends or the client leaves.
+
+    If an error ends it early, `told` writes the last chunk.
 
     `outputs`, which `source` may read, is closed in any case: a generator that was never started would not
     run its own cleanup.
@@ -50,13 +65,15 @@ class EventStream(Response):
     def __init__(
         self,
         source: AsyncGenerator[bytes, None],
-        outputs: OutputStream | None = None,
+        outputs: Closable | None = None,
         headers: Mapping[str, str] | None = None,
+        told: Callable[[StemmaError], bytes] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._source = source
         self._outputs = outputs
+        self._told = told
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
 
     async def aclose(self) -> None:
@@ -82,7 +99,13 @@ class EventStream(Response):
     async def _pump(self, send: Send, direct_send: Send) -> None:
         async with aclosing(self._source) as source:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in source:
-                # Middlewares look at the start of a response alone, and each of them costs a call a token.
-                await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
+            try:
+                async for chunk in source:
+                    # Middlewares look at the start of a response alone, and each costs a call a token.
+                    await direct_send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except StemmaError as error:
+                if self._told is None:
+                    raise
+                told = self._told(error)
+                await direct_send({"type": "http.response.body", "body": told, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

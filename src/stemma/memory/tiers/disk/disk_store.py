@@ -261,8 +261,7 @@ class DiskStore(SlottedStore):
             length=self.block_bytes,
             owner=block.owner,
             used_at=now,
-            ttl_s=block.ttl_s,
-            priority=block.priority,
+            hint=block.hint,
         ).pack()
         fd, offset = self._slabs.place(slot)
         try:

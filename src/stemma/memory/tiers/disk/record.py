@@ -37,8 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stemma.prefix.eviction.policy import clamped_priority, clamped_ttl_s
-from stemma.types import BlockKey
+from stemma.types import NO_HINT, BlockKey, RetentionHint
 
 RECORD_BYTES = 128
 DISK_FORMAT_VERSION = 2
@@ -81,16 +80,14 @@ class Record:
     length: int
     owner: str
     used_at: float
-    ttl_s: float | None
-    priority: int
+    hint: RetentionHint = NO_HINT
 
     def pack(self) -> bytes:
-        """Return the 128 bytes. Hints out of range are clamped."""
-        ttl_s = clamped_ttl_s(self.ttl_s)
+        """Return the 128 bytes."""
         fields = _FIELDS.pack(
             _MAGIC,
             DISK_FORMAT_VERSION,
-            clamped_priority(self.priority),
+            self.hint.priority,
             self.key,
             self.parent,
             self.generation,
@@ -98,7 +95,7 @@ class Record:
             self.length,
             int(self.owner or "0", 16),
             self.used_at,
-            math.nan if ttl_s is None else ttl_s,
+            math.nan if self.hint.ttl_s is None else self.hint.ttl_s,
             self.slot,
         )
         return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))

@@ -9,23 +9,23 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import CacheReport
-from stemma.errors import GenerationFailed, InvalidRequest, StemmaError
+from stemma.engine.api import CacheReport, GenerationRequest
+from stemma.errors import GenerationFailed, InvalidRequest
 from stemma.server.access import JSON_TYPE
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.messages.blocks import chat_fields
 from stemma.server.apis.messages.marks import Mark, marks_of, num_shared, ranges_of
 from stemma.server.apis.messages.output import ContentBlocks
 from stemma.server.apis.responses.output import new_id
-from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import anthropic_error, anthropic_error_body, json_response
-from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.errors import anthropic_error, json_response
+from stemma.server.generation import Collected, OutputStream
 from stemma.server.observe.explain import explanation_of
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import hinted
+from stemma.server.requests.retention import hint_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, Turn
 from stemma.server.schemas.openai import ChatRequest
@@ -40,21 +40,22 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     body = validate(MessagesRequest, await read_object(request))
-    check_model(context, body.model)
+    adapter = check_model(context.engine, body.model)
     marks = marks_of(body)
     chat = validate(ChatRequest, chat_fields(body))
-    turn = await chat_turn(context, new_id("msg"), chat)
+    turn = await chat_turn(context, new_id("msg"), chat, adapter)
     if marks:
         ends = [await _num_marked(context, body, mark, turn) for mark in marks]
         ranges = ranges_of(marks, ends)
-        turn = replace(turn, generation=hinted(turn.generation, body, ranges))
+        turn = replace(turn, generation=_kept(turn.generation, body, ranges))
     else:
         ranges = ()
     reply = _Reply(context, turn, ranges)
     if body.stream:
-        outputs = await start(context, request, [turn.generation], "messages")
-        return EventStream(reply.events(outputs), outputs)
-    [result] = await run_to_end(context, request, [turn.generation], "messages")
+        outputs = await context.runner.start(request, [turn.generation], "messages")
+        source = reply.events(outputs)
+        return EventStream(source, outputs, told=lambda error: _event(anthropic_error.body(error)))
+    [result] = await context.runner.run_to_end(request, [turn.generation], "messages")
     return json_response(reply.whole(result))
 
 
@@ -63,13 +64,13 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a conversation becomes."""
     context = context_of(request)
     body = validate(CountTokensRequest, await read_object(request))
-    check_model(context, body.model)
+    check_model(context.engine, body.model)
     marks_of(body)
-    tokens = await chat_prompt(context, validate(ChatRequest, chat_fields(body)))
+    tokens = await chat_prompt(context.intake, validate(ChatRequest, chat_fields(body)))
     return json_response({"input_tokens": len(tokens)})
 
 
-async def _num_marked(context: ServerContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
+async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
     """Return how many tokens lie before a mark: those that a prompt which ends there has in common.
 
     A mark on the tools or the system text counts up to the first turn.
@@ -82,10 +83,20 @@ async def _num_marked(context: ServerContext, body: MessagesRequest, mark: Mark,
         fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
         fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
-        prefix = await chat_prompt(context, validate(ChatRequest, fields), turn.body.cache_salt or "")
+        prefix = await chat_prompt(context.intake, validate(ChatRequest, fields), turn.body.cache_salt or "")
     except InvalidRequest:  # a template may refuse a conversation that ends here
         return 0
     return num_shared(tokens, prefix)
+
+
+def _kept(
+    generation: GenerationRequest, body: MessagesRequest, marked: Sequence[RetentionRange]
+) -> GenerationRequest:
+    """Return the request with the hints of what is marked; what the body says itself holds everywhere."""
+    ranges = tuple(
+        RetentionRange(one.num_tokens, hint_of(body.priority, body.cache_ttl_s, one.hint)) for one in marked
+    )
+    return replace(generation, retention=replace(generation.retention, ranges=ranges))
 
 
 @dataclass(slots=True)
@@ -110,7 +121,7 @@ class _End:
 class _Reply:
     """One message, whole or as events."""
 
-    def __init__(self, context: ServerContext, turn: ChatTurn, marked: Sequence[RetentionRange]) -> None:
+    def __init__(self, context: ApiContext, turn: ChatTurn, marked: Sequence[RetentionRange]) -> None:
         self._context = context
         self._turn = turn
         self._marked = marked
@@ -133,21 +144,17 @@ class _Reply:
         cache, num_generated = outputs.first[1].cache, 0
         message = self._message(blocks, self._usage(cache, 0))
         yield _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
-        try:
-            async for _, output in outputs:
-                num_generated, told = output.num_generated_tokens, []
-                for delta in output.deltas:
-                    told += blocks.feed(parser.feed(delta.text))
-                    if delta.finish_reason is not None:
-                        end = _End(delta.finish_reason, delta.stop_reason)
-                        told += blocks.feed(parser.end())
-                if told:
-                    yield b"".join(map(_event, told))
-            if end.finish_reason is FinishReason.ABORT:
-                raise GenerationFailed("the server ended this request before its answer was complete")
-        except StemmaError as error:
-            yield _event(anthropic_error_body(error)[1])
-            return
+        async for _, output in outputs:
+            num_generated, told = output.num_generated_tokens, []
+            for delta in output.deltas:
+                told += blocks.feed(parser.feed(delta.text))
+                if delta.finish_reason is not None:
+                    end = _End(delta.finish_reason, delta.stop_reason)
+                    told += blocks.feed(parser.end())
+            if told:
+                yield b"".join(map(_event, told))
+        if end.finish_reason is FinishReason.ABORT:
+            raise GenerationFailed("the server ended this request before its answer was complete")
         last = {"type": "message_delta", "delta": end.of(blocks), "usage": self._usage(cache, num_generated)}
         yield b"".join(map(_event, [*blocks.end(), last, {"type": "message_stop"}]))
 
@@ -159,7 +166,7 @@ class _Reply:
             "id": self._turn.generation.request_id,
             "type": "message",
             "role": "assistant",
-            "model": answered_by(self._context, self._turn.body.model),
+            "model": answered_by(self._context.engine, self._turn.generation.adapter),
             "content": blocks.blocks,
             "stop_reason": None,
             "stop_sequence": None,
@@ -173,7 +180,7 @@ class _Reply:
         for one in self._marked:
             new = max(0, one.num_tokens - max(read, start))
             written += new
-            for_an_hour += new if (one.ttl_s or 0.0) > _SHORT_TTL_S else 0
+            for_an_hour += new if (one.hint.ttl_s or 0.0) > _SHORT_TTL_S else 0
             start = one.num_tokens
         return {
             "input_tokens": cache.num_prompt_tokens - read - written,

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from stemma.errors import InvalidRequest
 from stemma.server.schemas.messages import CacheControl, CountTokensRequest
-from stemma.types import DEFAULT_PRIORITY, RetentionRange, TokenArray
+from stemma.types import DEFAULT_PRIORITY, RetentionHint, RetentionRange, TokenArray
 
 MAX_MARKS = 4
 MARKED_PRIORITY = DEFAULT_PRIORITY + 20
@@ -54,7 +54,7 @@ def ranges_of(marks: Sequence[Mark], ends: Sequence[int]) -> tuple[RetentionRang
     for number, end in enumerate(ends):
         ttl_s = max(mark.ttl_s for mark in marks[number:])
         if end > (ranges[-1].num_tokens if ranges else 0):
-            ranges.append(RetentionRange(end, MARKED_PRIORITY, ttl_s))
+            ranges.append(RetentionRange(end, RetentionHint(MARKED_PRIORITY, ttl_s)))
     return tuple(ranges)
 
 

@@ -14,29 +14,29 @@ from starlette.responses import Response
 
 from stemma.engine.api import RequestOutput
 from stemma.errors import GenerationFailed, InvalidRequest, NotFound, StemmaError
-from stemma.server.access import JSON_TYPE
+from stemma.server.access import JSON_TYPE, owner_of
 from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
+from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.responses.conversations import add_turn, conversation_of
 from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages
 from stemma.server.apis.responses.listing import item_page, whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
-from stemma.server.apis.responses.store import Item, StoredResponse
-from stemma.server.context import ServerContext, context_of
-from stemma.server.errors import json_response, openai_error, openai_error_body
-from stemma.server.generation import Collected, OutputStream, run_to_end, start
+from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
+from stemma.server.errors import json_response, openai_error
+from stemma.server.generation import Collected, OutputStream
+from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
-from stemma.server.requests.ignored_hints import count_hint
 from stemma.server.requests.models import answered_by, check_model
 from stemma.server.requests.prompts import chat_prompt
-from stemma.server.requests.retention import Retention, retained
+from stemma.server.requests.retention import hint_of
 from stemma.server.routes import EVENTS_TYPE, TENANT, Router
 from stemma.server.schemas.openai import ChatRequest
 from stemma.server.schemas.responses import ConversationName, InputTokensRequest, ResponsesRequest
 from stemma.server.transport.sse import EventStream, event
-from stemma.types import DEFAULT_PRIORITY, FinishReason, TokenArray, as_tokens
+from stemma.types import DEFAULT_PRIORITY, FinishReason, RetentionHint, TokenArray, as_tokens
 
 router = Router(openai_error)
 
@@ -49,23 +49,23 @@ STORED_PRIORITY = DEFAULT_PRIORITY + 10
 @router.post("/v1/responses", TENANT, sends=(JSON_TYPE, EVENTS_TYPE), openapi_extra=takes(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer ``input``, after the conversation of ``previous_response_id`` if that is given."""
-    context = context_of(request)
+    context, stores = context_of(request), stores_of(request)
     body = validate(ResponsesRequest, await read_object(request))
-    check_model(context, body.model)
+    adapter = check_model(context.engine, body.model)
     for asked in body.include or ():
         count_hint(f"include.{asked}" if asked in KNOWN_INCLUDES else "include")
-    owner = context.access.owner(request)
-    past = _past(context, owner, body)
+    owner = owner_of(request)
+    past = _past(stores, owner, body)
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
     response_id = new_id("resp")
-    turn = await chat_turn(context, response_id, chat, past.token_ids)
-    turn = _retained(context, body, turn)
-    reply = _Reply(context, body, turn, owner, history, [*past.items, *whole_items(body.input)])
+    turn = await chat_turn(context, response_id, chat, adapter, past.token_ids)
+    turn = _retained(stores, body, turn)
+    reply = _Reply(context, stores, body, turn, owner, history, [*past.items, *whole_items(body.input)])
     if body.stream:
-        outputs = await start(context, request, [turn.generation], "responses")
+        outputs = await context.runner.start(request, [turn.generation], "responses")
         return EventStream(reply.events(outputs), outputs)
-    [result] = await run_to_end(context, request, [turn.generation], "responses")
+    [result] = await context.runner.run_to_end(request, [turn.generation], "responses")
     return json_response(await reply.whole(result))
 
 
@@ -74,41 +74,40 @@ async def count_input(request: Request) -> Response:
     """Count the tokens of the prompt that ``input`` becomes, after the conversation that it goes on from."""
     context = context_of(request)
     body = validate(InputTokensRequest, await read_object(request))
-    check_model(context, body.model)
-    past = _past(context, context.access.owner(request), body)
+    check_model(context.engine, body.model)
+    past = _past(stores_of(request), owner_of(request), body)
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
-    tokens = await chat_prompt(context, chat, salt=body.cache_salt or "")
+    tokens = await chat_prompt(context.intake, chat, salt=body.cache_salt or "")
     return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
 
 @router.get("/v1/responses/{response_id}/input_items", TENANT)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List what a stored response was given to, the newest first unless ``order=asc``."""
-    context = context_of(request)
-    found = context.responses.get(context.access.owner(request), response_id)
-    if found is None:
-        raise _not_found(response_id)
+    found = _stored(request, response_id)
     return json_response(item_page(orjson.loads(found.input_items), request))
 
 
 @router.get("/v1/responses/{response_id}", TENANT)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
-    context = context_of(request)
-    found = context.responses.get(context.access.owner(request), response_id)
-    if found is None:
-        raise _not_found(response_id)
-    return Response(found.response, media_type="application/json")
+    return Response(_stored(request, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", TENANT)
 async def delete_response(request: Request, response_id: str) -> Response:
     """Drop a stored response. Later responses that continue it are kept."""
-    context = context_of(request)
-    if not context.responses.delete(context.access.owner(request), response_id):
+    if not stores_of(request).responses.delete(owner_of(request), response_id):
         raise _not_found(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _stored(request: Request, response_id: str) -> StoredResponse:
+    found = stores_of(request).responses.get(owner_of(request), response_id)
+    if found is None:
+        raise _not_found(response_id)
+    return found
 
 
 def _not_found(response_id: str) -> NotFound:
@@ -125,18 +124,18 @@ class _Past:
     """As the engine holds it."""
 
 
-def _past(context: ServerContext, owner: str, body: ResponsesRequest) -> _Past:
+def _past(stores: Stores, owner: str, body: ResponsesRequest) -> _Past:
     """Return the conversation, or that of the response, to go on from."""
     if (name := _conversation_id(body)) is not None:
         if body.previous_response_id is not None:
             message = "give previous_response_id or conversation, not both"
             raise InvalidRequest(message, param="previous_response_id")
-        conversation = conversation_of(context, owner, name)
+        conversation = conversation_of(stores, owner, name)
         items = conversation.items()
         return _Past(chat_messages(items), items, conversation.token_ids if items else None)
     if body.previous_response_id is None:
         return _Past()
-    found = context.responses.get(owner, body.previous_response_id)
+    found = stores.responses.get(owner, body.previous_response_id)
     if found is None:
         message = str(_not_found(body.previous_response_id))
         raise InvalidRequest(message, param="previous_response_id")
@@ -153,16 +152,18 @@ def _with_instructions(body: ResponsesRequest, history: list[ChatMessage]) -> li
     return [{"role": "system", "content": body.instructions}, *history]
 
 
-def _is_stored(context: ServerContext, body: ResponsesRequest) -> bool:
-    return body.store is not False and context.responses.capacity > 0
+def _is_stored(stores: Stores, body: ResponsesRequest) -> bool:
+    return body.store is not False and stores.responses.capacity > 0
 
 
-def _retained(context: ServerContext, body: ResponsesRequest, turn: ChatTurn) -> ChatTurn:
+def _retained(stores: Stores, body: ResponsesRequest, turn: ChatTurn) -> ChatTurn:
     """Return the turn with the hint that a stored conversation's blocks get, unless it brings its own."""
-    if not _is_stored(context, body):
+    if not _is_stored(stores, body):
         return turn
-    hint = Retention(STORED_PRIORITY, context.responses.ttl_s)
-    return replace(turn, generation=retained(turn.generation, body, hint))
+    default = RetentionHint(STORED_PRIORITY, stores.responses.ttl_s)
+    rest = hint_of(body.priority, body.cache_ttl_s, default)
+    retention = replace(turn.generation.retention, rest=rest)
+    return replace(turn, generation=replace(turn.generation, retention=retention))
 
 
 @dataclass(slots=True)
@@ -186,7 +187,8 @@ class _Reply:
 
     def __init__(
         self,
-        context: ServerContext,
+        context: ApiContext,
+        stores: Stores,
         body: ResponsesRequest,
         turn: ChatTurn,
         owner: str,
@@ -194,6 +196,7 @@ class _Reply:
         input_items: list[Item],
     ) -> None:
         self._context = context
+        self._stores = stores
         self._body = body
         self._turn = turn
         self._owner = owner
@@ -225,7 +228,7 @@ class _Reply:
             told = progress.items.end("incomplete" if progress.was_cut else "completed")
             response = await self._finished(progress)
         except StemmaError as error:
-            detail = openai_error_body(error)[1]["error"]
+            detail = openai_error.body(error)["error"]
             failed = self._response("failed", progress)
             failed["error"] = {"code": "server_error", "message": detail["message"]}
             yield numbered.write([{"type": "response.failed", "response": failed}])
@@ -258,11 +261,11 @@ class _Reply:
         response["usage"] = await self._usage(progress)
         held = np.concatenate((self._turn.generation.prompt_token_ids, as_tokens(progress.token_ids)))
         self._add_to_conversation(progress, response, held)
-        if _is_stored(self._context, self._body):
+        if _is_stored(self._stores, self._body):
             given = orjson.dumps(self._input_items)
             messages = [*self._history, *chat_messages(progress.items.items)]
             entry = StoredResponse(orjson.dumps(response), orjson.dumps(messages), held, given)
-            self._context.responses.put(self._owner, response["id"], entry)
+            self._stores.responses.put(self._owner, response["id"], entry)
         return response
 
     def _add_to_conversation(self, progress: _Progress, response: dict[str, Any], held: TokenArray) -> None:
@@ -275,7 +278,7 @@ class _Reply:
             return
         turn = [*whole_items(self._body.input), *progress.items.items]
         try:
-            add_turn(self._context, self._owner, name, turn, held)
+            add_turn(self._stores, self._owner, name, turn, held)
         except InvalidRequest:
             response["conversation"] = None
 
@@ -284,7 +287,9 @@ class _Reply:
         reasoning, tokenizer = progress.items.reasoning, self._context.engine.tokenizer
         num_reasoning = 0
         if reasoning:
-            ids = await self._context.in_thread(lambda: tokenizer.encode(reasoning, add_special_tokens=False))
+            ids = await self._context.intake.in_thread(
+                lambda: tokenizer.encode(reasoning, add_special_tokens=False)
+            )
             num_reasoning = len(ids)
         num_cached = usage["prompt_cache_hit_tokens"]
         written = usage["prompt_cache_miss_tokens"]
@@ -313,12 +318,12 @@ class _Reply:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": answered_by(self._context, body.model),
+            "model": answered_by(self._context.engine, self._turn.generation.adapter),
             "output": progress.items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
-            "store": _is_stored(self._context, body),
+            "store": _is_stored(self._stores, body),
             "temperature": params.temperature,
             "text": {"format": wanted or {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,

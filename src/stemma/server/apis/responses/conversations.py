@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.errors import InvalidRequest, NotFound
+from stemma.server.access import owner_of
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.listing import item_page, place_of, whole_items
 from stemma.server.apis.responses.output import new_id
-from stemma.server.apis.responses.store import Item, StoredConversation
-from stemma.server.context import ServerContext, context_of
+from stemma.server.apis.responses.store import Item, StoredConversation, Stores, stores_of
 from stemma.server.errors import json_response, openai_error
 from stemma.server.openapi import takes
 from stemma.server.requests.body import read_object, validate
@@ -30,39 +30,39 @@ router = Router(openai_error)
 @router.post("/v1/conversations", TENANT, openapi_extra=takes(ConversationRequest))
 async def create(request: Request) -> Response:
     """Begin a conversation, with items or empty."""
-    context = context_of(request)
+    stores = stores_of(request)
     body = validate(ConversationRequest, await read_object(request))
-    if context.conversations.capacity == 0:
+    if stores.conversations.capacity == 0:
         raise InvalidRequest("this server stores no conversations (max_responses)")
     items = _checked(body.items or [])
     entry = StoredConversation(int(time.time()), orjson.dumps(body.metadata or {}), orjson.dumps(items))
     conversation_id = new_id("conv")
-    _put(context, request, conversation_id, entry)
+    _put(stores, request, conversation_id, entry)
     return _answer(conversation_id, entry)
 
 
 @router.get("/v1/conversations/{conversation_id}", TENANT)
 async def get(request: Request, conversation_id: str) -> Response:
     """Return when a conversation began, and its metadata."""
-    return _answer(conversation_id, _found(context_of(request), request, conversation_id))
+    return _answer(conversation_id, _found(stores_of(request), request, conversation_id))
 
 
 @router.post("/v1/conversations/{conversation_id}", TENANT, openapi_extra=takes(ConversationRequest))
 async def update(request: Request, conversation_id: str) -> Response:
     """Replace a conversation's metadata."""
-    context = context_of(request)
+    stores = stores_of(request)
     body = validate(ConversationRequest, await read_object(request))
-    entry = _found(context, request, conversation_id)
+    entry = _found(stores, request, conversation_id)
     entry = replace(entry, metadata=orjson.dumps(body.metadata or {}))
-    _put(context, request, conversation_id, entry)
+    _put(stores, request, conversation_id, entry)
     return _answer(conversation_id, entry)
 
 
 @router.delete("/v1/conversations/{conversation_id}", TENANT)
 async def delete(request: Request, conversation_id: str) -> Response:
     """Drop a conversation. Responses that were part of it are kept."""
-    context = context_of(request)
-    if not context.conversations.delete(context.access.owner(request), conversation_id):
+    stores = stores_of(request)
+    if not stores.conversations.delete(owner_of(request), conversation_id):
         raise _missing(conversation_id)
     return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -70,10 +70,10 @@ async def delete(request: Request, conversation_id: str) -> Response:
 @router.post("/v1/conversations/{conversation_id}/items", TENANT, openapi_extra=takes(ConversationItems))
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Add items at the end of a conversation."""
-    context = context_of(request)
+    stores = stores_of(request)
     body = validate(ConversationItems, await read_object(request))
     added = _checked(body.items)
-    add_turn(context, context.access.owner(request), conversation_id, added, None)
+    add_turn(stores, owner_of(request), conversation_id, added, None)
     return json_response(
         {
             "object": "list",
@@ -88,37 +88,37 @@ async def add_items(request: Request, conversation_id: str) -> Response:
 @router.get("/v1/conversations/{conversation_id}/items", TENANT)
 async def list_items(request: Request, conversation_id: str) -> Response:
     """List a conversation's items, the newest first unless ``order=asc``."""
-    return json_response(item_page(_found(context_of(request), request, conversation_id).items(), request))
+    return json_response(item_page(_found(stores_of(request), request, conversation_id).items(), request))
 
 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Return one item."""
-    items = _found(context_of(request), request, conversation_id).items()
+    items = _found(stores_of(request), request, conversation_id).items()
     return json_response(items[place_of(items, item_id)])
 
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}", TENANT)
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Take one item out of a conversation."""
-    context = context_of(request)
-    entry = _found(context, request, conversation_id)
+    stores = stores_of(request)
+    entry = _found(stores, request, conversation_id)
     items = entry.items()
     del items[place_of(items, item_id)]
-    _put(context, request, conversation_id, replace(entry, item_list=orjson.dumps(items)))
+    _put(stores, request, conversation_id, replace(entry, item_list=orjson.dumps(items)))
     return _answer(conversation_id, entry)
 
 
-def conversation_of(context: ServerContext, owner: str, conversation_id: str) -> StoredConversation:
+def conversation_of(stores: Stores, owner: str, conversation_id: str) -> StoredConversation:
     """Return what a response goes on from. Raises InvalidRequest if the owner has no such conversation."""
-    found = context.conversations.get(owner, conversation_id)
+    found = stores.conversations.get(owner, conversation_id)
     if found is None:
         raise InvalidRequest(str(_missing(conversation_id)), param="conversation")
     return found
 
 
 def add_turn(
-    context: ServerContext,
+    stores: Stores,
     owner: str,
     conversation_id: str,
     items: list[Item],
@@ -129,7 +129,7 @@ def add_turn(
     `token_ids`: the conversation as the engine now holds it; None: as before. Raises NotFound, InvalidRequest
     if it grows too long.
     """
-    entry = context.conversations.get(owner, conversation_id)
+    entry = stores.conversations.get(owner, conversation_id)
     if entry is None:
         raise _missing(conversation_id)
     grown = [*entry.items(), *items]
@@ -137,7 +137,7 @@ def add_turn(
         raise InvalidRequest(f"a conversation holds at most {MAX_MESSAGES} items", param="items")
     tokens = entry.token_ids if token_ids is None else token_ids
     entry = replace(entry, item_list=orjson.dumps(grown), token_ids=tokens)
-    if not context.conversations.put(owner, conversation_id, entry):
+    if not stores.conversations.put(owner, conversation_id, entry):
         raise InvalidRequest("the conversation is too large to be stored", param="items")
 
 
@@ -148,15 +148,15 @@ def _checked(given: list[Item]) -> list[Item]:
     return items
 
 
-def _found(context: ServerContext, request: Request, conversation_id: str) -> StoredConversation:
-    found = context.conversations.get(context.access.owner(request), conversation_id)
+def _found(stores: Stores, request: Request, conversation_id: str) -> StoredConversation:
+    found = stores.conversations.get(owner_of(request), conversation_id)
     if found is None:
         raise _missing(conversation_id)
     return found
 
 
-def _put(context: ServerContext, request: Request, conversation_id: str, entry: StoredConversation) -> None:
-    if not context.conversations.put(context.access.owner(request), conversation_id, entry):
+def _put(stores: Stores, request: Request, conversation_id: str, entry: StoredConversation) -> None:
+    if not stores.conversations.put(owner_of(request), conversation_id, entry):
         raise InvalidRequest("the conversation is too large to be stored", param="items")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
+from starlette.requests import Request
 
 from stemma.types import TokenArray, as_tokens
 
@@ -166,3 +167,17 @@ class OwnedStore(Generic[E]):
         self.num_bytes -= entry.num_bytes
         if not owned.entries:
             del self._owners[owner]
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """What one server keeps for its clients; lives in ``app.state.stores``."""
+
+    responses: OwnedStore[StoredResponse]
+    conversations: OwnedStore[StoredConversation]
+
+
+def stores_of(request: Request) -> Stores:
+    """Return what the app that serves `request` keeps."""
+    stores: Stores = request.app.state.stores
+    return stores

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.engine.api import EngineStats
-from stemma.errors import InvalidRequest, Overloaded
-from stemma.server.context import ServerContext, context_of
+from stemma.errors import Overloaded
 from stemma.server.errors import json_response, openai_error
-from stemma.server.observe.tier_metrics import tiers_as_json
+from stemma.server.observe.tier_metrics import engine_as_json
 from stemma.server.observe.watches import RequestRecord, RequestWatch
-from stemma.server.openapi import parameter
+from stemma.server.openapi import QueryNumber
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.routes import EVENTS_TYPE, OPERATOR, Router
 from stemma.server.transport.sse import EventStream, event
 
@@ -26,40 +25,40 @@ MAX_STREAMS = 16
 MAX_UNDER_WAY, MAX_ENDED = 100, 500
 """Requests in one snapshot."""
 EVERY_S = 1.0
-_SINCE = {"type": "integer", "minimum": 0, "maximum": 2**53}
+_SINCE = QueryNumber("since", 0, 2**53, 0)
 
 
-@router.get("/admin/live/now", OPERATOR, openapi_extra=parameter("since", _SINCE))
+@router.get("/admin/live/now", OPERATOR, openapi_extra=_SINCE.extra)
 async def now(request: Request) -> Response:
     """One snapshot; of requests that ended, those whose number is above ``since``."""
-    return json_response(await snapshot(context_of(request), _since(request)))
+    return json_response(await snapshot(context_of(request), _SINCE.of(request)))
 
 
-@router.get("/admin/live", OPERATOR, sends=(EVENTS_TYPE,), openapi_extra=parameter("since", _SINCE))
+@router.get("/admin/live", OPERATOR, sends=(EVENTS_TYPE,), openapi_extra=_SINCE.extra)
 async def live(request: Request) -> Response:
     """A snapshot each second as server-sent events, until the client leaves or the server stops."""
     context = context_of(request)
-    if context.num_live_streams >= MAX_STREAMS:
+    if context.instruments.watches.num_pages >= MAX_STREAMS:
         raise Overloaded(f"{MAX_STREAMS} pages watch this server already; close one")
-    return EventStream(_snapshots(context, _since(request)))
+    return EventStream(_snapshots(context, _SINCE.of(request)))
 
 
-async def _snapshots(context: ServerContext, since: int) -> AsyncGenerator[bytes, None]:
-    context.num_live_streams += 1
+async def _snapshots(context: OperatorContext, since: int) -> AsyncGenerator[bytes, None]:
+    context.instruments.watches.num_pages += 1
     try:
-        while not context.draining:
+        while not context.lifecycle.draining:
             shown = await snapshot(context, since)
             since = shown["last_number"]
             yield event(shown)
             await asyncio.sleep(EVERY_S)
     finally:
-        context.num_live_streams -= 1
+        context.instruments.watches.num_pages -= 1
 
 
-async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
+async def snapshot(context: OperatorContext, since: int) -> dict[str, Any]:
     """Return counters and gauges, the requests under way, and those that ended after number `since`."""
     stats = await context.engine.stats()
-    watches = context.watches
+    watches = context.instruments.watches
     newest = watches.records[-1].number if watches.records else 0
     # A page that watched the server before a restart asks for numbers that don't exist yet.
     since = since if since <= newest else 0
@@ -68,7 +67,7 @@ async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
     return {
         "time": time.time(),
         "model": context.engine.model_name,
-        "started_at": context.started_at,
+        "started_at": context.lifecycle.started_at,
         "failure": context.engine.failure,
         "engine": engine_as_json(stats),
         "budgets": [asdict(state) for state in context.admission.states()],
@@ -77,15 +76,6 @@ async def snapshot(context: ServerContext, since: int) -> dict[str, Any]:
         "ended": [_record_as_json(record) for record in ended],
         "last_number": newest,
     }
-
-
-def engine_as_json(stats: EngineStats) -> dict[str, Any]:
-    """Return the engine's counters and gauges as plain JSON."""
-    shown = asdict(replace(stats, transfer=None))
-    if stats.transfer is not None:
-        shown["transfer"] = tiers_as_json(stats.transfer)
-    shown["cached_tokens_by_tier"] = {t.value: n for t, n in stats.cached_tokens_by_tier.items()}
-    return shown
 
 
 def _watch_as_json(watch: RequestWatch) -> dict[str, Any]:
@@ -120,10 +110,3 @@ def _record_as_json(record: RequestRecord) -> dict[str, Any]:
         "first_token_s": record.first_token_s,
         "total_s": record.total_s,
     }
-
-
-def _since(request: Request) -> int:
-    given = request.query_params.get("since", "0")
-    if not (given.isascii() and given.isdecimal() and len(given) <= 16):
-        raise InvalidRequest("since: the number of a request, 0 or more", param="since")
-    return int(given)

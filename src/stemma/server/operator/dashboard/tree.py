@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.engine.core.tree_outline import MAX_NODES, TreeOutline
-from stemma.errors import InvalidRequest
-from stemma.server.context import ServerContext, context_of
 from stemma.server.errors import json_response, openai_error
-from stemma.server.openapi import parameter
+from stemma.server.openapi import QueryNumber
+from stemma.server.operator.context import OperatorContext, context_of
 from stemma.server.routes import OPERATOR, Router
 
 router = Router(openai_error)
+_MAX_NODES = QueryNumber("max_nodes", 1, MAX_NODES, MAX_NODES)
 _MAX_TEXTS = 2000
 """Nodes, nearest to the roots first, whose first words are shown."""
 
@@ -23,19 +23,16 @@ _MAX_TEXTS = 2000
 @router.get(
     "/admin/tree",
     OPERATOR,
-    openapi_extra=parameter("max_nodes", {"type": "integer", "minimum": 1, "maximum": MAX_NODES}),
+    openapi_extra=_MAX_NODES.extra,
 )
 async def tree(request: Request) -> Response:
     """Nodes of the prefix tree, parents first, as parallel lists, what only lower tiers hold last; 10000."""
-    given = request.query_params.get("max_nodes", str(MAX_NODES))
-    if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= MAX_NODES):
-        raise InvalidRequest(f"max_nodes must be between 1 and {MAX_NODES}", param="max_nodes")
     context = context_of(request)
-    outline = await context.engine.cache_control.outline(int(given))
+    outline = await context.engine.cache_control.outline(_MAX_NODES.of(request))
     return json_response(await asyncio.to_thread(_as_json, context, outline))
 
 
-def _as_json(context: ServerContext, outline: TreeOutline) -> dict[str, Any]:
+def _as_json(context: OperatorContext, outline: TreeOutline) -> dict[str, Any]:
     tokenizer = context.engine.tokenizer
     return {
         "num_nodes": outline.num_nodes,

@@ -21,9 +21,10 @@ from stemma.config.settings import ServerSettings, Settings
 from stemma.engine.client import EngineClient
 from stemma.engine.core import tally
 from stemma.server.access import Access
+from stemma.server.admission.ledger import Admission
 from stemma.server.admission.sockets import OpenSockets
 from stemma.server.app import create_app
-from stemma.server.context import ServerContext
+from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe import request_log
 from stemma.server.transport.acceptor import AdmittingServer
 from stemma.server.transport.connections import make_protocol, open_sockets, quiet_logs
@@ -78,13 +79,15 @@ class _DrainingServer(_PortServer):
         self,
         app: ASGIApp,
         port: PlaneListener,
-        context: ServerContext,
+        engine: EngineClient,
+        lifecycle: Lifecycle,
         settings: Settings,
         sockets: OpenSockets,
     ) -> None:
         super().__init__(app, port, settings.server, sockets, is_main=True)
         self.exit_code = EXIT_CLEAN
-        self._context = context
+        self._engine = engine
+        self._lifecycle = lifecycle
         self._timeout_s = settings.server.drain_timeout_s
         self._num_signals = 0
         self._drain: asyncio.Task[None] | None = None
@@ -111,15 +114,15 @@ class _DrainingServer(_PortServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Start draining once a signal has come or the engine has failed; runs ten times a second."""
-        if self._context.engine.failure is not None:
+        if self._engine.failure is not None:
             self.exit_code = EXIT_ENGINE_FAILED
-        if (self._num_signals or self._context.engine.failure is not None) and self._drain is None:
+        if (self._num_signals or self._engine.failure is not None) and self._drain is None:
             self._drain = asyncio.create_task(self._drain_and_stop())
         return await super().on_tick(counter)
 
     async def _drain_and_stop(self) -> None:
-        self._context.draining = True
-        if not await self._context.engine.drain(self._timeout_s):
+        self._lifecycle.draining = True
+        if not await self._engine.drain(self._timeout_s):
             self.exit_code = EXIT_CUT_OFF
         self.should_exit = True
 
@@ -136,17 +139,18 @@ def serve(
     app = create_app(engine, settings)
     main = listeners.main
     sockets, *beside = open_sockets(settings.server, len(listeners.ports))
-    context: ServerContext = app.state.context
-    context.admission.add(*(one.budget for one in (sockets, *beside)))
-    server = _DrainingServer(app, main, context, settings, sockets)
-    context.stop = server.stop
+    lifecycle: Lifecycle = app.state.lifecycle
+    admission: Admission = app.state.admission
+    admission.add(*(one.budget for one in (sockets, *beside)))
+    server = _DrainingServer(app, main, engine, lifecycle, settings, sockets)
+    lifecycle.stop = server.stop
     others = [
         (_PortServer(app, port, settings.server, own), port.listener)
         for port, own in zip(listeners.ports[1:], beside, strict=True)
     ]
 
     async def run() -> None:
-        _reload_on_hangup(listeners, context.access)
+        _reload_on_hangup(listeners, app.state.access)
         tasks = [asyncio.create_task(other.serve(sockets=[listener])) for other, listener in others]
         on_ready(main.url)
         try:

@@ -1,0 +1,58 @@
+"""What the operator's plane shows and changes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from stemma.config.settings import Settings
+from stemma.engine.client import EngineClient
+from stemma.errors import ConfigError
+from stemma.server.access import Access
+from stemma.server.admission.ledger import Admission
+from stemma.server.lifecycle import Lifecycle
+from stemma.server.observe.instruments import Instruments
+from stemma.server.observe.metric_aliases import Names
+from stemma.server.observe.mindie_metrics import MINDIE_NAMES
+from stemma.server.observe.vllm_metrics import VLLM_NAMES
+from stemma.server.requests.intake import Intake
+from stemma.server.tenants.published import PublishedPrefixes
+
+ALIASES = {"vllm": VLLM_NAMES, "mindie": MINDIE_NAMES}
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorContext:
+    """One server's; lives in ``app.state.operator``."""
+
+    engine: EngineClient
+    settings: Settings
+    access: Access
+    admission: Admission
+    intake: Intake
+    instruments: Instruments
+    lifecycle: Lifecycle
+    published: PublishedPrefixes
+    metric_aliases: list[Names]
+    bundle_key: bytes | None
+    reporting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a report on divergences is made."""
+
+
+def context_of(request: Request) -> OperatorContext:
+    """Return what the operator of the app that serves `request` works with."""
+    context: OperatorContext = request.app.state.operator
+    return context
+
+
+def alias_names(settings: Settings) -> list[Names]:
+    """Return whose names `/metrics` shows beside ours. Raises ConfigError for one that nobody knows."""
+    wanted = dict.fromkeys(name for name in settings.server.metric_aliases if name != "none")
+    if settings.requests.dialect == "mindie":
+        wanted["mindie"] = None
+    for name in wanted:
+        if name not in ALIASES:
+            raise ConfigError(f"metric_aliases: {name!r} is none of {', '.join(ALIASES)}, none")
+    return [ALIASES[name] for name in wanted]

@@ -1,0 +1,98 @@
+"""What turns bodies into checked requests: the tokenizer, its threads, and the limits of what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from stemma.budgets import Budget
+from stemma.config.settings import Settings
+from stemma.engine.client import EngineClient
+from stemma.errors import InvalidRequest
+from stemma.server.admission.caller import caller
+from stemma.server.admission.ledger import Admission
+from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.known_texts import KnownTexts
+from stemma.server.requests.limits import largest_n
+from stemma.server.requests.template_process import TemplateProcess
+from stemma.workers import WorkerThreads
+
+T = TypeVar("T")
+
+TOKENIZER_THREADS = 2
+"""Tokenizers work outside the GIL; two keep a long prompt from delaying a short one."""
+MAX_CHARS_PER_TOKEN = 256
+"""More than any common vocabulary's longest token: longer texts can't fit the context."""
+FOREIGN_TEMPLATE_TIMEOUT_S = 5.0
+"""Time limit of a template sent in a request."""
+_PARSE_TIMEOUT_S = 30.0
+
+
+class Intake:
+    """Reads the requests of one server; lives in ``app.state.intake``."""
+
+    def __init__(
+        self, engine: EngineClient, settings: Settings, admission: Admission, *, has_tenants: bool
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.largest_n = largest_n(settings)
+        self.bodies: Budget = admission.bodies
+        shares = not has_tenants and settings.engine.cache.enable_prefix_cache
+        self.known_texts = KnownTexts() if shares else None
+        """None where tenants may not learn of each other's prompts, or nothing is shared."""
+        self._limit_s = settings.server.tokenize_timeout_s
+        self._renderer: TemplateProcess | None = None
+        if settings.server.trust_request_chat_template:
+            self._renderer = TemplateProcess(
+                min(self._limit_s, FOREIGN_TEMPLATE_TIMEOUT_S),
+                MAX_CHARS_PER_TOKEN * engine.max_model_len,
+                engine.tokenizer.special_tokens,
+            )
+        self._tokenizers = WorkerThreads(
+            TOKENIZER_THREADS, "stemma-tokenizer", engine.supervisor, admission.tokenizing
+        )
+        self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
+
+    async def tokenize_in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which tokenizes a prompt, off the event loop: that takes 100s of ms on long prompts.
+
+        Raises TookTooLong after `tokenize_timeout_s`, and RateLimited or Overloaded if too many prompts wait.
+        """
+        return await self._tokenizers.run(
+            work, limit_s=self._limit_s, what="tokenizing", owner=caller().tenant
+        )
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do the same with what belongs to a request that was admitted, such as its answer: never refused."""
+        return await self._tokenizers.run(
+            work, limit_s=self._limit_s, what="tokenizing", owner=caller().tenant, is_bounded=False
+        )
+
+    async def parse_in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which reads a large body, off the event loop. The budget of bodies bounds it."""
+        return await self._parser.run(
+            work, limit_s=_PARSE_TIMEOUT_S, what="reading the body", owner=caller().tenant
+        )
+
+    async def render_foreign(self, template: str, conversation: Conversation) -> str:
+        """Render `conversation` with a client's own template; raise InvalidRequest if that isn't allowed."""
+        if self._renderer is None:
+            message = "a request may not bring a chat template: see --trust-request-chat-template"
+            raise InvalidRequest(message, param="chat_template")
+        return await self._renderer.render(template, conversation)
+
+    def close(self) -> None:
+        """End the threads and the process that renders."""
+        self._tokenizers.close()
+        self._parser.close()
+        if self._renderer is not None:
+            self._renderer.close()
+
+
+def intake_of(request: Request) -> Intake:
+    """Return what reads the requests of the app that serves `request`."""
+    intake: Intake = request.app.state.intake
+    return intake
