@@ -83,6 +83,10 @@ def small_device(llm: LLM) -> dict[str, Any]:
     """Return settings of a device that holds `SMALL_TOKENS`, and a few states of recurrent layers."""
     layout = llm.engine.runner.kv.layout
     kv_bytes = SMALL_TOKENS * layout.bytes_per_token
+    if layout.windows is not None:
+        num_pages = SMALL_TOKENS // layout.block_size
+        page_bytes = layout.blocks_per_page * layout.block_bytes
+        return {"kv_cache_memory": f"{kv_bytes + num_pages * page_bytes}B", "max_batch_tokens": 128}
     if layout.state is None:
         return {"kv_cache_memory": f"{kv_bytes}B"}
     state_bytes = (SMALL_STATES * layout.blocks_per_state + 1) * layout.block_bytes

@@ -106,6 +106,9 @@ class CacheSettings(SettingsModel):
     state_interval: int = Field(default=1024, ge=64)
     """Of a long prompt of such a model a state is kept every so many tokens, beside those where prompts part
     and end."""
+    free_windows: bool = True
+    """Of a model that mixes layers with sliding windows and others (Gemma 3, GPT-OSS): keep KV behind a
+    window only where prompts part and end. Off: keep all of it, so that prompts share it by the token."""
     kv_cache_dtype: KVDtype = "auto"
     """How KV is stored, in every tier: as the model computes it, or one byte a number with a scale per token
     and KV head, which holds about twice the tokens in the same bytes. `int8` and `fp8` (e4m3) run on CPU."""

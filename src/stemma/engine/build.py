@@ -36,11 +36,11 @@ from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
-from stemma.memory.cache.states import CachedStates
+from stemma.memory.cache.states import CachedStates, Places
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.device.sizing import blocks_and_states, device_bytes
+from stemma.memory.device.sizing import DeviceSizes, device_bytes, device_sizes
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
@@ -143,14 +143,17 @@ def _build(
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, (name, *also_named))
     asked = settings.cache
-    layout = model.layout(asked.block_size, asked.kv_cache_dtype, asked.kv_layout)
+    frees_windows = asked.free_windows and ranks is None
+    layout = model.layout(
+        asked.block_size, asked.kv_cache_dtype, asked.kv_layout, frees_windows=frees_windows
+    )
     memory: MemoryPlan | None = None
     if settings.cache.memory_limit is not None:
         memory = plan_memory(settings.cache.memory_limit, model, settings)
         num_bytes = memory.kv_bytes
     else:
         num_bytes = device_bytes(settings.cache, model.device)
-    num_blocks, num_states = blocks_and_states(layout, num_bytes, settings.cache)
+    sizes = device_sizes(layout, num_bytes, settings.cache, settings.scheduler.max_batch_tokens)
     kv_layout = layout.describe()
     if not settings.cache.share_across_levels:
         kv_layout += f":{model.numeric_path}"
@@ -161,7 +164,7 @@ def _build(
         if ranks.share.context_size > 1:
             kv_layout += f":cp{ranks.share.context_size}"
     key_space = KeySpace(model.fingerprint, kv_layout, settings.cache.block_size)
-    kv = make_kv(layout, num_blocks, model.device, key_space, ranks, num_states)
+    kv = make_kv(layout, sizes, model.device, key_space, ranks)
     index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
     lower: LowerTiers | None = None
@@ -207,7 +210,7 @@ def _build(
         drafter=drafter,
         model_drafts=model_drafts,
         trace_log=open_trace_log(settings.cache, supervisor),
-        queue=None if kv.num_states else open_queue(settings, model.device),
+        queue=open_queue(settings, model.device) if cache.is_plain else None,
         memory=memory,
         grammars=GrammarCompiler(
             tokenizer.transformers_tokenizer,
@@ -239,27 +242,36 @@ def _header_kept(path: Path) -> AbstractContextManager[None]:
 
 def make_kv(
     layout: KVLayout,
-    num_blocks: int,
+    sizes: DeviceSizes,
     device: torch.device,
     key_space: KeySpace,
     ranks: Ranks | None,
-    num_states: int,
 ) -> DeviceKV:
     """Return the device tier; on several ranks every rank has one of these blocks, and its tiers are open."""
     if ranks is None:
-        return DeviceKV(layout, num_blocks, device, num_states=num_states)
-    ranks.open(Open(num_blocks, key_space, layout.describe()))
-    return LeadingKV(layout, num_blocks, device, ranks)
+        return DeviceKV(
+            layout, sizes.num_blocks, device, num_states=sizes.num_states, num_pages=sizes.num_pages
+        )
+    ranks.open(Open(sizes.num_blocks, key_space, layout.describe()))
+    return LeadingKV(layout, sizes.num_blocks, device, ranks)
 
 
 def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None) -> CachedStates | None:
-    """Return what keeps the states of recurrent layers; None: the model has none."""
-    if not kv.num_states:
+    """Return what keeps the states of recurrent layers and windows; None: the model has neither."""
+    if not kv.num_states and not kv.num_pages:
         return None
-    return CachedStates(
+    windows = kv.layout.windows
+    places = Places(
         kv.num_states,
-        settings.block_size,
         kv.state_blocks,
+        kv.num_pages,
+        kv.page_blocks,
+        kv.copy_page,
+        0 if windows is None else windows.window,
+    )
+    return CachedStates(
+        places,
+        settings.block_size,
         lower,
         time.monotonic,
         interval=settings.state_interval,

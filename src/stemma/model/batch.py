@@ -26,6 +26,16 @@ class StateMoves:
     """Rows, ascending, behind which states are kept, and where."""
 
 
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """Where layers with windows write and find KV: in pages, of which each is a block of tokens."""
+
+    slots: torch.Tensor
+    """[T] int64: as `ForwardBatch.slots`, of pages."""
+    tables: torch.Tensor
+    """[S, max_blocks] int32, on CPU: as `ForwardBatch.block_tables`; 0 for what no token sees."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens of S sequences, flattened; sequence s owns rows ``query_starts[s]:query_starts[s + 1]``.
@@ -58,6 +68,8 @@ class ForwardBatch:
 
     states: StateMoves | None = None
     """None: the model has no recurrent layers."""
+    pages: PageTables | None = None
+    """None: all KV lies in blocks."""
 
     on_launch: Callable[[], None] = _nothing
     """Decoders call it once they are about to compute outside Python: from then on the step leaves the

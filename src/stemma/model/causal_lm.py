@@ -11,7 +11,7 @@ import torch
 from stemma.config.settings import KVArrangement, KVDtype
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import COLUMNS, KVLayout, StateLayout
+from stemma.memory.device.layout import COLUMNS, KVLayout, StateLayout, WindowGroup
 from stemma.model.batch import ForwardBatch
 from stemma.model.lora.adapter import Adapter, LinearShape
 
@@ -30,6 +30,8 @@ class KVShape:
     """Dims of a compressed latent before its rotary key; 0: KV is no latent."""
     state: StateLayout | None = None
     """What recurrent layers keep of a sequence; None: there are none."""
+    windows: WindowGroup | None = None
+    """Layers whose KV may lie in pages; None: there are none, or all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,16 @@ class CausalLM:
         return self.decoder.prepare_adapter(adapter)
 
     def layout(
-        self, block_size: int, kv_dtype: KVDtype = "auto", arrangement: KVArrangement = "rows"
+        self,
+        block_size: int,
+        kv_dtype: KVDtype = "auto",
+        arrangement: KVArrangement = "rows",
+        *,
+        frees_windows: bool = False,
     ) -> KVLayout:
         """Return what this rank's part of a block of `block_size` tokens looks like for this model.
+
+        With `frees_windows`, layers with sliding windows lie in pages of their own, where that saves memory.
 
         Raises ConfigError for a KV dtype or an arrangement that the model can't attend over.
         """
@@ -150,6 +159,9 @@ class CausalLM:
             dtype,
             state=shape.state,
         )
+        if frees_windows and shape.windows is not None and self.device.type == "cpu":
+            num_layers = shape.num_layers - len(shape.windows.layers)
+            plain = replace(plain, num_layers=num_layers, windows=shape.windows)
         if shape.state is not None and self.device.type != "cpu":
             raise ConfigError(f"{self.info.architecture} has recurrent layers, which run on CPU only")
         if arrangement == "nz":

@@ -70,7 +70,7 @@ class AttentionStep:
         """Cover the sequences of `batch` with more than `longer_than` query tokens."""
         block_size = kv.layout.block_size
         self._batch = batch
-        self._kv = self.kv = kv
+        self._kv = kv
         self._longer_than = longer_than
         self._block_size = block_size
         slots = batch.slots if batch.written_rows is None else batch.slots[batch.written_rows]

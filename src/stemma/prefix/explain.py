@@ -35,7 +35,7 @@ class MissReason(StrEnum):
     LOAD_NOT_AWAITED = "load_not_awaited"
     """A slow tier has more of it, but requests don't wait for slow tiers (prefetch policy best_effort)."""
     NO_STATE = "no_state"
-    """KV of more tokens is cached, but no recurrent state behind them: the model has recurrent layers."""
+    """KV of more tokens is cached, but no checkpoint behind them of layers that are recurrent or windowed."""
     NO_ROOM = "no_room"
     """The head of a block could have been reused, but no block was free to copy it to."""
     OTHER_ADAPTER = "other_adapter"
@@ -197,8 +197,9 @@ def no_state(num_with_kv: int, num_cached_tokens: int) -> Miss:
     """Return the miss of a prompt with KV of `num_with_kv` tokens, but a state behind fewer."""
     return Miss(
         MissReason.NO_STATE,
-        f"KV of {num_with_kv} tokens is cached, but this model's recurrent layers need a state too, and the "
-        f"last one kept stands behind position {num_cached_tokens}.",
+        f"KV of {num_with_kv} tokens is cached, but some layers of this model (recurrent, or with sliding "
+        "windows) need what lies right before a token too, and the last checkpoint of that stands behind "
+        f"position {num_cached_tokens}.",
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stemma.memory.cache.lease import Lease
-from stemma.memory.cache.states import CachedStates
+from stemma.memory.cache.states import CachedStates, Places
 from stemma.prefix.keys import KeySpace, Namespace
 
 BLOCK_SIZE = 32
@@ -29,9 +29,8 @@ class Clock:
 def make_states(num_states: int, **options: object) -> CachedStates:
     fields: dict[str, object] = {"interval": 256} | options
     return CachedStates(
-        num_states,
+        Places(num_states, lambda state: range(100 + 2 * state, 102 + 2 * state)),
         BLOCK_SIZE,
-        lambda state: range(100 + 2 * state, 102 + 2 * state),
         None,
         Clock(),
         **fields,  # type: ignore[arg-type]
@@ -148,24 +147,22 @@ def test_without_room_a_sequence_takes_its_checkpoint_back() -> None:
 
 
 def test_what_spares_least_goes_first() -> None:
-    states = make_states(4, interval=64)
-    long, short = lease_of(0, 512), lease_of(1, 64)
+    states = make_states(5, interval=64)
+    long, short = lease_of(0, 256), lease_of(1, 64)
     for lease in (long, short):
-        states.begin(lease, 0)
-    run(states, long, 512)
-    run(states, short, 64)
-    states.end(long)
-    states.end(short)
+        assert states.begin(lease, 0)
+        run(states, lease, lease.num_tokens)
+        states.end(lease)
     before = states.num_checkpoints
-    taken = [states.take() for _ in range(4 - before)]
-    assert None not in taken
     for _ in range(5):
         again = lease_of(1, 80)
         states.begin(again, 64)
         states.end(again)
-    assert states.take() is not None
-    assert deepest(states, short, 64) == 64
+    other = lease_of(2, 10)
+    states.begin(other, 0)
+    run(states, other, 10)
     assert states.num_checkpoints == before - 1
+    assert deepest(states, short, 64) == 64
 
 
 def test_a_load_that_brings_less_falls_back() -> None:
@@ -190,9 +187,88 @@ def test_a_load_that_brings_less_falls_back() -> None:
 
 def test_pieces_have_keys_of_their_own() -> None:
     states = make_states(2)
-    one, other = lease_of(0, 64).key(1), lease_of(1, 64).key(1)
-    keys = [*states.piece_keys(one), *states.piece_keys(other), one, other]
+    one, other = lease_of(0, 64), lease_of(1, 64)
+    keys = [*states.piece_keys(one, 64), *states.piece_keys(other, 64), one.key(1), other.key(1)]
     assert len(set(keys)) == len(keys) == 6
+
+
+WINDOW = 70
+
+
+def make_windows(num_pages: int, num_states: int = 0, **options: object) -> CachedStates:
+    fields: dict[str, object] = {"interval": 256} | options
+    places = Places(
+        num_states,
+        lambda state: range(100 + 2 * state, 102 + 2 * state),
+        num_pages,
+        lambda page: range(200 + 3 * page, 203 + 3 * page),
+        lambda _source, _target: None,
+        WINDOW,
+    )
+    return CachedStates(places, BLOCK_SIZE, None, Clock(), **fields)  # type: ignore[arg-type]
+
+
+def pages_of(lease: Lease) -> list[int]:
+    assert lease.state is not None
+    return sorted(lease.state.pages)
+
+
+def test_pages_behind_the_window_are_freed() -> None:
+    states = make_windows(20)
+    lease = lease_of(0, 300)
+    states.begin(lease, 0)
+    run(states, lease, 300)
+    # Token 300 sees tokens from 231 on: blocks 7, 8 and the open one, 9.
+    assert pages_of(lease) == [7, 8, 9]
+    assert len(states.piece_keys(lease, 256)) == 3 * 3  # of tokens 187 to 255: blocks 5 to 7
+    assert [deepest(states, lease, at) for at in (255, 256, 288)] == [0, 256, 256]
+    states.end(lease)
+    again = lease_of(0, 310)
+    assert states.begin(again, 256)
+    assert pages_of(again) == [5, 6, 7]
+    run(states, again, 310)
+    states.check([again])
+
+
+def test_forks_copy_their_open_page() -> None:
+    copied: list[tuple[int, int]] = []
+    places = Places(
+        0, range, 10, lambda page: range(page, page + 1), lambda *pair: copied.append(pair), WINDOW
+    )
+    states = CachedStates(places, BLOCK_SIZE, None, Clock(), interval=256)
+    lease = lease_of(0, 50)
+    states.begin(lease, 0)
+    run(states, lease, 50)
+    twin = Lease(Namespace(), SPACE, lease.tokens)
+    states.twin(lease, twin)
+    for one in (lease, twin):
+        one.append(7)
+        run(states, one, 51)
+    assert len(copied) == 1
+    states.check([lease, twin])
+
+
+def test_without_pages_a_step_waits() -> None:
+    states = make_windows(4)
+    lease, other = lease_of(0, 120), lease_of(1, 120)
+    states.begin(lease, 0)
+    run(states, lease, 120)
+    assert not states.plan(lease, 120, 400, num_drafts=0)
+    states.end(lease)
+    assert states.begin(other, 0)
+    run(states, other, 120)
+    states.check([other])
+
+
+def test_windows_keep_what_a_wrong_draft_leaves() -> None:
+    states = make_windows(10)
+    lease = lease_of(0, 100)
+    states.begin(lease, 0)
+    run(states, lease, 100)
+    assert states.plan(lease, 100, 104, num_drafts=3)
+    assert states.land(lease, 104, num_computed=102)
+    assert lease.state is not None
+    assert lease.state.position == 102
 
 
 @dataclass
@@ -205,7 +281,12 @@ class Model:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_holders_always_agree(data: st.DataObject) -> None:
-    states = make_states(data.draw(st.integers(2, 9)), interval=data.draw(st.sampled_from((64, 128, 1024))))
+    interval = data.draw(st.sampled_from((64, 128, 1024)))
+    num_states, num_pages = data.draw(st.sampled_from(((2, 0), (9, 0), (0, 14), (0, 40), (3, 20))))
+    if num_pages:
+        states = make_windows(num_pages, num_states, interval=interval)
+    else:
+        states = make_states(num_states, interval=interval)
     model = Model()
     leases: list[tuple[int, Lease]] = []
     for _ in range(data.draw(st.integers(1, 40))):
@@ -235,9 +316,9 @@ def test_holders_always_agree(data: st.DataObject) -> None:
                     lease.append(prompt)
                 end = lease.num_tokens
                 if states.plan(lease, start, end, num_drafts=3):
-                    accepted = data.draw(st.integers(0, 3))
-                    if states.land(lease, end, num_computed=end - 3 + accepted):
-                        model.computed |= {(prompt, at) for at in range(start, end + 1)}
+                    accepted = max(start + 1, end - 3 + data.draw(st.integers(0, 3)))
+                    if states.land(lease, end, num_computed=accepted):
+                        model.computed |= {(prompt, at) for at in range(start, accepted + 1)}
             else:
                 if start == lease.num_tokens:
                     lease.append(prompt)

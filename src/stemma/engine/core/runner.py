@@ -19,7 +19,7 @@ from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.batch import ForwardBatch, StateMoves
+from stemma.model.batch import ForwardBatch, PageTables, StateMoves
 
 
 class LanguageModel(Protocol):
@@ -165,6 +165,7 @@ class Runner:
             logits_rows=buffers.logits_rows.to_device(rows.num_logits),
             adapters=() if self._adapters is None else self._adapters.rows(rows.adapters),
             states=_state_moves(rows) if self.kv.num_states else None,
+            pages=self._page_tables(rows) if self.kv.num_pages else None,
         )
 
     def _fill(self, buffers: StepBuffers, item: Scheduled) -> None:
@@ -189,6 +190,24 @@ class Runner:
         blocks, offsets = np.divmod(positions, size)
         slots[row:end] = table[blocks].astype(np.int64) * size + offsets
 
+    def _page_tables(self, rows: StepRows) -> PageTables:
+        """Return where layers with windows write and find KV."""
+        size = self._block_size
+        max_blocks = -(-max(item.end for item in rows.items) // size)
+        tables = np.zeros((len(rows.items), max_blocks), dtype=np.int32)
+        slots = np.empty(rows.num_rows, dtype=np.int64)
+        for number, item in enumerate(rows.items):
+            assert item.sequence.lease is not None
+            assert item.sequence.lease.state is not None
+            for block, page in item.sequence.lease.state.pages.items():
+                if block < max_blocks:
+                    tables[number, block] = page
+            positions = np.arange(item.start, item.end)
+            slots[item.first_row : item.first_row + item.num_tokens] = (
+                tables[number, positions // size].astype(np.int64) * size + positions % size
+            )
+        return PageTables(torch.from_numpy(slots), torch.from_numpy(tables))
+
     def _block_tables(self, buffers: StepBuffers, rows: StepRows, max_blocks: int) -> torch.Tensor:
         result, tables = buffers.block_tables(len(rows.items), max_blocks)
         for i, item in enumerate(rows.items):
@@ -211,6 +230,7 @@ def _state_moves(rows: StepRows) -> StateMoves:
         assert item.sequence.lease.state is not None
         move = item.sequence.lease.state.move
         assert move is not None
+        assert move.last is not None
         initial.append(move.initial)
         last.append(move.last)
         snapshots += [(item.row_of(position - 1), state) for position, state in move.snapshots]

@@ -346,8 +346,9 @@ class Scheduler:
                 num_tokens = scored.start + room - start
                 scored = scored[:room]
         assert sequence.lease is not None
-        if num_tokens and not self._cache.plan_state(sequence.lease, start, start + num_tokens):
-            return 0  # until another sequence ends
+        while num_tokens and not self._cache.plan_state(sequence.lease, start, start + num_tokens):
+            num_tokens //= 2  # fewer need fewer pages; none until another sequence ends
+        scored = scored[: max(0, start + num_tokens - scored.start)]
         if num_tokens:
             plan.append(Scheduled(sequence, start, num_tokens, int(num_tokens == num_missing), scored=scored))
         return num_tokens

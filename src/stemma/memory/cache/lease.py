@@ -47,22 +47,24 @@ class StateMove:
 
     initial: int | None
     """The state before its first row; None: zeros."""
-    last: int
-    """Where the state behind its last row goes."""
+    last: int | None
+    """Where the state behind its last row goes; None: the model keeps none."""
     snapshots: tuple[tuple[int, int], ...] = ()
     """Positions inside the step, ascending, and where the states behind so many tokens go."""
 
 
 class LeaseState:
-    """The recurrent state of one sequence that runs. Only states.py changes it."""
+    """Recurrent state and windows of one sequence that runs. Only states.py changes them."""
 
-    __slots__ = ("branch", "checkpoint", "move", "position", "rolling", "state")
+    __slots__ = ("branch", "checkpoint", "move", "pages", "position", "rolling", "state")
 
     def __init__(self, state: int | None, position: int, branch: int) -> None:
         self.state = state
         """None: zeros, before the first token."""
         self.position = position
         """Tokens that it stands for."""
+        self.pages: dict[int, int] = {}
+        """Of layers with windows: block number -> page, as far back as tokens from `position` on see."""
         self.branch = branch
         """Where cached KV went on without a state: the tree branches there; 0: nowhere."""
         self.checkpoint = position

@@ -131,6 +131,11 @@ class PrefixCache:
         return self._cached.version if self._cached is not None else 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a sequence holds nothing but blocks: no recurrent state, no pages of windows."""
+        return self._states is None
+
+    @property
     def enabled(self) -> bool:
         """Whether finished blocks are kept and reused."""
         return self._cached is not None

@@ -62,7 +62,7 @@ class StateHits:
             key = lease.key(deeper // size - 1)
             pieces: Sequence[BlockKey] = ()
             if not self._states.has(key):
-                pieces = self._states.piece_keys(key)
+                pieces = self._states.piece_keys(lease, deeper)
                 if self._lower is None or len(self._lower.match(pieces)) < len(pieces):
                     continue
             loaded = max(0, deeper // size - num_full)

@@ -1,12 +1,13 @@
-"""States of recurrent layers: who holds which, and the checkpoints that later prompts go on from.
+"""What serves only prompts that go on right behind it: recurrent states, and windows of KV.
 
-KV of a prefix serves every longer prompt; a recurrent state serves only those that go on right behind its
-last token. So states are kept where prompts are likely to part: at absolute multiples of `unit` tokens, and
-of these where the tree has branched, where a prompt ends, every `interval` tokens of a long one, and behind
-the last tokens of an answer. A checkpoint is found by the key of the last KV block before it. It is never
-copied: a sequence reads it and writes its own state elsewhere, and alone with a state it writes in place.
+KV of a prefix serves every longer prompt. A recurrent state, and the last tokens that a sliding window sees,
+serve only those that go on behind them. So both are kept where prompts are likely to part, as checkpoints: at
+absolute multiples of `unit` tokens, and of these where the tree has branched, where a prompt ends, every
+`interval` tokens of a long one, and behind the last tokens of an answer. A checkpoint is found by the key of
+the last KV block before it, and is never copied: a sequence reads a state and writes its own elsewhere (alone
+with it, in place), and pages of a window are shared, since they are full.
 
-Below the device a state is blocks like any other, under keys of its own (`piece_keys`).
+Below the device a checkpoint is blocks like any other, under keys of its own (`piece_keys`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stemma.errors import IntegrityError
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
+from stemma.memory.cache.slots import Slots
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.keys import owner_tag
@@ -27,13 +28,15 @@ from stemma.types import BlockKey
 
 CHECKPOINT_TOKENS = 64
 """Checkpoints lie at multiples of this number of tokens, or of a larger block."""
-_PIECE = b"stemma.state"
+_STATE, _PAGE = b"stemma.state", b"stemma.window"
 
 
 @dataclass(slots=True)
 class _Checkpoint:
-    state: int
-    position: int
+    state: int | None
+    pages: tuple[int, ...]
+    blocks: tuple[DeviceBlock, ...]
+    """Its blocks as the tiers below see them; empty without any."""
     gap: int
     """Tokens that computing it again would cost, from the checkpoint before it."""
     used_at: float
@@ -42,31 +45,43 @@ class _Checkpoint:
     """Taken behind an answer's tokens while it was written: the next one replaces it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where states and pages lie on the device."""
+
+    num_states: int
+    state_blocks: Callable[[int], range]
+    """Takes a state; returns the ids of its blocks."""
+    num_pages: int = 0
+    page_blocks: Callable[[int], range] = lambda _page: range(0)
+    copy_page: Callable[[int, int], None] = lambda _source, _target: None
+    window: int = 0
+    """Tokens that the layers with windows see; 0: no layer has pages."""
+
+
 class CachedStates:
-    """All states of the device. Not thread-safe: one owner, the step loop."""
+    """All states and pages of the device. Not thread-safe: one owner, the step loop."""
 
     def __init__(
         self,
-        num_states: int,
+        places: Places,
         block_size: int,
-        blocks_of: Callable[[int], range],
         lower: LowerTiers | None,
         clock: Callable[[], float],
         *,
         interval: int,
         keeps: bool = True,
     ) -> None:
-        """`blocks_of` returns the ids of a state's blocks. Without `keeps` there are no checkpoints."""
+        """Without `keeps` there are no checkpoints."""
         self.unit = int(np.lcm(CHECKPOINT_TOKENS, block_size))
-        self.num_states = num_states
         self.num_evicted = 0
-        self._block_size = block_size
+        self._places, self._block_size = places, block_size
         self._interval = -(-interval // self.unit) * self.unit
-        self._blocks_of, self._lower, self._clock, self._keeps = blocks_of, lower, clock, keeps
-        self._free = list(range(num_states - 1, -1, -1))
-        self._refs: npt.NDArray[np.int32] = np.zeros(num_states, dtype=np.int32)
+        self._lower, self._clock, self._keeps = lower, clock, keeps
+        self._states, self._pages = Slots(places.num_states), Slots(places.num_pages)
         self._checkpoints: dict[BlockKey, _Checkpoint] = {}
         self._key_of: dict[int, BlockKey] = {}
+        """Checkpoints by their state."""
 
     @property
     def num_checkpoints(self) -> int:
@@ -74,9 +89,9 @@ class CachedStates:
         return len(self._checkpoints)
 
     @property
-    def num_available(self) -> int:
-        """States that are free, or that only the cache holds."""
-        return len(self._free) + sum(int(self._refs[one.state] == 1) for one in self._checkpoints.values())
+    def has_room(self) -> bool:
+        """Whether a sequence that begins finds a state and a page."""
+        return self._can_take(self._states) and self._can_take(self._pages)
 
     def has(self, key: BlockKey) -> bool:
         """Whether there is a checkpoint behind the block with this key."""
@@ -95,50 +110,52 @@ class CachedStates:
     # -- leases ---------------------------------------------------------------------------------------
 
     def begin(self, lease: Lease, position: int, num_with_kv: int = 0) -> bool:
-        """Let a sequence go on behind `position` tokens; False if no state is free for what it computes.
+        """Let a sequence go on behind `position` tokens; False if there is no room for what it computes.
 
         `num_with_kv`: how far KV was cached.
         """
-        state: int | None = None
-        if position:
-            state = self._checkpoints[lease.key(position // self._block_size - 1)].state
-            if not self.num_available and self._refs[state] > 1:
+        found = None if not position else self._checkpoints[self._key_at(lease, position)]
+        if found is not None and found.state is not None and not self._can_take(self._states):
+            if self._states.holders(found.state) > 1:
                 return False  # somebody goes on from it already, and there is nowhere to write
-            self._refs[state] += 1
-            self._use(lease, position)
-        elif not self.num_available:
+        elif not self.has_room:
             return False
-        lease.state = LeaseState(state, position, num_with_kv)
+        self._go_on(lease, position, num_with_kv)
+        if found is not None:
+            self._use(found)
         return True
 
     def begin_loading(self, lease: Lease, position: int, num_with_kv: int) -> bool:
-        """As `begin`, where the state is loaded first: it goes to `blocks_of` the lease."""
-        state = self.take()
-        if state is None:
-            return False
-        lease.state = LeaseState(state, position, num_with_kv)
-        return True
+        """As `begin`, where the checkpoint is loaded first: it goes to `blocks_of` the lease."""
+        own = LeaseState(None, position, num_with_kv)
+        lease.state = own
+        if self._states.count and (state := self._take(self._states)) is not None:
+            own.state = state
+        for block in self._window_blocks(position):
+            if (page := self._take(self._pages)) is not None:
+                own.pages[block] = page
+        is_whole = len(own.pages) == len(self._window_blocks(position))
+        if is_whole and (own.state is not None or not self._states.count):
+            return True
+        self.end(lease)
+        return False
 
     def finish_loading(self, lease: Lease, keys: npt.NDArray[np.uint8], num_tokens: int) -> int:
-        """Return the position of the state that a sequence goes on from now that its load has ended.
+        """Return the position that a sequence goes on behind now that its load has ended.
 
-        Where the state didn't arrive, or not all of the KV of `num_tokens` before it, it is an earlier one.
+        Where the checkpoint didn't arrive, or not all of the KV of `num_tokens` before it, it is an earlier
+        one.
         """
         own = lease.state
         assert own is not None
         if own.position <= num_tokens and lease.has_loaded_state is not False:
             if lease.has_loaded_state:
-                assert own.state is not None
                 self._enter(lease, own.position, own.state, is_rolling=False, is_below=True)
             return own.position
         branch = own.branch
         self.end(lease)
         position = self.deepest(keys, num_tokens)
-        state = None
-        if position:
-            state = self._checkpoints[lease.key(position // self._block_size - 1)].state
-            self._refs[state] += 1
-        lease.state = LeaseState(state, position, branch)
+        self._go_on(lease, position, branch)
         return position
 
     def twin(self, source: Lease, lease: Lease) -> None:
@@ -146,35 +163,49 @@ class CachedStates:
         one = source.state
         assert one is not None
         if one.state is not None:
-            self._refs[one.state] += 1
+            self._states.hold(one.state)
+        for page in one.pages.values():
+            self._pages.hold(page)
         lease.state = LeaseState(one.state, one.position, 0)
+        lease.state.pages.update(one.pages)
 
     def end(self, lease: Lease) -> None:
-        """Free the state of a sequence that ends, and what a step took for it."""
-        self._drop_move(lease)
-        if lease.state is not None and lease.state.state is not None:
-            self._release(lease.state.state)
+        """Free what a sequence that ends holds, and what a step took for it."""
+        own = lease.state
+        if own is None:
+            return
+        self._drop_move(own)
+        if own.state is not None:
+            self._states.release(own.state)
+        for page in own.pages.values():
+            self._pages.release(page)
         lease.state = None
 
     def plan(self, lease: Lease, start: int, end: int, *, num_drafts: int) -> bool:
-        """Decide where a step over tokens [start, end) of a sequence finds and leaves states; False: no room.
+        """Decide where a step over tokens [start, end) of a sequence finds and leaves states and pages.
 
-        Behind a draft the state before it is kept, since the draft may be wrong.
+        Returns False if there is no room. Behind a draft the state before it is kept, since the draft may be
+        wrong.
         """
         own = lease.state
         assert own is not None
         assert own.position == start, "a state stands for other tokens than KV"
-        self._drop_move(lease)
+        self._drop_move(own)
+        if not self._plan_pages(own, start, end):
+            return False
+        if not self._states.count:
+            own.move = StateMove(None, None)
+            return True
         last = own.state
-        if last is None or num_drafts or self._refs[last] > 1:
-            last = self.take()
+        if last is None or num_drafts or self._states.holders(last) > 1:
+            last = self._take(self._states)
             if last is None and not num_drafts and own.state is not None and self._take_back(own.state):
                 last = own.state
             if last is None:
                 return False
         snapshots: list[tuple[int, int]] = []
         for position in self._wanted(lease, start, end):
-            if position == end or (state := self.take()) is None:
+            if position == end or (state := self._take(self._states)) is None:
                 break
             snapshots.append((position, state))
         own.move = StateMove(own.state, last, tuple(snapshots))
@@ -183,59 +214,42 @@ class CachedStates:
     def land(self, lease: Lease, end: int, *, num_computed: int) -> bool:
         """Take over what the planned step left, which ends at `end` and of whose tokens `num_computed` hold.
 
-        Returns False if drafts were wrong: the state is that before the step, so its tokens that hold must
-        be computed again.
+        Returns False if drafts were wrong and there is a state: it is that before the step, so its tokens
+        that hold must be computed again.
         """
         own = lease.state
         assert own is not None
         move, start = own.move, own.position
         assert move is not None
-        if num_computed < end:
-            self._drop_move(lease)
+        if num_computed < end and self._states.count:
+            self._drop_move(own)
             return False
-        own.move = None
-        if own.state is not None and own.state != move.last:
-            self._release(own.state)
-        own.state, own.position = move.last, end
-        for position, state in move.snapshots:
-            self._enter(lease, position, state, is_rolling=False)
-            self._release(state)
-        if end in self._wanted(lease, start, end):
-            self._enter(lease, end, move.last, is_rolling=end - start == 1)
+        own.move, own.position = None, num_computed
+        wanted = self._wanted(lease, start, num_computed)
+        if move.last is not None:
+            if own.state is not None and own.state != move.last:
+                self._states.release(own.state)
+            own.state = move.last
+            for position, state in move.snapshots:
+                self._enter(lease, position, state, is_rolling=False)
+                self._states.release(state)
+            wanted = [position for position in wanted if position == num_computed]
+        for position in wanted:
+            self._enter(lease, position, own.state, is_rolling=num_computed - start == 1)
+        for block in [block for block in own.pages if block < self._first_block(num_computed)]:
+            self._pages.release(own.pages.pop(block))
         return True
-
-    def _drop_move(self, lease: Lease) -> None:
-        own = lease.state
-        if own is None or own.move is None:
-            return
-        if own.move.last != own.state:
-            self._release(own.move.last)
-        for _, state in own.move.snapshots:
-            self._release(state)
-        own.move = None
 
     # -- below the device -----------------------------------------------------------------------------
 
-    def piece_keys(self, key: BlockKey) -> list[BlockKey]:
-        """Return the keys of the blocks that hold the state behind the block with this key."""
-        return [
-            BlockKey(hashlib.sha256(_PIECE + number.to_bytes(4, "little") + key).digest())
-            for number in range(len(self._blocks_of(0)))
-        ]
-
-    def take(self) -> int | None:
-        """Return a state that nobody holds, evicting a checkpoint if need be; None: all are held."""
-        if not self._free and not self._evict():
-            return None
-        state = self._free.pop()
-        self._refs[state] = 1
-        return state
+    def piece_keys(self, lease: Lease, position: int) -> list[BlockKey]:
+        """Return the keys of the blocks that hold the checkpoint of a sequence at `position`."""
+        return [piece for piece, _ in self._chain(lease, position)]
 
     def blocks_of(self, lease: Lease) -> list[int]:
-        """Return the ids of the blocks of a sequence's state."""
+        """Return the ids of the blocks of a sequence's state and pages."""
         assert lease.state is not None
-        assert lease.state.state is not None
-        return list(self._blocks_of(lease.state.state))
+        return self._blocks_of(lease.state.state, [page for _, page in sorted(lease.state.pages.items())])
 
     def flush(self) -> int:
         """Drop all checkpoints; return how many."""
@@ -245,22 +259,76 @@ class CachedStates:
         return count
 
     def check(self, leases: Sequence[Lease]) -> None:
-        """Raise IntegrityError unless states and their holders agree (slow)."""
-        expected = np.zeros(self.num_states, dtype=np.int32)
-        for one in self._checkpoints.values():
-            expected[one.state] += 1
+        """Raise IntegrityError unless states and pages agree with their holders (slow)."""
+        held_states = [one.state for one in self._checkpoints.values()]
+        held_pages = [page for one in self._checkpoints.values() for page in one.pages]
         for lease in leases:
-            own = lease.state
-            if own is not None and own.state is not None:
-                expected[own.state] += 1
-            if own is not None and own.move is not None:
-                taken = [own.move.last] if own.move.last != own.state else []
-                for state in (*taken, *(state for _, state in own.move.snapshots)):
-                    expected[state] += 1
-        free = np.zeros(self.num_states, dtype=np.bool_)
-        free[self._free] = True
-        if not np.array_equal(expected, self._refs) or not np.array_equal(free, expected == 0):
-            raise IntegrityError("reference counts of states don't match their holders")
+            if (own := lease.state) is None:
+                continue
+            held_states.append(own.state)
+            held_pages += own.pages.values()
+            if own.move is not None:
+                held_states += [state for _, state in own.move.snapshots]
+                if own.move.last != own.state:
+                    held_states.append(own.move.last)
+        self._states.check(state for state in held_states if state is not None)
+        self._pages.check(held_pages)
+
+    # -- windows --------------------------------------------------------------------------------------
+
+    def _first_block(self, position: int) -> int:
+        """Return the first block whose keys a token at `position` or later may see through a window."""
+        return max(0, position - self._places.window + 1) // self._block_size
+
+    def _window_blocks(self, position: int) -> range:
+        """Return the full blocks before `position` that tokens from there on see through a window."""
+        if not self._places.window:
+            return range(0)
+        return range(self._first_block(position), position // self._block_size)
+
+    def _plan_pages(self, own: LeaseState, start: int, end: int) -> bool:
+        """Give a sequence pages for tokens [start, end) that it may write; False if there is no room."""
+        if not self._places.window:
+            return True
+        for block in range(start // self._block_size, (end - 1) // self._block_size + 1):
+            shared = own.pages.get(block)
+            if shared is not None and self._pages.holders(shared) == 1:
+                continue
+            page = self._take(self._pages)
+            if page is None:
+                return False
+            if shared is not None:  # a fork's open page
+                self._places.copy_page(shared, page)
+                self._pages.release(shared)
+            own.pages[block] = page
+        return True
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def _key_at(self, lease: Lease, position: int) -> BlockKey:
+        return lease.key(position // self._block_size - 1)
+
+    def _go_on(self, lease: Lease, position: int, branch: int) -> None:
+        """Let a sequence hold a checkpoint and go on from it; at position 0 from nothing."""
+        own = LeaseState(None, position, branch)
+        if position:
+            found = self._checkpoints[self._key_at(lease, position)]
+            own.state = found.state
+            own.pages.update(zip(self._window_blocks(position), found.pages, strict=True))
+            if found.state is not None:
+                self._states.hold(found.state)
+            for page in found.pages:
+                self._pages.hold(page)
+        lease.state = own
+
+    def _drop_move(self, own: LeaseState) -> None:
+        move, own.move = own.move, None
+        if move is None:
+            return
+        if move.last is not None and move.last != own.state:
+            self._states.release(move.last)
+        for _, state in move.snapshots:
+            self._states.release(state)
 
     def _wanted(self, lease: Lease, start: int, end: int) -> list[int]:
         """Return the positions in (start, end] of which checkpoints are kept, ascending."""
@@ -270,9 +338,7 @@ class CachedStates:
         first = (start // self.unit + 1) * self.unit
         if end - start == 1:
             return [end] if end == first else []
-        num_tokens = (
-            lease.num_tokens
-        )  # of the prompt, while it is computed; whoever repeats it needs the last
+        num_tokens = lease.num_tokens  # of the prompt, while it is computed
         ends = {known // self.unit * self.unit for known in (num_tokens, num_tokens - 1, lease.state.branch)}
         return [
             position
@@ -281,52 +347,109 @@ class CachedStates:
         ]
 
     def _enter(
-        self, lease: Lease, position: int, state: int, *, is_rolling: bool, is_below: bool = False
+        self, lease: Lease, position: int, state: int | None, *, is_rolling: bool, is_below: bool = False
     ) -> None:
         own = lease.state
         assert own is not None
-        key = lease.key(position // self._block_size - 1)
-        if key in self._checkpoints:
-            self._use(lease, position)
+        key = self._key_at(lease, position)
+        if (known := self._checkpoints.get(key)) is not None:
+            self._use(known)
             return
+        window = self._window_blocks(position)
+        if not all(block in own.pages for block in window):
+            return  # some were freed while the sequence went on
         if is_rolling and own.rolling is not None:
             before = self._checkpoints.get(own.rolling)
             if before is not None and before.is_rolling and before.num_uses == 1:
                 self._drop(own.rolling)
-        self._refs[state] += 1
+        pages = tuple(own.pages[block] for block in window)
+        for page in pages:
+            self._pages.hold(page)
+        if state is not None:
+            self._states.hold(state)
+            self._key_of[state] = key
+        blocks = self._describe(lease, position, state, pages)
         gap = max(self.unit, position - own.checkpoint)
-        self._checkpoints[key] = _Checkpoint(state, position, gap, self._clock(), is_rolling=is_rolling)
-        self._key_of[state] = key
+        entered = _Checkpoint(state, pages, blocks, gap, self._clock(), is_rolling=is_rolling)
+        self._checkpoints[key] = entered
         own.checkpoint = position
         own.rolling = key if is_rolling else None
         if self._lower is not None and not is_below:
-            self._lower.on_commit(self._pieces(lease, key, state))
+            self._lower.on_commit(blocks)
 
-    def _use(self, lease: Lease, position: int) -> None:
-        key = lease.key(position // self._block_size - 1)
-        found = self._checkpoints[key]
+    def _use(self, found: _Checkpoint) -> None:
         found.used_at, found.num_uses = self._clock(), found.num_uses + 1
         if self._lower is not None and self._lower.stores:
-            self._lower.on_hit(self._pieces(lease, key, found.state))
+            self._lower.on_hit(found.blocks)
 
-    def _pieces(self, lease: Lease | None, key: BlockKey, state: int) -> list[DeviceBlock]:
-        """Describe a state to the tiers below: a chain of full blocks behind the KV block `key`."""
-        owner = "" if lease is None else owner_tag(lease.namespace.owner)
-        keys = self.piece_keys(key)
-        parents = [key, *keys[:-1]]
-        return [
+    def _chain(self, lease: Lease, position: int) -> list[tuple[BlockKey, BlockKey]]:
+        """Return key and parent of each block of a checkpoint: its state's, then its pages'."""
+        chain: list[tuple[BlockKey, BlockKey]] = []
+
+        def add(kind: bytes, key: BlockKey, count: int) -> None:
+            parent = key
+            for number in range(count):
+                piece = BlockKey(hashlib.sha256(kind + number.to_bytes(4, "little") + key).digest())
+                chain.append((piece, parent))
+                parent = piece
+
+        if self._states.count:
+            add(_STATE, self._key_at(lease, position), len(self._places.state_blocks(0)))
+        for block in self._window_blocks(position):
+            add(_PAGE, lease.key(block), len(self._places.page_blocks(0)))
+        return chain
+
+    def _describe(
+        self, lease: Lease, position: int, state: int | None, pages: Sequence[int]
+    ) -> tuple[DeviceBlock, ...]:
+        """Return a checkpoint's blocks as the tiers below see them; none without such tiers."""
+        if self._lower is None:
+            return ()
+        owner = owner_tag(lease.namespace.owner)
+        return tuple(
             DeviceBlock(block_id, piece, parent, self._block_size, owner=owner)
-            for block_id, piece, parent in zip(self._blocks_of(state), keys, parents, strict=True)
+            for block_id, (piece, parent) in zip(
+                self._blocks_of(state, pages), self._chain(lease, position), strict=True
+            )
+        )
+
+    def _blocks_of(self, state: int | None, pages: Sequence[int]) -> list[int]:
+        blocks = [] if state is None else list(self._places.state_blocks(state))
+        return blocks + [block for page in pages for block in self._places.page_blocks(page)]
+
+    # -- room -----------------------------------------------------------------------------------------
+
+    def _take(self, slots: Slots) -> int | None:
+        """Return a place that nobody holds, dropping checkpoints if need be; None: others hold all."""
+        while not slots.num_free:
+            if not self._evict(slots):
+                return None
+        return slots.take()
+
+    def _can_take(self, slots: Slots) -> bool:
+        return not slots.count or bool(slots.num_free) or any(True for _ in self._evictable(slots))
+
+    def _evictable(self, slots: Slots) -> list[tuple[BlockKey, _Checkpoint]]:
+        """Return the checkpoints without which there would be more free places."""
+        return [
+            (key, one)
+            for key, one in self._checkpoints.items()
+            if any(slots.holders(place) == 1 for place in self._held(one, slots))
         ]
 
-    def _evict(self) -> bool:
-        """Drop the checkpoint that is worth the least; False if sequences hold all of them.
+    def _held(self, one: _Checkpoint, slots: Slots) -> Sequence[int]:
+        if slots is self._pages:
+            return one.pages
+        return () if one.state is None else (one.state,)
 
-        All have the same bytes, so worth is the prefill that it spares, times how likely it is wanted: by the
-        uses it had and the time since the last one.
+    def _evict(self, slots: Slots) -> bool:
+        """Drop the checkpoint that is worth the least; False if that frees none of these places.
+
+        Worth is the prefill that it spares, times how likely it is wanted: by the uses it had and the time
+        since the last one.
         """
         now = self._clock()
-        found = [(key, one) for key, one in self._checkpoints.items() if self._refs[one.state] == 1]
+        found = self._evictable(slots)
         if not found:
             return False
         key, _ = min(found, key=lambda pair: pair[1].gap * pair[1].num_uses / (now - pair[1].used_at + 1.0))
@@ -337,18 +460,16 @@ class CachedStates:
     def _drop(self, key: BlockKey) -> None:
         one = self._checkpoints.pop(key)
         if self._lower is not None:
-            self._lower.on_evict(self._pieces(None, key, one.state))
-        del self._key_of[one.state]
-        self._release(one.state)
+            self._lower.on_evict(one.blocks)
+        if one.state is not None:
+            del self._key_of[one.state]
+            self._states.release(one.state)
+        for page in one.pages:
+            self._pages.release(page)
 
     def _take_back(self, state: int) -> bool:
         """Drop the checkpoint that one sequence alone goes on from, so that it may write in place."""
-        if self._refs[state] == 2 and state in self._key_of:
+        if self._states.holders(state) == 2 and state in self._key_of:
             self._drop(self._key_of[state])
             return True
         return False
-
-    def _release(self, state: int) -> None:
-        self._refs[state] -= 1
-        if self._refs[state] == 0:
-            self._free.append(state)

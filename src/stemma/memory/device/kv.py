@@ -43,14 +43,20 @@ class DeviceKV:
         device: torch.device | str = "cpu",
         *,
         num_states: int = 0,
+        num_pages: int = 0,
     ) -> None:
-        """`num_states`: sequences whose recurrent states fit, in blocks behind the others; on CPU only."""
+        """`num_states`: sequences whose recurrent states fit, in blocks behind the others; on CPU only.
+
+        `num_pages`: of layers with windows, behind these.
+        """
         if num_blocks < 1:
             raise ConfigError(f"the device tier needs at least one block, got {num_blocks}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_states = num_states
-        num_blocks += num_states * layout.blocks_per_state
+        self.num_pages = num_pages
+        self._first_page = num_blocks + num_states * layout.blocks_per_state
+        num_blocks = self._first_page + num_pages * layout.blocks_per_page
         self.device = torch.device(device)
         dtype, shape = TORCH_DTYPES[layout.dtype], [num_blocks, *layout.block_shape]
         if layout.stored != "plain":
@@ -72,6 +78,11 @@ class DeviceKV:
             self.data = torch.zeros(shape, dtype=dtype, device=self.device)
         self._layers = list(self.data[: self.num_blocks].unbind(dim=1))
         self._bytes = self.data.view(num_blocks, -1).view(torch.uint8)
+        self.pages: DeviceKV | None = None
+        """KV of layers with windows, whose blocks are the pages; None: there are none."""
+        if num_pages:
+            of_page = self._bytes[self._first_page :].view(num_pages, -1)
+            self.pages = _Pages(layout.page, of_page[:, : layout.page.block_bytes], self.device)
 
     @property
     def capacity_bytes(self) -> int:
@@ -111,6 +122,17 @@ class DeviceKV:
         first = self.num_blocks + state * each
         return range(first, first + each)
 
+    def page_blocks(self, page: int) -> range:
+        """Return the ids of the blocks that hold a page."""
+        each = self.layout.blocks_per_page
+        first = self._first_page + page * each
+        return range(first, first + each)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page."""
+        assert self.pages is not None
+        self.pages.data[target] = self.pages.data[source]
+
     def state_part(self, state: int, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a part of a state, float32; a view."""
         raw = self._bytes[self.state_blocks(state).start :].view(-1)
@@ -138,3 +160,21 @@ class DeviceKV:
             if self.device.type == "cuda":
                 # `src` may be evicted right away and filled from another stream.
                 torch.cuda.current_stream(self.device).synchronize()
+
+
+class _Pages(DeviceKV):
+    """Pages as blocks of a layout of their own, in another's memory."""
+
+    def __init__(self, layout: KVLayout, raw: torch.Tensor, device: torch.device) -> None:
+        """`raw` uint8 [num_pages, layout.block_bytes], each page in one run."""
+        self.layout, self.device = layout, device
+        self.num_blocks, self.num_states, self.num_pages = raw.shape[0], 0, 0
+        self.pages = None
+        dtype, shape = TORCH_DTYPES[layout.dtype], layout.block_shape
+        if layout.stored == "plain":
+            self.data = raw.view(dtype).view(-1, *shape)
+        else:
+            self.data = raw.view(-1, *shape[:-2], layout.row_bytes)
+        self._layers = list(self.data.unbind(dim=1))
+        self._bytes = raw
+        self._token_rows = None

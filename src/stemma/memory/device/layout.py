@@ -15,7 +15,7 @@ their scales.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -65,6 +65,16 @@ class StateLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowGroup:
+    """Layers that attend to a window of tokens; their KV lies in pages of its own, a block of tokens each."""
+
+    layers: tuple[int, ...]
+    """Their numbers among the layers with KV, ascending."""
+    window: int
+    """Tokens: the largest."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape and dtype of a block."""
 
@@ -84,6 +94,29 @@ class KVLayout:
     """Rows lie in pieces of 16 columns, [columns / 16, token, 16]. One KV head only."""
     state: StateLayout | None = None
     """What recurrent layers keep of a sequence; None: there are none."""
+    windows: WindowGroup | None = None
+    """Layers that lie in pages, beside the `num_layers` in blocks; None: all lie in blocks."""
+
+    @property
+    def page(self) -> KVLayout:
+        """What a page looks like."""
+        assert self.windows is not None
+        return replace(self, num_layers=len(self.windows.layers), state=None, windows=None)
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks that take a page; 0: there are none."""
+        if self.windows is None:
+            return 0
+        return self.aligned(-(-self.page.block_bytes // self.block_bytes))
+
+    def place_of(self, layer: int) -> tuple[bool, int]:
+        """Return whether a layer with KV lies in pages, and its number there or in blocks."""
+        if self.windows is None:
+            return False, layer
+        if layer in self.windows.layers:
+            return True, self.windows.layers.index(layer)
+        return False, layer - sum(other < layer for other in self.windows.layers)
 
     @property
     def blocks_per_state(self) -> int:
@@ -93,8 +126,8 @@ class KVLayout:
         return self.aligned(-(-self.state.num_bytes // self.block_bytes))
 
     def aligned(self, num_blocks: int) -> int:
-        """Return the next number of blocks behind which a state may begin; without states any number."""
-        if self.state is None:
+        """Return the next number of blocks behind which a state or page may begin; without any, the same."""
+        if self.state is None and self.windows is None:
             return num_blocks
         together = _STATE_ALIGNMENT // math.gcd(_STATE_ALIGNMENT, self.block_bytes)
         return -(-num_blocks // together) * together
@@ -155,6 +188,8 @@ class KVLayout:
                 f"{part.layer}.{part.name}{list(part.shape)}" for part in self.state.parts
             ).replace(" ", "")
             plain += f":states {parts}"
+        if self.windows is not None:
+            plain += f":windows of {self.windows.window} in layers {self.windows.layers}".replace(" ", "_")
         if self.stored == "plain":
             return plain
         return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from stemma.config.settings import CacheSettings
@@ -21,25 +23,48 @@ def device_bytes(settings: CacheSettings, device: torch.device) -> int:
     return int(free_bytes(device) * settings.kv_cache_fraction)
 
 
-def blocks_and_states(layout: KVLayout, num_bytes: int, settings: CacheSettings) -> tuple[int, int]:
-    """Return how many blocks, and how many states of recurrent layers, the device tier has.
+@dataclass(frozen=True, slots=True)
+class DeviceSizes:
+    """What the device tier has room for."""
 
-    Raises ConfigError if not even one of them fits.
+    num_blocks: int
+    num_states: int = 0
+    """Of recurrent layers."""
+    num_pages: int = 0
+    """Of layers with windows."""
+
+
+_BLOCKS_PER_PAGE = 4
+"""Blocks for each page: sequences have pages for their windows alone."""
+
+
+def device_sizes(layout: KVLayout, num_bytes: int, settings: CacheSettings, step: int) -> DeviceSizes:
+    """Return what fits; `step`: tokens of the largest step, which need pages.
+
+    Raises ConfigError if not even one block, two states, or the pages of a step fit.
     """
-    if layout.state is None:
-        return num_blocks_for(layout, num_bytes), 0
+    if layout.state is None and layout.windows is None:
+        return DeviceSizes(num_blocks_for(layout, num_bytes))
     state_bytes = layout.blocks_per_state * layout.block_bytes
-    num_states = int(num_bytes * settings.state_cache_fraction) // state_bytes
-    num_blocks = (num_bytes - num_states * state_bytes) // layout.block_bytes
+    num_states = 0 if layout.state is None else int(num_bytes * settings.state_cache_fraction) // state_bytes
+    left = num_bytes - num_states * state_bytes
+    num_pages = 0
+    if layout.windows is not None:
+        page_bytes = layout.blocks_per_page * layout.block_bytes
+        least = -(-(step + layout.windows.window) // layout.block_size) + 2
+        num_pages = max(least, left // (page_bytes + _BLOCKS_PER_PAGE * layout.block_bytes))
+        left -= num_pages * page_bytes
+    num_blocks = max(0, left // layout.block_bytes)
     while num_blocks and layout.aligned(num_blocks) != num_blocks:
         num_blocks -= 1
-    if num_states < 2 or num_blocks < 1:
+    if (layout.state is not None and num_states < 2) or num_blocks < 1:
         raise ConfigError(
-            f"the KV cache has {num_bytes} bytes; this model's recurrent layers keep {state_bytes} of a "
-            f"sequence, and blocks take {layout.block_bytes} each: give it more memory, or another "
-            "state_cache_fraction"
+            f"the KV cache has {num_bytes} bytes, too few for this model: blocks take {layout.block_bytes} "
+            f"each, recurrent states {state_bytes} a sequence, and windows {num_pages} pages of "
+            f"{layout.blocks_per_page} blocks; give it more memory, or choose another state_cache_fraction "
+            "or a smaller max_batch_tokens"
         )
-    return num_blocks, num_states
+    return DeviceSizes(num_blocks, num_states, num_pages)
 
 
 def free_bytes(device: torch.device) -> int:

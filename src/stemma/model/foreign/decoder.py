@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from stemma.model.foreign.recurrence import (
 )
 from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
+from stemma.model.grouped_attention import step_over
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.paged import AttentionStep
 from stemma.model.recurrence import Recurrence, TorchRecurrence
@@ -59,22 +60,30 @@ class ModuleDecoder:
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """See `Decoder.forward`."""
-        if self._kernels is None or self.operations is None:
-            return self.run(batch, AttentionStep(batch, kv))
-        with self.operations, NativeAttentionStep(batch, kv, self._kernels) as step:
-            return self.run(batch, step)
+        kernels = self._kernels
 
-    def run(self, batch: ForwardBatch, step: StepContext) -> torch.Tensor:
-        """Run the modules with `step` as context of attention; return logits [L, vocab]."""
+        def make(batch: ForwardBatch, kv: DeviceKV) -> AbstractContextManager[StepContext]:
+            if kernels is None:
+                return nullcontext(AttentionStep(batch, kv))
+            return NativeAttentionStep(batch, kv, kernels)
+
+        with self.operations or nullcontext(), step_over(batch, kv, make) as step:
+            return self.run(batch, step, kv)
+
+    def run(self, batch: ForwardBatch, step: StepContext, kv: DeviceKV | None = None) -> torch.Tensor:
+        """Run the modules with `step` as context of attention; return logits [L, vocab].
+
+        `kv`: where recurrent layers have their states; None: there are none.
+        """
         batch.on_launch()  # torch leaves the interpreter to others in each of its calls
-        with self._adapted.step(batch), running(self._states(batch, step)):
+        with self._adapted.step(batch), running(self._states(batch, kv)):
             return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
 
-    def _states(self, batch: ForwardBatch, step: StepContext) -> StateStep | None:
+    def _states(self, batch: ForwardBatch, kv: DeviceKV | None) -> StateStep | None:
         if not self._is_recurrent:
             return None
-        assert isinstance(step, AttentionStep | NativeAttentionStep)
-        return PagedStates(self._recurrence, batch, step.kv)
+        assert kv is not None
+        return PagedStates(self._recurrence, batch, kv)
 
     def _run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor, step: StepContext

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
+from stemma.memory.device.layout import WindowGroup
 from stemma.model.attention import SUPPORTED, AttentionCall
 from stemma.model.causal_lm import KVShape
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
@@ -68,7 +69,16 @@ def probe(
     heads, dim, has_value = shapes.pop()
     latent = ordered[0].latent
     rank = 0 if latent is None else latent.rank
-    return KVShape(len(calls), 2 if has_value else 1, heads, dim, rank, state), ordered
+    windows = None if latent is not None else _windows(ordered)
+    return KVShape(len(calls), 2 if has_value else 1, heads, dim, rank, state, windows), ordered
+
+
+def _windows(calls: list[AttentionCall]) -> WindowGroup | None:
+    """Return the layers with sliding windows; None: there are none, or all are."""
+    sizes = {number: call.sliding_window for number, call in enumerate(calls) if call.sliding_window}
+    if not 0 < len(sizes) < len(calls):
+        return None
+    return WindowGroup(tuple(sizes), max(size for size in sizes.values() if size))
 
 
 def _without_kv(config: Any, with_state: set[int]) -> set[int]:
