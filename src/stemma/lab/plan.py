@@ -57,7 +57,6 @@ class Prediction:
     """What a set of tiers would do."""
 
     tiers: tuple[TierBytes, ...]
-    block_hit_ratios: tuple[float, ...]
     """By tier."""
     token_hit_ratios: tuple[float, ...]
     ttft_mean_s: float
@@ -136,17 +135,14 @@ def curve(
 def _judge(workload: Workload, tiers: Sequence[TierBytes], kept: list[int], result: TierResult) -> Prediction:
     trace = workload.trace
     tokens = np.zeros((trace.num_requests, len(tiers)), dtype=np.int64)
-    blocks = np.zeros(len(tiers))
     written = [0] * len(tiers)
     tokens[:, kept] = result.hit_tokens(trace)
-    blocks[kept] = result.hit_ratios(trace)
     for place, number in enumerate(kept[1:]):
         written[number] = result.num_written[place]
     ttft, prefill = service_times(workload, tiers, tokens)
     total = int(trace.input_tokens.sum())
     return Prediction(
         tiers=tuple(tiers),
-        block_hit_ratios=tuple(blocks.tolist()),
         token_hit_ratios=tuple((tokens.sum(axis=0) / max(1, total)).tolist()),
         ttft_mean_s=float(ttft.mean()),
         ttft_p90_s=float(np.quantile(ttft, 0.9)),

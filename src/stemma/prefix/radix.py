@@ -77,7 +77,6 @@ class NodeView:
     block_ids: BlockIds
     num_pins: int
     """Pins of the node's first block (none if it owns no block)."""
-    num_children: int
 
 
 class Edge:
@@ -98,11 +97,6 @@ class Edge:
     def num_tokens(self) -> int:
         """Tokens of the node itself."""
         return len(self._node.tokens)
-
-    @property
-    def last_block(self) -> int:
-        """Id of its last block; -1: it owns none."""
-        return self._node.blocks[-1] if self._node.blocks else -1
 
     @property
     def block_ids(self) -> list[int]:
@@ -278,7 +272,6 @@ class RadixIndex(LedgerIndex):
                 tokens=np.array(node.tokens, dtype=np.int32),
                 block_ids=np.array(node.blocks, dtype=np.int32),
                 num_pins=int(self._ledger.pins[node.blocks[0]]) if node.blocks else 0,
-                num_children=len(node.children),
             )
 
     def check(self) -> None:

@@ -61,8 +61,6 @@ class PreparedAdapters:
         self._model = model
         self._max = max_adapters
         self._prepared: OrderedDict[str, object] = OrderedDict()
-        self.num_prepared = 0
-        """How often an adapter was packed."""
 
     def rows(self, ranges: Sequence[AdapterRange]) -> tuple[AdapterRows, ...]:
         """Return the adapters of a step, ready, with their rows."""
@@ -79,7 +77,6 @@ class PreparedAdapters:
         prepared = self._prepared.pop(adapter.key, None)
         if prepared is None:
             prepared = self._model.prepare_adapter(adapter)
-            self.num_prepared += 1
         self._prepared[adapter.key] = prepared
         while len(self._prepared) > self._max:
             self._prepared.popitem(last=False)  # a step under way holds its own

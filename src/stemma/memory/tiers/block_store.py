@@ -212,10 +212,6 @@ class BlockStore(ABC):
         """
         return None
 
-    def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
-        """Return whose each key is that is held, else nobody's; None: the store doesn't know."""
-        return None
-
     # Only a store of this process alone (`is_local`) can do these; a shared one ignores them.
 
     def newest(self, max_blocks: int) -> list[HeldBlock]:

@@ -272,11 +272,6 @@ class SlottedStore(LocalStore):
                 for slot, key, parent in self._index.newest(max_blocks)
             ]
 
-    def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
-        """See `BlockStore`. Takes no lock."""
-        slots = [self._index.find(key) for key in keys]
-        return ["" if slot is None else self._index.owner_of(slot) for slot in slots]
-
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """See `BlockStore`."""
         with self._lock:
