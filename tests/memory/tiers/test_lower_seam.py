@@ -11,7 +11,7 @@ import pytest
 from tests.memory.cache.served_prompts import NS, compute_all, make_cache, run, tokens
 
 from stemma.memory.tiers.device_block import DeviceBlock
-from stemma.memory.tiers.transfer import PassedOver
+from stemma.memory.tiers.lower import PassedOver
 from stemma.prefix.explain import MissReason
 from stemma.types import BlockKey, Retention, RetentionHint, RetentionRange, Tier
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.errors import StorageError
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, KVEventSink
 from stemma.memory.tiers.block_store import (
     BlockPut,
+    BlockStore,
     HeldBlock,
-    LocalStore,
     PutResult,
     ReadResult,
     Storable,
@@ -45,8 +46,10 @@ def table_bytes(capacity_blocks: int, policy: EvictionPolicy) -> int:
     return _TABLE_BYTES * capacity_blocks + policy.reserved_bytes(capacity_blocks)
 
 
-class SlottedStore(LocalStore):
+class SlottedStore(BlockStore):
     """A local store of `capacity_blocks` slots. A subclass moves the bytes of a slot."""
+
+    is_local = True
 
     def __init__(
         self,
@@ -114,9 +117,8 @@ class SlottedStore(LocalStore):
     def _free_all(self) -> None:
         """Free memory or files. Called once, with the lock, when no more bytes move."""
 
+    @override
     def watch(self, sink: KVEventSink) -> None:
-        """See `BlockStore.watch`."""
-
         def changed(key: BlockKey, is_stored: bool) -> None:
             sink.put((BlocksCopied if is_stored else BlocksRemoved)((key,), self.tier))
 
@@ -133,13 +135,13 @@ class SlottedStore(LocalStore):
         return self._index.num_policy_failures
 
     @property
+    @override
     def num_blocks(self) -> int:
-        """Blocks held now."""
         return len(self._index)
 
     @property
+    @override
     def capacity_blocks(self) -> int:
-        """Blocks that fit."""
         return self._index.capacity_blocks
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -149,8 +151,8 @@ class SlottedStore(LocalStore):
         found = [self._index.find(key) for key in keys]
         return [slot is not None and not self._is_expired(slot, now) for slot in found]
 
+    @override
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             now = self._now()
@@ -158,8 +160,8 @@ class SlottedStore(LocalStore):
             self._index.touch(slots, self._ranked_at(now))
             self._used_at[slots] = now
 
+    @override
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        """See `BlockStore`."""
         return self.fetch_many(keys, into)()
 
     def fetch_many(
@@ -272,15 +274,15 @@ class SlottedStore(LocalStore):
                 for slot, key, parent in self._index.newest(max_blocks)
             ]
 
+    @override
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """See `BlockStore`."""
         with self._lock:
             self._check_open()
             slots = {slot for key in keys if (slot := self._index.find(key)) is not None}
             return self._drop([slot for slot in slots if not self._index.is_pinned(slot)])
 
+    @override
     def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             present = [key in self._index for key in keys]
@@ -289,20 +291,20 @@ class SlottedStore(LocalStore):
                     self._index.pin(key)
             return present
 
+    @override
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """See `LocalStore`."""
         with self._lock:
             for key in keys:
                 self._index.unpin(key)
 
+    @override
     def clear(self) -> int:
-        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             return self._drop(self._index.unpinned())
 
+    @override
     def expire(self) -> int:
-        """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
         total = self._drop_due(self._ttl_s)
         with self._lock:
             self.counters.num_expired += total
@@ -356,8 +358,8 @@ class SlottedStore(LocalStore):
             self._idle.wait_for(lambda: self._num_moving == 0)
             self._free_all()
 
+    @override
     def check(self) -> None:
-        """See `LocalStore`."""
         with self._lock:
             self._index.check()
 

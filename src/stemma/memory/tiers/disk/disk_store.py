@@ -139,7 +139,7 @@ class DiskStore(SlottedStore):
             self._write_last_uses()
 
     def clear(self) -> int:
-        """See `LocalStore`. If no block is left, the slabs are deleted, which frees their disk space."""
+        """See `BlockStore`. If no block is left, the slabs are deleted, which frees their disk space."""
         with self._lock:
             self._check_open()
             count = self._drop(self._index.unpinned())
@@ -185,7 +185,7 @@ class DiskStore(SlottedStore):
         return reason or "ok"
 
     def check(self) -> None:
-        """See `LocalStore`; also proves that files stay within the limit."""
+        """See `BlockStore`; also proves that files stay within the limit."""
         super().check()
         with self._lock:
             assert self._slabs.num_slots >= self._index.num_opened

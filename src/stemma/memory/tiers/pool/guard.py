@@ -61,7 +61,9 @@ class Guard:
             self._probe()
         return False
 
-    def start(self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> Future[list[R]]:
+    def start(
+        self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any
+    ) -> Future[list[R]]:
         """Start a call that returns one result per name."""
         return self._calls.start(_one_per_name, function, names, *arguments)
 
