@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import torch
 import uvicorn
 
 from stemma.config.loading import load_settings
@@ -47,7 +46,6 @@ class Served:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
 
 

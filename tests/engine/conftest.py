@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stemma.config.settings import TierSettings
 from stemma.engine.build import make_index
@@ -33,7 +32,6 @@ from tests.engine.harness import Harness
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return build("qwen2", tmp_path_factory.mktemp("tiny"))
 
 

@@ -31,7 +31,6 @@ SETTINGS = {"kv_cache_memory": "2MB", "block_size": 16}
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return build("qwen2", tmp_path_factory.mktemp("ending"), generation={"eos_token_id": ENDS})
 
 

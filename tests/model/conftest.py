@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.model import loading
@@ -17,11 +16,6 @@ NATIVE, MODULES, TORCH = "native", "modules", "torch"
 PATHS = (NATIVE, MODULES, TORCH)
 
 LoadFamily = Callable[..., tuple[Path, CausalLM]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

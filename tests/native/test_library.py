@@ -283,7 +283,7 @@ def test_a_unit_that_fails_stops_the_others(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("quick_compiler", "fresh_cache")
 def test_a_wheel_of_lower_levels_says_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
     highest = available_levels()[-1]
     if highest is PORTABLE:
