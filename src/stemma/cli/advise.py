@@ -23,7 +23,7 @@ from stemma.lab.plan import TierBytes, Workload
 from stemma.lab.savings import PrefillModel, Prices
 
 _MIN_REQUESTS = 100
-"""Of a running server; fewer say little."""
+"""Requests of a running server; fewer say little."""
 _LOW_HITS = 0.02
 _HIGH_REGRET = 0.1
 

@@ -241,8 +241,7 @@ class ParallelSettings(SettingsModel):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks: processes that each hold a part of every layer and of every block's KV."""
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Of a mixture of experts: groups of ranks that the experts are divided over. 1: all ranks split each
-    expert."""
+    """Groups of ranks that the experts of a mixture are divided over. 1: all ranks split each expert."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Groups of `tensor_parallel_size` processes that each hold some tokens of every block, and compute their
     rows: one prompt's KV may exceed the memory of one of them. It divides `block_size`."""

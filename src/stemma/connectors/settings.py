@@ -1,4 +1,4 @@
-"""What connectors are configured with: the tiers below an engine that isn't ours."""
+"""Settings of connectors: the tiers below an engine that isn't ours."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _build(
     also_named: tuple[str, ...],
     plan: LoadPlan | None,
 ) -> EngineParts:
-    """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
+    """Build the engine of one process; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
     group = None if ranks is None else ranks.group
     with _header_kept(settings.model.path), ThreadPoolExecutor(1) as beside:

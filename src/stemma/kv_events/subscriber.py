@@ -40,7 +40,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class HoldingsOf(Protocol):
-    """What a follower writes to (`cluster.holdings.Holdings`)."""
+    """The table that a follower writes to (`cluster.holdings.Holdings`)."""
 
     def store(self, replica: int, ids: Sequence[int], tier: str) -> None:
         """Note blocks that a replica now holds."""
@@ -67,7 +67,7 @@ class Follower:
         self._tiers: dict[Hash, set[str]] = {}
         """The tiers that hold a block."""
         self.block_size: int | None = None
-        """Of the server; None before its first event."""
+        """Block size of the server; None before its first event."""
 
     def take(self, events: Sequence[Event]) -> None:
         """Apply a batch, in order."""

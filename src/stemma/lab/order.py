@@ -35,7 +35,7 @@ ORDERS = ("fcfs", "longest-prefix", "dfs-weight", "ageing")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What serves the requests."""
+    """The simulated server."""
 
     capacity_blocks: int
     policy: str
@@ -45,12 +45,12 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class OrderResult:
-    """What an order did."""
+    """Hits and waiting times under one order."""
 
     order: str
     block_hit_ratio: float
     share_of_optimal: float
-    """Of the hits of an unlimited cache."""
+    """Share of the hits of an unlimited cache."""
     wait_s: npt.NDArray[np.float64]
     """From arrival to the start of service, shape [num_requests]."""
     busy_s: float

@@ -32,7 +32,7 @@ class TierBytes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is planned for, and how its blocks behave."""
+    """The traffic that is planned for, and how its blocks behave."""
 
     trace: Trace
     bytes_per_token: int
@@ -54,7 +54,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a set of tiers would do."""
+    """Predicted hits, times and cost of a set of tiers."""
 
     tiers: tuple[TierBytes, ...]
     """By tier."""
@@ -74,7 +74,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class NextGigabyte:
-    """What one more gigabyte of a tier would bring."""
+    """The gain of one more gigabyte of a tier."""
 
     tier: str
     token_hit_gain: float

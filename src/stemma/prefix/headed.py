@@ -113,7 +113,7 @@ class HeadedIndex(PrefixIndex):
         return self.inner.continuation(namespace, tokens[head.num_tokens :], max_tokens)
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """See `PrefixIndex`. Heads have no owner, so no quota."""
+        """Set how many blocks each owner may hold. Heads have no owner, so no quota."""
         self.inner.set_quotas(quotas)
 
     @property

@@ -1,4 +1,4 @@
-"""What an index records for each block id apart from its place in the structure: presence, kind, pins.
+"""Records of an index for each block id, apart from its place in the structure: presence, kind, pins.
 
 Ids are small, dense ints, so these are plain arrays that grow on demand. The structure of a tree may change
 (split, merge, trim) without touching them, and pinning a chain of thousands of blocks is a few array

@@ -19,7 +19,7 @@ from stemma.cli.bench.workloads import Session, WorkloadName, WorkloadOptions, b
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
 
 EXIT_INTERRUPTED = 130
-"""As a shell reports Ctrl-C."""
+"""Exit status that shells report for Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)

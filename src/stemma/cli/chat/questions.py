@@ -52,7 +52,7 @@ class EditedQuestions(Questions):
         )
 
     async def next(self) -> str | None:
-        """See `Questions`. Ctrl-C empties a line that has text, and leaves an empty one."""
+        """Read a line; Ctrl-C empties a line that has text, and leaves an empty one."""
         while True:
             try:
                 return await self._session.prompt_async()

@@ -47,7 +47,7 @@ _MAX_PATH = 100
 
 
 class Lookup(Protocol):
-    """What the scheduler's side asks."""
+    """The questions of the scheduler's side."""
 
     def find(self, request_id: str, parent: BlockKey, keys: Sequence[BlockKey]) -> tuple[Tier, ...] | None:
         """Return the tiers of the leading keys worth loading; None: ask again, a pool is being asked."""

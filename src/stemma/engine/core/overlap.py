@@ -54,7 +54,7 @@ class WorkQueue(Protocol):
 
 
 class _OnThread:
-    """See `Pending`."""
+    """A `Pending` step that a thread computes."""
 
     def __init__(self, future: Future[Draw | None]) -> None:
         self.result = future.result
@@ -84,7 +84,7 @@ class ThreadQueue(WorkQueue):
 
 
 class _InStream:
-    """See `Pending`."""
+    """A `Pending` step that a CUDA stream computes."""
 
     def __init__(self, draw: Draw | None, stream: torch.cuda.Stream) -> None:
         self._draw = draw

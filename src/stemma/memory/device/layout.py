@@ -1,4 +1,4 @@
-"""What one block of KV looks like in bytes: one contiguous run, the same in every tier.
+"""The bytes of one block of KV: one contiguous run, the same in every tier.
 
 Axes of a block, outermost first: layer, part (K and V, or the one compressed latent of MLA), token, head,
 dim. Because a block is contiguous, moving it between tiers is one copy, one read or one put.
@@ -23,7 +23,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 2
 """Scales are bfloat16."""
 COLUMNS = 16
-"""Of a piece of a tiled row; COLUMNS of native/kv_format.h."""
+"""Columns of a piece of a tiled row; COLUMNS of native/kv_format.h."""
 
 _STATE_ALIGNMENT = 64
 """Bytes: states begin at multiples."""

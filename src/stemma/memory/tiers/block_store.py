@@ -72,7 +72,8 @@ class BlockPut:
 
 
 class Storable(Protocol):
-    """What a store needs to know of a block apart from its bytes; `BlockPut` and `DeviceBlock` have it."""
+    """The facts of a block, apart from its bytes, that a store needs; `BlockPut` and `DeviceBlock` have
+    them."""
 
     @property
     def key(self) -> BlockKey:
@@ -115,7 +116,7 @@ class Loan:
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What a store did since it was opened. The store adds under its own lock; readers take `snapshot`."""
+    """Counts of a store since it was opened. The store adds under its own lock; readers take `snapshot`."""
 
     reads: Counter[ReadResult] = field(default_factory=Counter)
     puts: Counter[PutResult] = field(default_factory=Counter)

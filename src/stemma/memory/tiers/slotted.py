@@ -126,7 +126,7 @@ class SlottedStore(BlockStore):
 
     @property
     def reserved_bytes(self) -> int:
-        """See `BlockStore`: the tables that find and rank blocks."""
+        """Upper limit of the memory of the tables that find and rank blocks."""
         return table_bytes(self.capacity_blocks, self._policy)
 
     @property
@@ -145,7 +145,8 @@ class SlottedStore(BlockStore):
         return self._index.capacity_blocks
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `BlockStore`. Takes no lock, so the step loop never waits for a thread that moves bytes."""
+        """Return which keys are held. Takes no lock, so the step loop never waits for a thread that moves
+        bytes."""
         self._check_open()
         now = self._clock()
         found = [self._index.find(key) for key in keys]
@@ -167,7 +168,8 @@ class SlottedStore(BlockStore):
     def fetch_many(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview]
     ) -> Callable[[], list[ReadResult]]:
-        """See `BlockStore`. Blocks stay pinned, and the store open, until they are verified."""
+        """Read blocks; return the function that proves them. Until then they stay pinned, and the store
+        open."""
         check_buffers(keys, into, self.block_bytes)
         with self._lock:
             slots = self._acquire(keys)
@@ -218,7 +220,7 @@ class SlottedStore(BlockStore):
             self._moved()
 
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
-        """See `BlockStore`. The blocks of one call and their parents don't evict each other."""
+        """Store blocks. Those of one call and their parents don't evict each other."""
         check_buffers([b.key for b in blocks], [b.data for b in blocks], self.block_bytes)
         return self._put(blocks, lambda slots, at: self._write(slots, [blocks[n] for n in at]))
 
@@ -256,7 +258,7 @@ class SlottedStore(BlockStore):
         return results
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """See `BlockStore`. What is read or pinned now goes at a later put."""
+        """Set how many blocks each owner may hold. What is read or pinned now goes at a later put."""
         with self._lock:
             self._check_open()
             slots = np.array([slot for slot, _, _ in self._index.live()], dtype=np.int64)
@@ -265,7 +267,8 @@ class SlottedStore(BlockStore):
             self._keep_quotas()
 
     def newest(self, max_blocks: int) -> list[HeldBlock]:
-        """See `BlockStore`. Some 0.3 us a block under the lock."""
+        """Return the `max_blocks` blocks that entered last, newest first; some 0.3 us a block under the
+        lock."""
         with self._lock:
             self._check_open()
             now = self._clock()
@@ -350,7 +353,7 @@ class SlottedStore(BlockStore):
         return len(dropped)
 
     def close(self) -> None:
-        """See `BlockStore`. Waits for the calls that move bytes now."""
+        """Free memory and files once the calls that move bytes now have ended."""
         with self._lock:
             if not self._is_open:
                 return
