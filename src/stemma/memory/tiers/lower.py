@@ -21,7 +21,7 @@ class PassedOver:
 
     num_blocks: int
     tier: Tier
-    """Of the first one."""
+    """Tier of the first one."""
     is_awaited: bool
     """False: requests don't wait for this tier. True: computing is predicted to be faster."""
 
