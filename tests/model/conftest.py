@@ -37,9 +37,8 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
                     patch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
                 if path == TORCH:
                     patch.setattr(loading, "load_kernels", lambda isa: None)
-                settings = ModelSettings(
-                    path=checkpoint, dtype=dtype, device="cpu", isa=isa, quantize=quantize
-                )
+                fields = {"dtype": dtype, "device": "cpu", "isa": isa, "quantize": quantize}
+                settings = ModelSettings.model_validate({"path": checkpoint, **fields})
                 model = load_model(settings)
             loaded[key] = checkpoint, model
         return loaded[key]

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
@@ -171,7 +171,7 @@ class AsyncEngine(EngineClient):
         return tuple(one for one in found if one is not None)
 
     @override
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         checked, grammar = await self._checked(request)
         subscription = self._subscribe(request, Mailbox(asyncio.get_running_loop()))
         self._arrivals.append(checked)

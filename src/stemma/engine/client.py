@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from stemma.budgets import Budget
@@ -44,7 +44,7 @@ class EngineClient(Protocol):
     def budgets(self) -> tuple[Budget, ...]:
         """Bounds of what requests may make the engine hold beside its queue."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.
 
         Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first

@@ -306,9 +306,13 @@ def test_drafts_change_no_token_and_save_steps(harness, reference, wrong_every, 
 def test_a_running_sequence_and_its_lease_share_their_tokens(harness):
     engine = harness(num_blocks=32)
     seen, runner = [], engine.engine.runner
+
+    def watched(rows, work):
+        seen.append(rows.items[0].sequence)
+        return work(rows)
+
     for name in ("forward", "prepare"):
-        work = getattr(runner, name)
-        setattr(runner, name, lambda rows, work=work: seen.append(rows.items[0].sequence) or work(rows))
+        setattr(runner, name, partial(watched, work=getattr(runner, name)))
     engine.add(prompt(1, 20), greedy(8))
     for _ in range(4):
         engine.step()

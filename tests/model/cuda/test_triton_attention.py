@@ -19,7 +19,7 @@ from tests.model.paging import PagedSequences
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.model import shared_prefix
-from stemma.model.attention import AttentionCall
+from stemma.model.attention import AttentionCall, StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.cuda.execution import TritonDecoder
 from stemma.model.cuda.graphs import GraphDecoder
@@ -247,7 +247,7 @@ def test_decoders_share_prefixes(family: str, load_family, monkeypatch) -> None:
     recorder = FakeRecorder()
     shares_prefixes = set()
 
-    def decode_step(tensors: StepTensors, kv: DeviceKV) -> object:
+    def decode_step(tensors: StepTensors, kv: DeviceKV) -> StepContext:
         shares_prefixes.add(tensors.shared is not None)
         return triton.decode_step(tensors, kv)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ NONE, PER_TOKEN, STATIC = (
 )
 
 
-def read(path: Path) -> dict[str, torch.Tensor | QuantizedWeight]:
+def read(path: Path) -> Mapping[str, torch.Tensor | QuantizedWeight]:
     quantization = json.loads((path / "config.json").read_text()).get("quantization_config") or {}
     name = find_format(path, quantization)
     assert name is not None

@@ -121,7 +121,7 @@ def socket_path(engine_id: str) -> Path:
 class LookupServer:
     """Serves a `TierLookup` at a socket, in threads of its own."""
 
-    def __init__(self, path: Path, space: KeySpace, lookup: TierLookup, supervisor: Supervisor) -> None:
+    def __init__(self, path: Path, space: KeySpace, lookup: Lookup, supervisor: Supervisor) -> None:
         path.unlink(missing_ok=True)
         hello = json.dumps(asdict(space)).encode()
 
@@ -208,7 +208,7 @@ class LookupClient(Lookup):
         return answer
 
 
-def _answer(message: bytes, hello: bytes, lookup: TierLookup) -> bytes:
+def _answer(message: bytes, hello: bytes, lookup: Lookup) -> bytes:
     """Return the answer; raise ValueError for a message that isn't ours."""
     kind, rest = message[:1], message[1:]
     if kind == _SPACE:
