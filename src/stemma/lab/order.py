@@ -66,6 +66,17 @@ class OrderResult:
         """99th percentile of waiting: starvation shows here."""
         return float(np.quantile(self.wait_s, 0.99))
 
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {
+            "order": self.order,
+            "block_hit_ratio": self.block_hit_ratio,
+            "share_of_optimal": self.share_of_optimal,
+            "wait_mean_s": self.wait_mean_s,
+            "wait_p99_s": self.wait_p99_s,
+            "busy_s": self.busy_s,
+        }
+
 
 class _Waiting:
     """A waiting request in the shape that `engine/core/ordering.py` sorts."""

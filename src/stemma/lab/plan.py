@@ -59,6 +59,7 @@ class Prediction:
     tiers: tuple[TierBytes, ...]
     """By tier."""
     token_hit_ratios: tuple[float, ...]
+    block_hit_ratios: tuple[float, ...]
     ttft_mean_s: float
     ttft_p90_s: float
     prefill_s: float
@@ -135,8 +136,10 @@ def curve(
 def _judge(workload: Workload, tiers: Sequence[TierBytes], kept: list[int], result: TierResult) -> Prediction:
     trace = workload.trace
     tokens = np.zeros((trace.num_requests, len(tiers)), dtype=np.int64)
+    blocks = np.zeros(len(tiers))
     written = [0] * len(tiers)
     tokens[:, kept] = result.hit_tokens(trace)
+    blocks[kept] = result.hit_ratios(trace)
     for place, number in enumerate(kept[1:]):
         written[number] = result.num_written[place]
     ttft, prefill = service_times(workload, tiers, tokens)
@@ -144,6 +147,7 @@ def _judge(workload: Workload, tiers: Sequence[TierBytes], kept: list[int], resu
     return Prediction(
         tiers=tuple(tiers),
         token_hit_ratios=tuple((tokens.sum(axis=0) / max(1, total)).tolist()),
+        block_hit_ratios=tuple(blocks.tolist()),
         ttft_mean_s=float(ttft.mean()),
         ttft_p90_s=float(np.quantile(ttft, 0.9)),
         prefill_s=float(prefill.sum()),
