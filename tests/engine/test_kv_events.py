@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stemma.memory.kv_events import KVEventSink
 from stemma.types import TokenArray
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
@@ -16,7 +17,7 @@ from stemma.prefix.keys import DEFAULT_NAMESPACE
 from tests.engine.harness import greedy, prompt
 
 
-class Direct:
+class Direct(KVEventSink):
     """Translates and follows at once, without sockets."""
 
     def __init__(self, follower: Follower, block_size: int) -> None:

@@ -20,6 +20,7 @@ from tests.memory.cache.served_prompts import (
 
 from stemma.errors import IntegrityError
 from stemma.lab.policies.gdsf import GDSFPolicy
+from stemma.memory.cache.elsewhere import OtherModels
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.eviction.cost import block_costs
 from stemma.prefix.explain import MissReason, Parting
@@ -387,7 +388,7 @@ def test_what_another_salt_has_cached_is_kept_apart_for_the_operator(kind):
 
 
 def test_a_prompt_that_another_model_left_on_disk_says_so():
-    class Left:
+    class Left(OtherModels):
         def find(self, namespace, tokens):
             return 8, "by another model"
 

@@ -358,7 +358,8 @@ def test_loading_holds_neither_all_codes_nor_all_plain_weights(family: str, tmp_
     def look(stage: str, _share: float) -> None:
         alive = [one for one in gc.get_objects() if type(one) is QuantizedWeight]
         codes.append(sum(one.codes.nbytes for one in alive))
-        plain.setdefault(stage, plain_bytes() - before)
+        if stage not in plain:
+            plain[stage] = plain_bytes() - before
 
     def plain_bytes() -> int:
         tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
