@@ -102,10 +102,10 @@ class CacheSettings(SettingsModel):
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
     state_cache_fraction: float = Field(default=0.25, gt=0.0, lt=1.0)
-    """Of a model with recurrent layers: the share of the device tier that their states take."""
+    """Share of the device tier that states take, if the model has recurrent layers."""
     state_interval: int = Field(default=1024, ge=64)
-    """Of a long prompt of such a model a state is kept every so many tokens, beside those where prompts part
-    and end."""
+    """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
+    part and end."""
     kv_cache_dtype: KVDtype = "auto"
     """How KV is stored, in every tier: as the model computes it, or one byte a number with a scale per token
     and KV head, which holds about twice the tokens in the same bytes. `int8` and `fp8` (e4m3) run on CPU."""

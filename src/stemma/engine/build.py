@@ -43,6 +43,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.device.sizing import blocks_and_states, device_bytes
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
+from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM

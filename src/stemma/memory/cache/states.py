@@ -112,7 +112,7 @@ class CachedStates:
         return True
 
     def begin_loading(self, lease: Lease, position: int, num_with_kv: int) -> bool:
-        """As `begin`, where the state is loaded first: it goes to `blocks_of` the lease."""
+        """Begin a sequence whose state is loaded first: it goes to `blocks_of` the lease."""
         state = self.take()
         if state is None:
             return False

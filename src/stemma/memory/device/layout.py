@@ -34,7 +34,7 @@ StoredAs = Literal["plain", "int8", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one recurrent layer keeps of a sequence, whatever its length, as float32."""
+    """The state of one recurrent layer for a sequence of any length, as float32."""
 
     layer: int
     name: str
@@ -83,7 +83,7 @@ class KVLayout:
     tiled: bool = False
     """Rows lie in pieces of 16 columns, [columns / 16, token, 16]. One KV head only."""
     state: StateLayout | None = None
-    """What recurrent layers keep of a sequence; None: there are none."""
+    """The state that recurrent layers keep of a sequence; None: there are none."""
 
     @property
     def blocks_per_state(self) -> int:
