@@ -24,7 +24,7 @@ def build_adapter(
     *,
     seed: int = 1,
     rank: int = 4,
-    alpha: float = 8,
+    alpha: int = 8,
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
@@ -40,7 +40,7 @@ def build_adapter(
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * STD
-        model.to(dtype).save_pretrained(path)
+        model.to(dtype).save_pretrained(str(path))
     return path
 
 

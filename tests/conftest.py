@@ -10,6 +10,10 @@ import torch
 
 from stemma.model.demo import demo_model, missing_packages
 
+# One thread a process, children included: on cores that pytest's processes share, threads spend their time
+# waiting for each other. Tests of several threads ask for them.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, and transformers imports Triton if it is there.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from stemma.supervision import LoggingSupervisor, start_thread
+from stemma.supervision import LoggingSupervisor, Supervisor, start_thread
 
 
-class Recorder:
+class Recorder(Supervisor):
     """Remembers what was reported."""
 
     def __init__(self) -> None:

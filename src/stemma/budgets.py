@@ -18,7 +18,7 @@ from stemma.errors import Overloaded, RateLimited
 TENANT_SHARE = 0.5
 """Part of a budget that one tenant may hold."""
 RETRY_AFTER_S = 1.0
-"""What is told where nobody knows when something is given back."""
+"""Seconds told to a client where nobody knows when something is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BudgetState:
     held: int
     limit: int
     share: int | None
-    """What one owner may hold; None: there is no such bound."""
+    """The most that one owner may hold; None: there is no such bound."""
     num_refused: int
     """Times that all of it was held."""
     num_refused_shares: int
@@ -122,7 +122,8 @@ class Budget:
 
 
 class Holding:
-    """What one request has taken, of several budgets; `close` returns all of it. For one thread."""
+    """The units that one request has taken, of several budgets; `close` returns all of them. For one
+    thread."""
 
     __slots__ = ("_taken",)
 

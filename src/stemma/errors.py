@@ -116,7 +116,7 @@ class OverBudget(StemmaError):
 
 
 class Overloaded(OverBudget):
-    """What all clients together may hold is in use, such as the places of the waiting queue."""
+    """The places that all clients share are taken, such as those of the waiting queue."""
 
 
 class RateLimited(OverBudget):

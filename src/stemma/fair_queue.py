@@ -23,7 +23,6 @@ class FairQueue(Generic[T]):
         self._used: dict[str, float] = {}
         self._level = 0.0
         """Seconds of the owner served last, when it was served."""
-        self._num_ends = 0
 
     def put(self, owner: str, item: T) -> None:
         """Queue `item` behind the others of `owner`."""
@@ -39,7 +38,6 @@ class FairQueue(Generic[T]):
         self._filled.acquire()
         with self._lock:
             if not self._waiting:
-                self._num_ends -= 1
                 return None
             owner = min(self._waiting, key=self._used.__getitem__)
             self._level = max(self._level, self._used[owner])
@@ -61,8 +59,6 @@ class FairQueue(Generic[T]):
 
     def end(self) -> None:
         """Let one thread end once everything queued before is done."""
-        with self._lock:
-            self._num_ends += 1
         self._filled.release()
 
     def __len__(self) -> int:

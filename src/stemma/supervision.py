@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,11 +28,11 @@ class Supervisor(Protocol):
         """
 
 
-class LoggingSupervisor:
+class LoggingSupervisor(Supervisor):
     """Logs the traceback and does nothing else."""
 
+    @override
     def on_thread_failure(self, name: str, error: BaseException) -> None:
-        """See `Supervisor`."""
         logger.error("thread %s failed: %r", name, error, exc_info=error)
 
 

@@ -69,7 +69,7 @@ class Retention:
     """The retention hints of one request."""
 
     rest: RetentionHint = NO_HINT
-    """Of the blocks that no range covers."""
+    """The hint of the blocks that no range covers."""
     ranges: tuple[RetentionRange, ...] = ()
 
 

@@ -108,5 +108,5 @@ def test_replicas_behind_routers(tmp_path):
         (1, 200), (1, 200), (1, 200), (1, 600), (3, 200), (3, 200),
     ]  # fmt: skip
     assert "all memory" in result.output
-    for options in (("--replicas", "0"), ("--replicas", "2", "--router", "nearest")):
-        assert isinstance(run(SAMPLE, *options).exception, ConfigError)
+    for wrong in (("--replicas", "0"), ("--replicas", "2", "--router", "nearest")):
+        assert isinstance(run(SAMPLE, *wrong).exception, ConfigError)

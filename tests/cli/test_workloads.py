@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_bad_data_is_named(tmp_path: Path, name: str, content: str | None, messa
         data = tmp_path / "data"
         data.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        build(name, WorkloadOptions(data=data), None)
+        build(cast(Any, name), WorkloadOptions(data=data), None)
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import pytest
 
+from stemma.cluster.replica_calls import CallRouter
+
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
 from stemma.cluster.holdings import chain_of
@@ -61,7 +63,7 @@ def test_routers_see_those_that_run() -> None:
     assert Placements(CacheAware(), 4).order(ASK, [0, 1, 3]) == [one for one in full if one != 2]
 
 
-class Router:
+class Router(CallRouter):
     """Runs what is posted at once."""
 
     def __init__(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from stemma.model.tiny import write_tiny_model
 from tests.e2e.conftest import start_server
@@ -14,7 +13,6 @@ from tests.e2e.conftest import start_server
 
 @pytest.fixture(scope="package")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    torch.set_num_threads(1)
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
     served, stop = start_server(model, kv_cache_memory="8MB")
     yield served.url

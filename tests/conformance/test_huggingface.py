@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,14 +11,14 @@ pytest.importorskip("huggingface_hub")
 
 from huggingface_hub import InferenceClient
 
-ASK = [{"role": "user", "content": "Is there a flood in Vienna?"}]
-SCHEMA = {
+ASK: list[Any] = [{"role": "user", "content": "Is there a flood in Vienna?"}]
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Basel", "Vienna"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "level", "parameters": SCHEMA}}
+TOOL: Any = {"type": "function", "function": {"name": "level", "parameters": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,16 @@ def test_text_generation(client: InferenceClient) -> None:
 
 
 def test_a_grammar(client: InferenceClient) -> None:
-    text = client.text_generation("Flood?", max_new_tokens=128, grammar={"type": "json", "value": SCHEMA})
+    grammar: Any = {"type": "json", "value": SCHEMA}
+    text = client.text_generation("Flood?", max_new_tokens=128, grammar=grammar)
     assert json.loads(text)["city"] in ("Basel", "Vienna")
 
 
 def test_chat_with_a_tool(client: InferenceClient) -> None:
     answer = client.chat_completion(ASK, tools=[TOOL], tool_choice="required", max_tokens=256)
-    call = answer.choices[0].message.tool_calls[0]
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    call = calls[0]
     assert call.function.name == "level"
     assert json.loads(call.function.arguments)["city"] in ("Basel", "Vienna")
     parts = list(client.chat_completion(ASK, max_tokens=8, stream=True))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from stemma.errors import StorageError
-from stemma.memory.tiers.block_store import BlockPut, BlockStore, LocalStore, PutResult, ReadResult
+from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
+from stemma.memory.tiers.slotted import SlottedStore
 from stemma.types import BlockKey
 
 BLOCK_BYTES = 4096
@@ -191,31 +192,31 @@ class BlockStoreContract(ABC):
 
 class LocalStoreContract(BlockStoreContract):
     @abstractmethod
-    def make_store(self, tmp_path: Path, capacity_blocks: int) -> LocalStore:
+    def make_store(self, tmp_path: Path, capacity_blocks: int) -> SlottedStore:
         """Return an empty store with an LRU policy for exactly `capacity_blocks` blocks."""
 
     @pytest.fixture
-    def small(self, tmp_path: Path) -> Iterator[LocalStore]:
+    def small(self, tmp_path: Path) -> Iterator[SlottedStore]:
         store = self.make_store(tmp_path, 4)
         yield store
         store.check()
         store.close()
 
-    def test_never_over_capacity(self, small: LocalStore) -> None:
+    def test_never_over_capacity(self, small: SlottedStore) -> None:
         for name in range(6):
             small.put_many(chain(name, 3))
             assert small.num_blocks <= small.capacity_blocks == 4
             small.check()
         assert small.counters.num_evicted == 6 * 3 - 4
 
-    def test_leaves_go_first(self, small: LocalStore) -> None:
+    def test_leaves_go_first(self, small: SlottedStore) -> None:
         old, new = chain("old", 3), chain("new", 3)
         small.put_many(old)
         small.put_many(new)
         assert small.exists_many(keys(old)) == [True, False, False]
         assert small.exists_many(keys(new)) == [True, True, True]
 
-    def test_a_read_is_a_use(self, small: LocalStore) -> None:
+    def test_a_read_is_a_use(self, small: SlottedStore) -> None:
         first, second, third = chain("a", 2), chain("b", 2), chain("c", 1)
         small.put_many(first)
         small.put_many(second)
@@ -224,7 +225,7 @@ class LocalStoreContract(BlockStoreContract):
         assert small.exists_many(keys(first)) == [True, True]
         assert small.exists_many(keys(second)) == [True, False]
 
-    def test_what_is_read_but_not_proven_yet_stays(self, small: LocalStore) -> None:
+    def test_what_is_read_but_not_proven_yet_stays(self, small: SlottedStore) -> None:
         block = chain("a", 1)[0]
         small.put_many([block])
         buffer = bytearray(BLOCK_BYTES)
@@ -234,7 +235,7 @@ class LocalStoreContract(BlockStoreContract):
         assert buffer == bytes_of(block.key)
         assert small.remove([block.key]) == 1
 
-    def test_pinned_blocks_stay(self, small: LocalStore) -> None:
+    def test_pinned_blocks_stay(self, small: SlottedStore) -> None:
         pinned = chain("a", 2)
         small.put_many(pinned)
         assert small.pin([*keys(pinned), key_of("absent")]) == [True, True, False]
@@ -250,20 +251,20 @@ class LocalStoreContract(BlockStoreContract):
         assert small.clear() == 2
         assert small.num_blocks == 0
 
-    def test_no_space_when_everything_is_pinned(self, small: LocalStore) -> None:
+    def test_no_space_when_everything_is_pinned(self, small: SlottedStore) -> None:
         blocks = chain("a", 4)
         small.put_many(blocks)
         small.pin(keys(blocks))
         assert small.put_many(chain("b", 1)) == [PutResult.NO_SPACE]
         small.unpin(keys(blocks))
 
-    def test_a_chain_longer_than_the_store_keeps_its_head(self, small: LocalStore) -> None:
+    def test_a_chain_longer_than_the_store_keeps_its_head(self, small: SlottedStore) -> None:
         blocks = chain("a", 6)
         results = small.put_many(blocks)
         assert results == [PutResult.STORED] * 4 + [PutResult.NO_SPACE] * 2
         assert small.exists_many(keys(blocks)) == [True] * 4 + [False] * 2
 
-    def test_cleared_space_is_usable(self, small: LocalStore) -> None:
+    def test_cleared_space_is_usable(self, small: SlottedStore) -> None:
         small.put_many(chain("a", 4))
         assert small.clear() == 4
         assert small.put_many(chain("b", 4)) == [PutResult.STORED] * 4

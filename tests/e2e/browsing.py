@@ -7,11 +7,12 @@ import shutil
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, ViewportSize
 
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(
@@ -19,7 +20,14 @@ needs_chromium = pytest.mark.skipif(
     reason="needs chromium (Debian: apt-get install chromium) and playwright",
 )
 PATIENCE_MS = 20_000
-WIDE, PHONE = {"width": 1180, "height": 900}, {"width": 390, "height": 800}
+WIDE: ViewportSize = {"width": 1180, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 800}
+_PROBLEMS: WeakKeyDictionary[Page, list[str]] = WeakKeyDictionary()
+
+
+def problems_of(page: Page) -> list[str]:
+    """Return the errors that a page wrote, and what its policy stopped."""
+    return _PROBLEMS.setdefault(page, [])
 
 
 def is_problem(kind: str, text: str) -> bool:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-import torch
 import uvicorn
 
 from stemma.config.loading import load_settings
 from stemma.engine.async_engine import AsyncEngine
 from stemma.model.tiny import write_tiny_model
 from stemma.server.app import create_app
-from tests.e2e.browsing import CHROMIUM, PATIENCE_MS, WIDE, is_problem
+from tests.e2e.browsing import CHROMIUM, PATIENCE_MS, WIDE, is_problem, problems_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -47,7 +46,6 @@ class Served:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
 
 
@@ -106,11 +104,11 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     """A fresh tab; the test fails if the page writes an error, or its policy stops something."""
     context = browser.new_context(viewport=WIDE)
-    page, problems = context.new_page(), []
+    page = context.new_page()
+    problems = problems_of(page)
     page.set_default_timeout(PATIENCE_MS)
     page.on("console", lambda m: problems.append(m.text) if is_problem(m.type, m.text) else None)
     page.on("pageerror", lambda error: problems.append(str(error) + (error.stack or "")))
-    page.problems = problems
     yield page
     assert context.cookies() == []
     context.close()

@@ -141,6 +141,7 @@ def test_a_prompt_cached_for_an_adapter_says_so_over_http(tiny_model: Path, tmp_
     """An adapter in PEFT's format is loaded over HTTP and asked; then the model without it."""
     layer = "model.layers.0.self_attn.q_proj"
     weight = AutoModelForCausalLM.from_pretrained(tiny_model).get_submodule(layer).weight
+    assert isinstance(weight, torch.Tensor)
     made = torch.Generator().manual_seed(3)
     halves = (
         torch.randn(4, weight.shape[1], generator=made),
@@ -151,7 +152,7 @@ def test_a_prompt_cached_for_an_adapter_says_so_over_http(tiny_model: Path, tmp_
     try:
         loaded = served.post("/v1/load_lora_adapter", lora_name="poet", lora_path=str(tmp_path / "poet"))
         assert loaded.status_code == 200, loaded.text
-        asked = {"headers": {"x-stemma-explain": "1"}}
+        asked: dict[str, Any] = {"headers": {"x-stemma-explain": "1"}}
         assert why(ask(served, SECRET, model="poet", **asked))["reason"] == "cold"
         found = why(ask(served, SECRET, **asked))
         assert (found["reason"], found["cached_tokens"]) == ("other_adapter", 0)

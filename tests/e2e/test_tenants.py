@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -59,7 +60,9 @@ def test_time_does_not_tell_what_another_tenant_has_cached(
     for _ in range(5):
         ada.ask(head + random_prompt(rng))
         bob.ask(head + random_prompt(rng))
-    others, colds, own = [], [], []
+    others: list[Any] = []
+    colds: list[Any] = []
+    own: list[Any] = []
     for _ in range(60):
         shared, fresh = head + random_prompt(rng), head + random_prompt(rng)
         ada.ask(shared)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.e2e.browsing import PHONE, needs_chromium, until
+from tests.e2e.browsing import PHONE, needs_chromium, problems_of, until
 from tests.e2e.conftest import Served, start_server
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def test_a_chat_shows_what_each_turn_reused(page: Page, served: Served) -> None:
     assert page.locator("#turns li").count() == 2
     page.click("#again")
     assert page.locator("#turns li").count() == 0
-    assert page.problems == []
+    assert problems_of(page) == []
 
 
 @needs_chromium
@@ -60,7 +60,7 @@ def test_a_phone_shows_it_all_and_an_answer_can_be_stopped(page: Page, served: S
     until(page, f"document.documentElement.scrollWidth <= {PHONE['width']}")
     ask_height = page.evaluate("document.getElementById('send').getBoundingClientRect().height")
     assert ask_height >= 32  # for a thumb
-    assert page.problems == []
+    assert problems_of(page) == []
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_a_server_with_a_key_asks_for_it(page: Page, keyed: Served) -> None:
     page.click("#login button")
     until(page, "document.getElementById('model').textContent === 'tiny'")
     assert page.is_hidden("#login")
-    page.problems[:] = [text for text in page.problems if "401" not in text]
-    assert page.problems == []
+    problems_of(page)[:] = [text for text in problems_of(page) if "401" not in text]
+    assert problems_of(page) == []
 
 
 @needs_chromium
@@ -90,7 +90,7 @@ def test_the_api_is_described_without_another_host(page: Page, served: Served) -
     page.wait_for_selector("#operations-default-create_chat_completion, .opblock-summary-path")
     until(page, "document.body.textContent.includes('/v1/chat/completions')")
     assert [url for url in asked if not url.startswith((served.url, "data:"))] == []
-    assert page.problems == []
+    assert problems_of(page) == []
 
 
 @pytest.mark.parametrize("path", ["/chat/nothing.js", "/docs/..%2fpages.py", "/chat/index.html"])

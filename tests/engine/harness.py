@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
+import torch
 
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.engine.core.engine import Engine
+from stemma.engine.core.runner import PreparedStep, Runner
+from stemma.engine.core.step_rows import StepRows
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.sampling.params import SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
@@ -33,11 +36,11 @@ class Answer:
     finished: bool = False
 
 
-class CountingRunner:
-    """Counts the tokens that each step computes."""
+class CountingRunner(Runner):
+    """Counts the tokens that each step computes; fails and delays steps when a test says so."""
 
-    def __init__(self, runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner) -> None:
+        vars(self).update(vars(runner))  # the same model, blocks and buffers
         self.plans: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
         self.failing_run: int | None = None
@@ -47,23 +50,23 @@ class CountingRunner:
         self.num_ahead = 0
         """Steps that were launched ahead."""
 
-    def forward(self, rows):
+    def forward(self, rows: StepRows) -> torch.Tensor:
         self._note(rows)
-        return self._runner.forward(rows)
+        return super().forward(rows)
 
-    def prepare(self, rows):
+    def prepare(self, rows: StepRows) -> PreparedStep:
         self._note(rows)
         self.num_ahead += 1
-        return self._runner.prepare(rows)
+        return super().prepare(rows)
 
-    def run(self, step, drawn):
+    def run(self, step: PreparedStep, drawn: torch.Tensor | None) -> torch.Tensor:
         time.sleep(self.device_delay_s)
         self.num_runs += 1
         if self.num_runs == self.failing_run:
             raise RuntimeError("the device is on fire")
-        return self._runner.run(step, drawn)
+        return super().run(step, drawn)
 
-    def _note(self, rows):
+    def _note(self, rows: StepRows) -> None:
         rows.check()
         if self.fail_next:
             self.fail_next = False

@@ -31,7 +31,6 @@ SETTINGS = {"kv_cache_memory": "2MB", "block_size": 16}
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return build("qwen2", tmp_path_factory.mktemp("ending"), generation={"eos_token_id": ENDS})
 
 
@@ -54,9 +53,10 @@ def engine(ending):
 
 def brute_force(plain, tokens, width, max_tokens, length_penalty, ends):
     """Return [(token ids, score)], by whole forward passes and without stopping early."""
-    live, done = [((), 0.0)], []
+    live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    done: list[tuple[tuple[int, ...], float]] = []
     for _ in range(max_tokens):
-        grown = []
+        grown: list[tuple[tuple[int, ...], float]] = []
         for ids, total in live:
             with torch.inference_mode():
                 logits = plain(torch.tensor([[*tokens.tolist(), *ids]])).logits[0, -1]
@@ -135,14 +135,15 @@ def hf_search(plain, tokens, width, max_tokens, ends):
 @pytest.mark.parametrize("fields", [{"enable_prefix_cache": False}, {"index": "hash"}])
 def test_the_cache_changes_nothing(llm, ending, fields):
     other = LLM(ending, **SETTINGS, **fields)
-    ours, theirs = (one.beam_search(PROMPTS, 3, 20) for one in (llm, other))
+    asked = [tokens.tolist() for tokens in PROMPTS]
+    ours, theirs = (one.beam_search(asked, 3, 20) for one in (llm, other))
     assert [[c.token_ids for c in g.completions] for g in ours] == [
         [c.token_ids for c in g.completions] for g in theirs
     ]
     other.engine.check()
 
 
-def test_a_round_costs_a_token_a_beam_and_the_prompt_counts_once(ending):
+def test_a_round_costs_a_token_a_beam_and_the_prompt_counts_once(ending, monkeypatch):
     llm = LLM(ending, **SETTINGS)
     forward, sizes = llm.engine.runner.forward, []
 
@@ -150,12 +151,12 @@ def test_a_round_costs_a_token_a_beam_and_the_prompt_counts_once(ending):
         sizes.append(rows.num_rows)
         return forward(rows)
 
-    llm.engine.runner.forward = count
-    cold = llm.beam_search(PROMPTS[1], 4, 6, ignore_eos=True)[0]
+    monkeypatch.setattr(llm.engine.runner, "forward", count)
+    cold = llm.beam_search(PROMPTS[1].tolist(), 4, 6, ignore_eos=True)[0]
     assert sizes == [37, 4, 4, 4, 4, 4]
     assert cold.cache.num_cached_tokens == 0
     assert (llm.stats().num_prompt_tokens, llm.stats().cached_tokens_by_tier) == (37, {})
-    warm = llm.beam_search(PROMPTS[1], 4, 6, ignore_eos=True)[0]
+    warm = llm.beam_search(PROMPTS[1].tolist(), 4, 6, ignore_eos=True)[0]
     assert warm.cache.num_cached_tokens == 36
     assert [c.token_ids for c in warm.completions] == [c.token_ids for c in cold.completions]
 
@@ -176,7 +177,7 @@ def test_it_stops_once_nothing_can_change(ending, llm, plain):
 
 
 async def test_async_gives_the_same_in_one_output(engine, llm):
-    expected = llm.beam_search(PROMPTS[1], 3, 8)[0].completions
+    expected = llm.beam_search(PROMPTS[1].tolist(), 3, 8)[0].completions
     output = await run(engine, request(logprobs=2))
     assert output.finished
     assert [list(d.token_ids) for d in output.deltas] == [c.token_ids for c in expected]
@@ -297,13 +298,13 @@ def test_beams_go_on_in_their_blocks(ending):
     """One child takes what its parent held, so of a round's beams only further children copy."""
     llm = LLM(ending, **SETTINGS)
     cache = llm.engine.cache
-    llm.beam_search(PROMPTS[1], 1, 12, ignore_eos=True)
+    llm.beam_search(PROMPTS[1].tolist(), 1, 12, ignore_eos=True)
     # The first round goes on from the cached prompt, the others from where the round before ended.
     assert cache.stats().num_copied_heads == 1
     llm.engine.use_idle_time()
     assert cache.num_available == cache.num_blocks
     num_copied = cache.stats().num_copied_heads
-    llm.beam_search(PROMPTS[2], 4, 12, ignore_eos=True)
+    llm.beam_search(PROMPTS[2].tolist(), 4, 12, ignore_eos=True)
     assert cache.stats().num_copied_heads - num_copied <= 4 + 10 * 3
     llm.engine.use_idle_time()
     assert cache.num_available == cache.num_blocks

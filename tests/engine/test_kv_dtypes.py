@@ -75,7 +75,7 @@ def test_tiers_hold_almost_twice_the_tokens(checkpoint: Path, kv_dtype: KVDtype,
         tiers = {"host_cache": "4MB", "disk_cache": str(folder / "disk"), "disk_cache_size": "40MB"}
         with engine(checkpoint, dtype, **tiers, **pool_settings(folder)) as llm:
             stores = llm.engine.cache.below.stores[:2]
-            blocks[dtype] = [llm.engine.cache.num_blocks, *(store.capacity_blocks for store in stores)]
+            blocks[dtype] = [llm.engine.cache.num_blocks, *(store.capacity_blocks or 0 for store in stores)]
             serve(llm)
         sizes = {file.stat().st_size for file in (folder / "pool").rglob("*") if file.is_file()}
         values[dtype] = max(sizes) - HEADER_BYTES

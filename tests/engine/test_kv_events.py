@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stemma.memory.kv_events import KVEventSink
+from stemma.types import TokenArray
+
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
 from stemma.cluster.holdings import Holdings, chain_of
@@ -14,7 +17,7 @@ from stemma.prefix.keys import DEFAULT_NAMESPACE
 from tests.engine.harness import greedy, prompt
 
 
-class Direct:
+class Direct(KVEventSink):
     """Translates and follows at once, without sockets."""
 
     def __init__(self, follower: Follower, block_size: int) -> None:
@@ -32,11 +35,10 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
     holdings = Holdings()
     engine.cache.watch(Direct(Follower(0, holdings, chain_of), 8))
     generator = np.random.default_rng(0)
-    prompts = []
+    prompts: list[TokenArray] = []
     for number in range(30):
-        head = (
-            prompts[int(generator.integers(len(prompts)))][: int(generator.integers(80))] if prompts else []
-        )
+        earlier = prompts[int(generator.integers(len(prompts)))] if prompts else prompt(0, 0)
+        head = earlier[: int(generator.integers(80))] if prompts else earlier
         prompts.append(
             np.concatenate([head, prompt(number, int(generator.integers(1, 60)))]).astype(np.int32)
         )

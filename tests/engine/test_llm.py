@@ -124,5 +124,5 @@ def test_the_tokenizer_ends_sequences_where_the_configs_dont(tmp_path):
     """Without this, every answer would run to the end of its budget."""
     path = checkpoints.build("llama", tmp_path, generation={"eos_token_id": None}, eos_token_id=None)
     model = ModelSettings(path=path, device="cpu")
-    parts = build_engine(EngineSettings(model=model, cache=CacheSettings(kv_cache_memory="1MB")))
+    parts = build_engine(EngineSettings(model=model, cache=CacheSettings(kv_cache_memory=10**6)))
     assert parts.engine.limits.eos_token_ids == frozenset({parts.tokenizer.eos_token_id})

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stemma import LLM, SamplingParams
+from stemma.engine.llm import Generation
+from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason
 
@@ -49,16 +51,22 @@ def test_a_cached_prompt_is_computed_and_gives_the_same_bits(llm):
     llm.engine.check()
 
 
+def scores_of(one: Generation) -> PromptLogprobs:
+    assert one.prompt_logprobs is not None
+    return one.prompt_logprobs
+
+
 def test_chunks_and_neighbours_change_nothing(llm, checkpoint):
     [whole] = llm.generate(PROMPT, ASKED)
     small = LLM(checkpoint, kv_cache_memory="2MB", block_size=16, max_batch_tokens=16)
     prompts = [PROMPT, PROMPT[:40], PROMPT, [7, *PROMPT]]
     found = small.generate(prompts, [ASKED, PLAIN, ASKED, ASKED])
+    expected = scores_of(whole)
     for one in (found[0], found[2]):
-        np.testing.assert_array_equal(one.prompt_logprobs.logprobs, whole.prompt_logprobs.logprobs)
-        np.testing.assert_array_equal(one.prompt_logprobs.top_ids, whole.prompt_logprobs.top_ids)
+        np.testing.assert_array_equal(scores_of(one).logprobs, expected.logprobs)
+        np.testing.assert_array_equal(scores_of(one).top_ids, expected.top_ids)
     assert found[1].prompt_logprobs is None
-    assert len(found[3].prompt_logprobs.logprobs) == len(PROMPT)
+    assert len(scores_of(found[3]).logprobs) == len(PROMPT)
 
 
 def test_a_preempted_prompt_goes_on_where_it_was(harness):

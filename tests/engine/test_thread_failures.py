@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -179,7 +180,7 @@ async def test_a_dead_thread_of_the_tiers_fails_requests_and_the_engine(
 
 @pytest.mark.parametrize("name", ["stemma-write-disk", "stemma-load-0", "stemma-pool"])
 async def test_what_a_tier_thread_reports_ends_the_engine(start, caplog, name):
-    supervisors = []
+    supervisors: list[Any] = []
     engine = start(supervisors)
     long = asyncio.create_task(collect(engine, request("a", prompt(1, 20), greedy(1500))))
     await asyncio.sleep(0.1)
@@ -193,7 +194,7 @@ async def test_what_a_tier_thread_reports_ends_the_engine(start, caplog, name):
 
 
 async def test_the_first_failure_is_the_reason(start):
-    supervisors = []
+    supervisors: list[Any] = []
     engine = start(supervisors)
     for number in range(3):
         supervisors[0].on_thread_failure(f"thread-{number}", ValueError("x"))
@@ -277,7 +278,9 @@ async def test_requests_behind_the_close_are_refused(start):
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
     await closing
     for one in results:
-        assert isinstance(one, ShuttingDown) or one[-1].deltas[0].finish_reason is FinishReason.ABORT
+        if not isinstance(one, ShuttingDown):
+            assert not isinstance(one, BaseException)
+            assert one[-1].deltas[0].finish_reason is FinishReason.ABORT
 
 
 def test_a_failed_load_raises_and_leaves_no_thread(checkpoint):
@@ -335,11 +338,13 @@ class TestStepThread:
     def test_an_interrupted_caller_waits_for_the_work_to_end(self):
         thread = StepThread()
         ended = []
+        main = threading.main_thread().ident
+        assert main is not None
 
         def work():
             for _ in range(10):
                 # The first may come just before the main thread begins to wait, which then doesn't see it.
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                signal.pthread_kill(main, signal.SIGINT)
                 deadline = time.monotonic() + 2
                 while not thread.is_interrupted and time.monotonic() < deadline:
                     time.sleep(0.01)

@@ -29,6 +29,7 @@ def test_cluster_files_are_read_and_say_the_same(tmp_path: Path) -> None:
     assert in_service.replicas == cluster.replicas
     assert in_service.settings.engine == cluster.settings.engine
     plan = read_cluster_file(FOLDER / "local" / "prefill-decode.yaml").prefill_decode
+    assert plan is not None
     assert (plan.num_prefill, plan.num_decode, len(plan.pools)) == (2, 2, 2)
 
 

@@ -118,7 +118,10 @@ class Workshop:
 
     def alone(self, family: str, settings: dict[str, Any], ask: Ask) -> Answer:
         """Return the answer to a request that nothing stands beside, is cached for or drafted."""
-        plain = {name: settings[name] for name in ("dtype", "kv_cache_dtype") if name in settings}
+        plain: dict[str, Any] = {}
+        for name in ("dtype", "kv_cache_dtype"):
+            if name in settings:
+                plain[name] = settings[name]
         key = family, plain.get("dtype", ""), plain.get("kv_cache_dtype", ""), ask
         if key not in self._alone:
             whole = replace(ask, is_pinned=False, abort_after=None)

@@ -40,7 +40,7 @@ def test_any_schedule_over_codes(family: str, kv_dtype: KVDtype, load_family: Lo
 def test_tied_head(dtype: str, tmp_path: Path) -> None:
     """A model that runs through its modules, its output head tied to the embedding."""
     path = build("gemma2", tmp_path / "tied", tie_word_embeddings=True)
-    model = load_model(ModelSettings(path=path, dtype=dtype, device="cpu"))
+    model = load_model(ModelSettings.model_validate({"path": path, "dtype": dtype, "device": "cpu"}))
     check_schedules(model, 2)
     if dtype == "float32":
         prompt = prompts_of([40], [0])[0]

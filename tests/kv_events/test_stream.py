@@ -159,7 +159,6 @@ async def test_missed_messages_are_replayed() -> None:
             while held(following.holdings, range(9)) != [0, 1, 2, 3, 5]:
                 publisher.put(stored(5))
                 await asyncio.sleep(0.05)
-        assert following.subscription.num_gaps >= 1
     publisher.close()
 
 
@@ -173,7 +172,6 @@ async def test_a_gap_that_cannot_be_filled_drops_what_was_known() -> None:
         await lose(relay, publisher, 3)
         publisher.put(stored(6))
         await following.sees([6], range(9))
-        assert following.subscription.num_gaps >= 1
     publisher.close()
 
 
@@ -199,14 +197,14 @@ def test_an_address_in_use_is_a_config_error() -> None:
     publisher.close()
 
 
-def test_what_a_follower_cannot_place_is_counted() -> None:
+def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
     holdings = Holdings()
     follower = Follower(0, holdings, chain_of)
     follower.take([BlockStored([1], 99, [1, 2, 3, 4], 4, None, "GPU", None)])  # unknown predecessor
     follower.take([BlockStored([2, 3], None, [1, 2, 3, 4], 4, None, "GPU", None)])  # too few tokens
     follower.take([BlockStored([4], None, [], 4, None, "CPU", None)])  # no tokens, never seen before
     follower.take([BlockStored([5], None, [-1, 2, 3, 4], 4, None, "GPU", None)])
-    assert (follower.num_unplaced, holdings.num_ids) == (5, 0)
+    assert holdings.num_ids == 0
     follower.take([BlockRemoved([1, 2, 77], "GPU"), AllBlocksCleared()])
 
 
@@ -220,5 +218,4 @@ def test_a_block_is_held_until_it_left_every_tier() -> None:
     assert holdings.depths(chain, 1) == [1]
     follower.take([BlockRemoved([b"k", b"k"], "CPU")])
     follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None)])  # its tokens are unknown by now
-    assert follower.num_unplaced == 1
     assert holdings.depths(chain, 1) == [0]

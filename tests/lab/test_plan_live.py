@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
@@ -40,7 +39,6 @@ def read(path: Path) -> Trace:
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
 def test_predicted_hit_ratio_is_the_servers(tmp_path: Path, policy: str) -> None:
-    torch.set_num_threads(1)
     model = write_tiny_model(tmp_path / "tiny", hidden_size=32, num_layers=1)
     probe = LLM(model, kv_cache_memory="1MB", block_size=BLOCK_SIZE)
     bytes_per_token = probe.engine.cache.capacity_tokens and 10**6 // probe.engine.cache.capacity_tokens

@@ -10,7 +10,7 @@ import pytest
 from stemma.engine.trace_log import TraceLog
 from stemma.errors import ConfigError, StorageError, TraceError
 from stemma.lab.traces.columns import Trace, collect
-from stemma.lab.traces.openai_chat import chain_ids
+from stemma.lab.traces.openai_chat import ChatTokenizer, chain_ids
 from stemma.lab.traces.reader import open_trace
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 
@@ -123,7 +123,7 @@ class TestAzure:
             read(path)
 
 
-class LetterTokenizer:
+class LetterTokenizer(ChatTokenizer):
     """One token a letter."""
 
     def apply_chat_template(self, messages, *, tools=None):

@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.leased_blocks import BlockBuffer
 from stemma.prefix.keys import Namespace
 
 
@@ -20,7 +21,7 @@ def expected_kv(namespace: Namespace, tokens: np.ndarray) -> list[int]:
     return values
 
 
-class HashBuffer:
+class HashBuffer(BlockBuffer):
     """One int64 a token. Copies act at once, as a device's do in stream order."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,6 +32,9 @@ class HashBuffer:
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
         assert src != dst
         self.data[dst, :num_tokens] = self.data[src, :num_tokens]
+
+    def touch(self, block_id: int) -> None:
+        self.data[block_id] = self.data[block_id]
 
     def compute(self, lease: Lease, start: int, end: int) -> None:
         """Write the KV of tokens [start, end) of a lease, as a step would."""

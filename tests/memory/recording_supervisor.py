@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from stemma.supervision import Supervisor
 
-class RecordingSupervisor:
+
+class RecordingSupervisor(Supervisor):
     def __init__(self) -> None:
         self.failures: list[tuple[str, BaseException]] = []
         self._changed = threading.Condition()

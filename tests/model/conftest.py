@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.model import loading
@@ -17,11 +16,6 @@ NATIVE, MODULES, TORCH = "native", "modules", "torch"
 PATHS = (NATIVE, MODULES, TORCH)
 
 LoadFamily = Callable[..., tuple[Path, CausalLM]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +37,8 @@ def load_family(tmp_path_factory: pytest.TempPathFactory) -> LoadFamily:
                     patch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
                 if path == TORCH:
                     patch.setattr(loading, "load_kernels", lambda isa: None)
-                settings = ModelSettings(
-                    path=checkpoint, dtype=dtype, device="cpu", isa=isa, quantize=quantize
-                )
+                fields = {"dtype": dtype, "device": "cpu", "isa": isa, "quantize": quantize}
+                settings = ModelSettings.model_validate({"path": checkpoint, **fields})
                 model = load_model(settings)
             loaded[key] = checkpoint, model
         return loaded[key]

@@ -50,7 +50,7 @@ def fp8_checkpoint(
 
     for twin in ("fp8", "plain"):
         generator = torch.Generator().manual_seed(1)
-        edit(path / twin, lambda weights, twin=twin: quantize_all(weights, plain=twin == "plain"))
+        edit(path / twin, partial(quantize_all, plain=twin == "plain"))
     quantization = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
     configure(path / "fp8", quantization_config=quantization)
     return path

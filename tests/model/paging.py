@@ -33,8 +33,8 @@ class CodedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take [1, heads, T, D]; of latents, the compressed part and the rotary key, each with its scale."""
-        rows = (self._read_back(states) for states in (key_states, value_states))
-        return super().update(*rows, layer_idx, *args, **kwargs)
+        keys, values = self._read_back(key_states), self._read_back(value_states)
+        return super().update(keys, values, layer_idx, *args, **kwargs)
 
     def _read_back(self, states: torch.Tensor) -> torch.Tensor:
         dims = (states.shape[-1],)

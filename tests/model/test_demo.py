@@ -62,6 +62,7 @@ def test_tokenizer_equals_what_transformers_reads(real_model: Path) -> None:
         assert found.decode(found.encode(text)) == text
     turn = [{"role": "user", "content": "hi"}]
     rendered = found.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    assert isinstance(rendered, str)
     assert rendered.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert found.eos_token == "<|im_end|>"
 

@@ -25,7 +25,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, **settings: object) -> object:
-    return load_model(ModelSettings(**{"path": path, "device": "cpu", **settings}))
+    return load_model(ModelSettings.model_validate({"path": path, "device": "cpu", **settings}))
 
 
 def test_what_the_checkpoint_says(qwen2: Path) -> None:

@@ -33,7 +33,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, dtype: str = "float32") -> CausalLM:
-    return load_model(ModelSettings(path=path, dtype=dtype, device="cpu"), predicts=True)
+    return load_model(
+        ModelSettings.model_validate({"path": path, "dtype": dtype, "device": "cpu"}), predicts=True
+    )
 
 
 class Reference:

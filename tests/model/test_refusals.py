@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -146,18 +146,27 @@ def test_other_shapes(copy: Path) -> None:
     assert "ignore_mismatched_sizes" not in str(refused.value)
 
 
+def filled(name: str, value: float, row: int | None = None) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Return an edit that fills a weight, or one row of it."""
+
+    def fill(weights: dict[str, torch.Tensor]) -> None:
+        (weights[name] if row is None else weights[name][row]).fill_(value)
+
+    return fill
+
+
 def test_weights_that_are_not_numbers(copy: Path) -> None:
-    edit(copy, lambda weights: weights["model.embed_tokens.weight"][300].fill_(float("nan")))
+    edit(copy, filled("model.embed_tokens.weight", float("nan"), row=300))
     with pytest.raises(ModelError, match=r"embed_tokens\.weight has 64 values that are NaN"):
         load(copy)
-    edit(copy, lambda weights: weights["model.embed_tokens.weight"][300].fill_(float("inf")))
+    edit(copy, filled("model.embed_tokens.weight", float("inf"), row=300))
     with pytest.raises(ModelError, match="NaN or infinite"):
         load(copy)
 
 
 def test_logits_that_are_not_numbers(copy: Path) -> None:
     """Every weight is finite, their products aren't."""
-    edit(copy, lambda weights: weights["model.norm.weight"].fill_(3e38))
+    edit(copy, filled("model.norm.weight", 3e38))
     with pytest.raises(ModelError, match="computes logits that are NaN"):
         load(copy)
 
@@ -365,7 +374,7 @@ WRONG_FIELDS: tuple[dict[str, object], ...] = (
 
 
 @pytest.mark.parametrize("fields", WRONG_FIELDS, ids=lambda fields: f"{next(iter(fields.items()))}")
-def test_wrong_fields(copy: Path, fields: dict[str, object]) -> None:
+def test_wrong_fields(copy: Path, fields: dict[str, Any]) -> None:
     """Whatever a config.json says, it loads or one typed error comes out."""
     configure(copy, **fields)
     with pytest.raises(ModelError):
@@ -385,7 +394,7 @@ def test_generation_config_that_no_request_could_have(copy: Path, caplog: pytest
     configure(copy, "generation_config.json", do_sample=True, **fields)
     defaults = load(copy).default_sampling
     assert defaults == {"repetition_penalty": 1.1}
-    SamplingParams(**dict(defaults))
+    SamplingParams(**cast(dict[str, Any], dict(defaults)))
     for name in ("top_p", "top_k", "temperature", "min_p"):
         assert any(name in record.getMessage() for record in caplog.records)
     (copy / "generation_config.json").write_text("[1]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 
@@ -23,6 +23,7 @@ from tokenizers import (
 
 from stemma.model import text_cuts
 from stemma.model.text_cuts import TextCuts
+from stemma.types import as_tokens
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -145,10 +146,9 @@ TEXTS = st.lists(
 
 
 @pytest.fixture
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are cut wherever they may be."""
     monkeypatch.setattr(text_cuts, "PIECE_CHARS", 1)
-    return
 
 
 def _ids(raw: Tokenizer, text: str, *, special: bool) -> list[int]:
@@ -171,7 +171,7 @@ def test_pieces_have_the_ids_of_the_whole(name: str, text: str, special: bool) -
     assert cuts is not None
     pieces = cuts.pieces(text)
     assert "".join(pieces) == text
-    ids = [text_cuts.as_tokens(_ids(raw, piece, special=False)) for piece in pieces]
+    ids = [as_tokens(_ids(raw, piece, special=False)) for piece in pieces]
     assert cuts.joined(ids, add_special_tokens=special).tolist() == _ids(raw, text, special=special)
     assert [word for piece in pieces for word in _words(raw, piece)] == _words(raw, text)
 
@@ -195,6 +195,7 @@ def test_pieces_are_about_as_long_as_they_should_be() -> None:
 def test_real_tokenizers_of_families_put_their_ends_around() -> None:
     assert TextCuts.of(family("llama-3")) == TextCuts((0,), ())
     end = family("gpt-oss").token_to_id("<|end|>")
+    assert end is not None
     assert TextCuts.of(family("gpt-oss")) == TextCuts((0,), (end,))
     assert TextCuts.of(family("gpt-2")) == TextCuts((), ())
 

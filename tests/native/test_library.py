@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from stemma.native.building import build, find_or_build, library_name
 from stemma.native.compiling import SOURCES, UNITS, BuildFailed
 from stemma.native.levels import LEVELS, available_levels, choose_level, level_named, missing_features
 from stemma.native.library import drop_kernels, load_kernels, missed_level, report_kernels
+from stemma.native.structures import LAYOUTS
 
 PORTABLE = level_named("portable")
 
@@ -56,7 +59,7 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def processor_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
     monkeypatch.setattr(levels, "processor_features", lambda: frozenset(features))
-    monkeypatch.setattr(levels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
 
 
 def test_the_highest_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +70,7 @@ def test_the_highest_level_of_the_processor_is_chosen(monkeypatch: pytest.Monkey
 
 
 def test_other_processors_are_portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert choose_level().level is PORTABLE
 
 
@@ -117,7 +120,7 @@ def test_without_a_compiler_one_line_says_what_is_lost(
     fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(building.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
         assert load_kernels() is None
         assert report_kernels().level is None
@@ -177,8 +180,8 @@ def test_a_level_that_cannot_be_built_gives_way_unless_asked_for(monkeypatch: py
 @pytest.mark.usefixtures("fresh_cache")
 def test_structures_are_compared_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels whose GateArgs has one field in another place don't compile, and the report says why."""
-    changed = re.sub(r"(GateArgs, output\) == )8", r"\g<1>16", compiling.LAYOUTS)
-    assert changed != compiling.LAYOUTS
+    changed = re.sub(r"(GateArgs, output\) == )8", r"\g<1>16", LAYOUTS)
+    assert changed != LAYOUTS
     monkeypatch.setattr(compiling, "LAYOUTS", changed)
     assert load_kernels(PORTABLE.name) is None
     assert "structures.py reads GateArgs otherwise" in report_kernels(PORTABLE.name).reason
@@ -283,7 +286,7 @@ def test_a_unit_that_fails_stops_the_others(
 
 
 @needs_compiler
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("quick_compiler", "fresh_cache")
 def test_a_wheel_of_lower_levels_says_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
     highest = available_levels()[-1]
     if highest is PORTABLE:

@@ -116,7 +116,7 @@ def test_rows_between_others_are_taken_where_they_are(kernels: Kernels) -> None:
 def test_emulated_tiles_round_as_the_manual_says() -> None:
     """Even and odd products are summed apart, 32 inputs at a time; denormals count as zero."""
     name = "amx_emulated"
-    if not any(p.values == (name,) and not p.marks[0].args[0] for p in level_params()):  # type: ignore[attr-defined]
+    if not any(p.values == (name,) and not p.marks[0].args[0] for p in level_params()):
         pytest.skip("needs avx512_bf16 and a C++ compiler")
     kernels = load_kernels(name)
     assert kernels is not None

@@ -65,9 +65,9 @@ def expected(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None
         scale = grouped.abs().amax(-1, keepdim=True) / 127
         x = ((grouped / scale).nan_to_num().round() * scale).view(x.shape)
     elif weight.activations is ActivationScheme.STATIC_TENSOR:
-        scale, zero = weight.activation_scale, weight.activation_zero_point
-        assert scale is not None
-        x = ((x / scale).round().add(zero).clamp(-128, 127) - zero) * scale
+        fixed, zero = weight.activation_scale, weight.activation_zero_point
+        assert fixed is not None
+        x = ((x / fixed).round().add(zero).clamp(-128, 127) - zero) * fixed
     plain = weight.dequantize(dtype if weight.activations is ActivationScheme.NONE else torch.float32)
     output = x.double() @ plain.double().T
     return output if bias is None else output + bias.double()

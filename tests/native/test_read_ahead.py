@@ -9,11 +9,12 @@ import pytest
 
 from stemma.native import read_ahead as tested
 from stemma.native.read_ahead import read_ahead
+from stemma.supervision import Supervisor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise")
 
 
-class Failing:
+class Failing(Supervisor):
     """A supervisor that keeps what it is told."""
 
     def __init__(self) -> None:

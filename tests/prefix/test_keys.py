@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stemma.prefix.keys import KeySpace, Namespace, chain_keys, fingerprints, partial_key
+from stemma.types import BlockKey
 
 SPACE = KeySpace("model", "bf16 layers=2", 4)
 TOKENS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, -1], dtype=np.int32)
@@ -39,7 +40,7 @@ def test_keys_are_equal_in_every_process() -> None:
         )
         outputs.add(done.stdout)
     root = SPACE.root(Namespace(salt="sé", adapter="a"))
-    keys = chain_keys(root, TOKENS, 4)
+    keys = chain_keys(BlockKey(root), TOKENS, 4)
     expected = [root.hex(), *(key.hex() for key in keys), partial_key(keys[-1], TOKENS[8:]).hex()]
     assert outputs == {" ".join([*expected, *map(str, fingerprints(keys).tolist())]) + "\n"}
 
@@ -48,11 +49,11 @@ def test_keys_are_what_the_format_says() -> None:
     """Spelled out with hashlib and struct alone, and pinned: a change breaks every stored block."""
     fields = [b"stemma", b"1", b"model", b"bf16 layers=2", b"4", b"adapter", b"salt"]
     root = hashlib.sha256(b"".join(struct.pack("<Q", len(field)) + field for field in fields)).digest()
-    first = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()
-    second = hashlib.sha256(first + struct.pack("<4i", 5, 6, 7, 8)).digest()
+    first = BlockKey(hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest())
+    second = BlockKey(hashlib.sha256(first + struct.pack("<4i", 5, 6, 7, 8)).digest())
     last = hashlib.sha256(second + struct.pack("<2i", 9, -1)).digest()
     assert SPACE.root(Namespace(salt="salt", adapter="adapter")) == root
-    assert chain_keys(root, TOKENS, 4) == [first, second]
+    assert chain_keys(BlockKey(root), TOKENS, 4) == [first, second]
     assert partial_key(second, TOKENS[8:]) == last
     assert fingerprints([first, second]).tolist() == list(struct.unpack("<QQ", first[:8] + second[:8]))
     assert root.hex() == "7364c92d5c18176c0c98e68b5f0d00043d421e9ffc061548cbce23425ce49036"
@@ -85,7 +86,7 @@ def test_fields_never_run_together(left: list[str], right: list[str]) -> None:
 @pytest.mark.parametrize("cut", range(3))
 def test_a_chain_may_be_continued(cut: int) -> None:
     root = SPACE.root(Namespace())
-    keys = chain_keys(root, TOKENS, 4)
+    keys = chain_keys(BlockKey(root), TOKENS, 4)
     assert keys[:cut] + chain_keys(keys[cut - 1] if cut else root, TOKENS[cut * 4 :], 4) == keys
 
 

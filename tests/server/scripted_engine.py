@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -104,7 +104,7 @@ class ScriptedEngine(EngineClient):
     def num_held_tokens(self, request_id: str) -> int:
         return self.held.get(request_id, self.held.get("", 0))
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         if self.script.draining:
             raise ShuttingDown("the engine drains")
         if self.script.overloaded:
@@ -128,7 +128,9 @@ class ScriptedEngine(EngineClient):
     async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         return [[output async for output in self.generate(one)][-1] for one in requests]
 
-    async def _outputs(self, request: GenerationRequest, report: CacheReport) -> AsyncIterator[RequestOutput]:
+    async def _outputs(
+        self, request: GenerationRequest, report: CacheReport
+    ) -> AsyncGenerator[RequestOutput, None]:
         params = request.params
         replies = [self.reply_ids(request, index) for index in range(params.n)]
         sent = [""] * params.n
@@ -223,7 +225,7 @@ class ScriptedEngine(EngineClient):
 
 async def joined(
     outputs: AsyncIterator[RequestOutput], size: int, shows_steps: bool
-) -> AsyncIterator[RequestOutput]:
+) -> AsyncGenerator[RequestOutput, None]:
     """Yield the outputs, several as one, as an engine does that holds tokens for a moment."""
     held: list[RequestOutput] = []
     is_first = True

@@ -1,13 +1,10 @@
-"""A process to send signals to.
-
-Arguments: a tokenizer's directory, delay and drain timeout in seconds, and maybe more settings as JSON.
-"""
+"""The program of a server process with a scripted engine."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.model.tokenizer import Tokenizer
@@ -16,19 +13,20 @@ from stemma.server.transport.planes import listen, listen_planes
 from tests.server.scripted_engine import Script, ScriptedEngine
 
 
-def main() -> int:
-    path, delay_s, drain_timeout_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+def run(
+    path: Path,
+    delay_s: float,
+    drain_timeout_s: float,
+    others: dict[str, Any],
+    tell_url: Callable[[str], None],
+) -> int:
+    """Serve until a signal; return the exit code. `path`: of a tokenizer; `others`: more settings."""
     engine = ScriptedEngine(Tokenizer(path), script=Script(delay_s=delay_s))
-    others = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-    server = {"port": 0, "drain_timeout_s": drain_timeout_s, **others.pop("server", {})}
+    asked = {"port": 0, "drain_timeout_s": drain_timeout_s, **others.get("server", {})}
     settings = Settings(
         engine=EngineSettings(model=ModelSettings(path=path)),
-        server=ServerSettings.model_validate(server),
-        **others,
+        server=ServerSettings.model_validate(asked),
+        **{name: table for name, table in others.items() if name != "server"},
     )
     with listen_planes(settings, listen) as listeners:
-        return serve(engine, settings, listeners, lambda url: print(url, flush=True))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return serve(engine, settings, listeners, tell_url)

@@ -36,8 +36,8 @@ def make(engine: ScriptedEngine) -> MakeClient:
     return make_client
 
 
-def bearer(key: str) -> dict[str, bytes]:
-    return {"authorization": b"Bearer " + key.encode()}
+def bearer(key: str) -> httpx.Headers:
+    return httpx.Headers([(b"authorization", b"Bearer " + key.encode())])
 
 
 async def test_a_key_may_have_any_letters(make: MakeClient) -> None:
@@ -177,7 +177,7 @@ async def test_imports_are_refused_unless_trusted(make: MakeClient) -> None:
 
 
 async def test_imports_obey_the_body_limit(make: MakeClient) -> None:
-    async def chunks():  # type: ignore[no-untyped-def]
+    async def chunks():
         for _ in range(20):
             yield b"x" * 1000
 

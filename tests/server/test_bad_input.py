@@ -140,7 +140,7 @@ async def test_body_that_is_no_json_object(client: httpx.AsyncClient, content: b
 async def test_body_too_large(client: httpx.AsyncClient) -> None:
     body = {"model": "scripted", "prompt": "x" * 300_000}
 
-    async def chunks():  # type: ignore[no-untyped-def]
+    async def chunks():
         for _ in range(300):
             yield b"x" * 1000
 

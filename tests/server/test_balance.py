@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from stemma.server.routing.balance import Balance
 from stemma.server.routing.prompts import head_of
@@ -45,5 +46,13 @@ def test_all_turns_of_a_conversation_begin_alike() -> None:
     assert head_of({"prompt": list(range(3000))}) == head_of({"prompt": list(range(1500))})
     assert head_of({"inputs": "x"}) != head_of({"inputs": "y"})
     assert head_of(first) != head_of({"messages": [system, {"role": "user", "content": "How?"}]})
-    for odd in (None, {}, {"messages": []}, {"messages": [1]}, {"prompt": 3}, {"prompt": [["a"], ["b"]]}):
+    odd_ones: tuple[Any, ...] = (
+        None,
+        {},
+        {"messages": []},
+        {"messages": [1]},
+        {"prompt": 3},
+        {"prompt": [["a"], ["b"]]},
+    )
+    for odd in odd_ones:
         assert isinstance(head_of(odd), bytes)

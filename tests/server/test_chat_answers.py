@@ -35,7 +35,8 @@ def settings(settings: Settings) -> Settings:
 
 def joined(chunks: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]], str | None]:
     """Return content, reasoning, calls and finish reason of a stream, as clients add them up."""
-    content, reasoning, calls, finish = "", "", {}, None
+    content, reasoning, finish = "", "", None
+    calls: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
             delta = choice["delta"]

@@ -17,7 +17,7 @@ from stemma.errors import EngineFailed, Overloaded, TookTooLong
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.app import create_app
 from stemma.server.requests.tokenizing import AT_ONCE_CHARS
-from stemma.supervision import LoggingSupervisor
+from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.workers import MAX_STUCK, WorkerThreads
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -173,7 +173,7 @@ async def test_an_error_of_a_worker_thread_itself_is_reported(monkeypatch: pytes
         monkeypatch.undo()
         raise SystemExit("out of luck")
 
-    class Reports:
+    class Reports(Supervisor):
         def on_thread_failure(self, name: str, error: BaseException) -> None:
             reports.append((name, type(error)))
 

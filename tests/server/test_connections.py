@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from stemma.server.transport.connections import ACCEPT_BURST, MAX_HEADER_BYTES, 
 from stemma.server.transport.planes import listen
 from tests.server.scripted_process import Server, serving
 
-FAST = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "keep_alive_s": 1.0}
+FAST: dict[str, Any] = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "keep_alive_s": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -66,13 +66,15 @@ async def test_with_the_real_client(live_url: str) -> None:
         await client.responses.create(input="one", conversation=made.id, max_output_tokens=5)
         items = [item async for item in client.conversations.items.list(made.id, order="asc")]
         assert [item.type for item in items] == ["message", "message"]
-        assert (await client.conversations.items.retrieve(items[0].id, conversation_id=made.id)).id == items[
-            0
-        ].id
+        first = items[0].id
+        assert first is not None
+        assert (await client.conversations.items.retrieve(first, conversation_id=made.id)).id == first
         added = await client.conversations.items.create(
             made.id, items=[{"type": "message", "role": "user", "content": "two"}]
         )
-        await client.conversations.items.delete(added.data[0].id, conversation_id=made.id)
+        second = added.data[0].id
+        assert second is not None
+        await client.conversations.items.delete(second, conversation_id=made.id)
         assert len([item async for item in client.conversations.items.list(made.id)]) == 2
         changed = await client.conversations.update(made.id, metadata={"topic": "other"})
         assert changed.metadata == {"topic": "other"}

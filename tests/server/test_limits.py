@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ async def client_with(engine: ScriptedEngine, settings: Settings) -> AsyncIterat
     """Return a client of a server with the given `RequestSettings`."""
     clients: list[httpx.AsyncClient] = []
 
-    def make(**limits: object) -> httpx.AsyncClient:
+    def make(**limits: Any) -> httpx.AsyncClient:
         limited = settings.model_copy(update={"requests": RequestSettings(**limits)})
         transport = httpx.ASGITransport(app=create_app(engine, limited), raise_app_exceptions=False)
         clients.append(httpx.AsyncClient(transport=transport, base_url="http://localhost"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -85,7 +86,7 @@ async def test_blocks_of_an_adapter_are_published_apart(
     assert wrong.status_code == 404
 
 
-PROTOCOLS = [
+PROTOCOLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"model": "sql", "messages": [{"role": "user", "content": "hi"}]}),
     ("/v1/completions", {"model": "sql", "prompt": "hi", "max_tokens": 4}),
     ("/v1/responses", {"model": "sql", "input": "hi"}),

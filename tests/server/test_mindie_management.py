@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -149,7 +150,7 @@ async def test_failures_are_told_with_the_status(client: httpx.AsyncClient, engi
 
 
 DEVICE = {"device_logical_id": "0", "device_id": "1", "device_ip": "10.0.0.1"}
-V1 = {"local": {"server_ip": "10.0.0.1", "device": [DEVICE]}, "peers": []}
+V1: dict[str, Any] = {"local": {"server_ip": "10.0.0.1", "device": [DEVICE]}, "peers": []}
 V2 = {
     "local": [
         {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.server.scripted_engine import ScriptedEngine
 
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture

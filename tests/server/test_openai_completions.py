@@ -54,7 +54,7 @@ async def test_every_form_of_prompt(client: httpx.AsyncClient, prompt: Any, num_
 
 
 async def test_many_prompts_keep_their_order_when_streamed(client: httpx.AsyncClient) -> None:
-    body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 9}
+    body: dict[str, Any] = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 9}
     whole = await complete(client, **body)
     chunks = await stream(client, **body)
 
@@ -68,7 +68,11 @@ async def test_many_prompts_keep_their_order_when_streamed(client: httpx.AsyncCl
 async def test_streamed_text_joined_is_the_whole_text(
     client: httpx.AsyncClient, prompt: str, max_tokens: int, n: int
 ) -> None:
-    body = {"prompt": prompt.encode("utf-8", "ignore").decode() or "x", "max_tokens": max_tokens, "n": n}
+    body: dict[str, Any] = {
+        "prompt": prompt.encode("utf-8", "ignore").decode() or "x",
+        "max_tokens": max_tokens,
+        "n": n,
+    }
     whole = await complete(client, **body)
     chunks = await stream(client, **body)
 
@@ -106,7 +110,7 @@ async def test_logprobs(client: httpx.AsyncClient) -> None:
 
 
 async def test_logprobs_streamed_are_those_of_the_whole(client: httpx.AsyncClient) -> None:
-    body = {"prompt": "ab", "max_tokens": 4, "logprobs": 1}
+    body: dict[str, Any] = {"prompt": "ab", "max_tokens": 4, "logprobs": 1}
     whole = (await complete(client, **body))["choices"][0]["logprobs"]
     pieces = [chunk["choices"][0]["logprobs"] for chunk in await stream(client, **body)]
 

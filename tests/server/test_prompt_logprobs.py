@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -22,7 +24,11 @@ async def test_vllm_prompt_logprobs_of_a_completion(client: httpx.AsyncClient) -
 
 
 async def test_vllm_prompt_logprobs_of_a_chat(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 0, "max_tokens": 2}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "prompt_logprobs": 0,
+        "max_tokens": 2,
+    }
     answer = (await client.post(CHAT, json=body)).json()
     num_prompt = len(engine.requests[-1].prompt_token_ids)
     assert len(answer["prompt_logprobs"]) == num_prompt
@@ -32,7 +38,12 @@ async def test_vllm_prompt_logprobs_of_a_chat(client: httpx.AsyncClient, engine:
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
 async def test_echo_with_logprobs(client: httpx.AsyncClient, max_tokens: int) -> None:
-    body = {"prompt": [[72, 101, 73], [72]], "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+    body: dict[str, Any] = {
+        "prompt": [[72, 101, 73], [72]],
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": max_tokens,
+    }
     answer = await complete(client, **body)
     logprobs = answer["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == 3 + max_tokens
@@ -47,7 +58,13 @@ async def test_echo_with_logprobs(client: httpx.AsyncClient, max_tokens: int) ->
 
 
 async def test_a_streamed_echo_brings_its_logprobs_once(client: httpx.AsyncClient) -> None:
-    body = {"prompt": [[72, 101, 73], [72, 73]], "echo": True, "logprobs": 1, "max_tokens": 2, "n": 2}
+    body: dict[str, Any] = {
+        "prompt": [[72, 101, 73], [72, 73]],
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 2,
+        "n": 2,
+    }
     chunks = await stream(client, **body)
     whole = await complete(client, **body)
     for choice in whole["choices"]:
@@ -59,7 +76,7 @@ async def test_a_streamed_echo_brings_its_logprobs_once(client: httpx.AsyncClien
 
 
 async def test_token_ids_of_completions(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    body = {"prompt": [[72, 101], [73]], "max_tokens": 3, "n": 2, "return_token_ids": True}
+    body: dict[str, Any] = {"prompt": [[72, 101], [73]], "max_tokens": 3, "n": 2, "return_token_ids": True}
     whole = await complete(client, **body)
     chunks = await stream(client, **body)
     for choice in whole["choices"]:
@@ -76,7 +93,11 @@ async def test_token_ids_of_completions(client: httpx.AsyncClient, engine: Scrip
 
 
 async def test_token_ids_of_chats(client: httpx.AsyncClient, engine: ScriptedEngine) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "return_token_ids": True, "max_tokens": 4}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "return_token_ids": True,
+        "max_tokens": 4,
+    }
     answer = (await client.post(CHAT, json=body)).json()
     request = engine.requests[-1]
     assert answer["prompt_token_ids"] == request.prompt_token_ids.tolist()

@@ -277,8 +277,8 @@ async def test_paths_of_operators_are_not_passed_on(
 async def test_a_client_that_leaves_ends_the_work(servers: dict[str, Upstream], hanging: str) -> None:
     """Over sockets: the proxy closes its own connection, so the server behind notices."""
     servers[hanging].hangs = True
-    urls = [[servers[f"{kind}{n}"].url for n in range(2)] for kind in "pd"]
-    app = create_route_app(*urls)
+    prefills, decodes = ([servers[f"{kind}{n}"].url for n in range(2)] for kind in "pd")
+    app = create_route_app(prefills, decodes)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -8,7 +8,8 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from stemma.config.settings import RequestSettings, Settings
-from stemma.engine.api import SequenceDelta, TokenLogprob
+from stemma.engine.api import SequenceDelta
+from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.server.apis.context import ApiContext
 from stemma.server.apis.tgi_tokens import stream_tokens
 from stemma.server.app import create_app
@@ -69,7 +70,10 @@ def test_huggingface_hub_reads_streams_with_and_without_details(live_url: str) -
     whole = client.text_generation("ab", max_new_tokens=5, details=True)
     events = list(client.text_generation("ab", max_new_tokens=5, details=True, stream=True))
 
+    assert whole.details is not None
     assert [event.token.id for event in events] == [token.id for token in whole.details.tokens]
     assert events[-1].generated_text == whole.generated_text
-    assert events[-1].details.generated_tokens == 5
+    last = events[-1].details
+    assert last is not None
+    assert last.generated_tokens == 5
     assert "".join(client.text_generation("ab", max_new_tokens=5, stream=True)) == whole.generated_text

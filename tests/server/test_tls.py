@@ -246,6 +246,8 @@ def test_a_secret_that_others_can_read_is_warned_of(
         path.chmod(0o644)
     load_context(files.settings())
     Access(ServerSettings(admin_key_file=key))
-    warned = [str(record.args[0]) for record in caplog.records if record.args]
+    warned = [
+        str(record.args[0]) for record in caplog.records if isinstance(record.args, tuple) and record.args
+    ]
     assert warned == [str(path) for path in (*secrets, key)]
     assert "s3cret" not in caplog.text

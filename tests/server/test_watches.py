@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ def followed(clock: Clock, watches: Watches, outcome: str = "ok", name: str = "r
 
 def test_a_record_has_the_times_and_observers_get_it():
     clock = Clock()
-    watches, seen = Watches(ServerMetrics(clock), wall=lambda: 7.0), []
+    watches = Watches(ServerMetrics(clock), wall=lambda: 7.0)
+    seen: list[Any] = []
     watches.observers.append(seen.append)
     record = followed(clock, watches)
     assert seen == [record]

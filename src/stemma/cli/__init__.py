@@ -81,7 +81,7 @@ class LazyCommands(TyperGroup):
     """Holds names and help of all commands, and imports the one that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See `TyperGroup.resolve_command`."""
+        """Import the command that is called, and resolve it as typer does."""
         if args[0] in COMMANDS:
             self.commands[args[0]] = load_command(args[0])
         return super().resolve_command(ctx, args)

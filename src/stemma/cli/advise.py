@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,17 +12,18 @@ from rich.console import Console
 from rich.text import Text
 
 from stemma.cli.admin_client import ask
+from stemma.cli.plan import parse_tiers
 from stemma.cli.pool import layout_of
 from stemma.cli.progress import open_progress
 from stemma.cli.replay import load_trace
 from stemma.config.sizes import parse_size
 from stemma.errors import ConfigError
 from stemma.lab.advice import Advice, advise
-from stemma.lab.plan import TierBytes, Workload
+from stemma.lab.plan import Workload
 from stemma.lab.savings import PrefillModel, Prices
 
 _MIN_REQUESTS = 100
-"""Of a running server; fewer say little."""
+"""Requests of a running server; fewer say little."""
 _LOW_HITS = 0.02
 _HIGH_REGRET = 0.1
 
@@ -56,8 +56,6 @@ def command(
         found = from_server(stats, ask(source, "GET", "/admin/divergences", admin_key))
     else:
         trace = load_trace(console, Path(source), None, False, None, limit)
-        if trace.num_blocks == 0:
-            raise ConfigError(f"{trace.name} can't be replayed: {'; '.join(trace.caveats)}")
         workload = Workload(
             trace,
             _bytes_per_token(model, bytes_per_token),
@@ -67,12 +65,7 @@ def command(
             "keep-copy",
             "all",
         )
-        speeds = (math.inf, float(parse_size(dram_speed)), float(parse_size(ssd_speed)))
-        sizes = (parse_size(gpu_memory), parse_size(dram), parse_size(ssd))
-        tiers = [
-            TierBytes(name, size, speed)
-            for name, size, speed in zip(("device", "host", "disk"), sizes, speeds, strict=True)
-        ]
+        tiers = parse_tiers((gpu_memory, dram, ssd), (dram_speed, ssd_speed))
         with open_progress("replaying"):
             found = advise(workload, tiers)
     if as_json:

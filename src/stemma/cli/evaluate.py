@@ -28,7 +28,7 @@ EXIT_DIFFERENT = 1
 
 @dataclass(slots=True)
 class Accuracy:
-    """Of one subject."""
+    """Answers to the questions of one subject."""
 
     subject: str
     num_questions: int = 0

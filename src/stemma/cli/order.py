@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from stemma.cli.json_file import write_json
 from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay import load_trace
-from stemma.errors import ConfigError, StorageError
-from stemma.lab.order import ORDERS, OrderResult, Server, replay_order
+from stemma.lab.order import ORDERS, Server, replay_order
 from stemma.lab.savings import PrefillModel
 
 
@@ -36,8 +35,6 @@ def command(
     """Replay a trace with a service-time model: hits and waiting by scheduling order."""
     console = Console(highlight=False)
     trace = load_trace(console, trace_path, None, False, None, limit)
-    if trace.num_blocks == 0:
-        raise ConfigError(f"{trace.name} can't be replayed: {'; '.join(trace.caveats)}")
     server = Server(capacity, policy, PrefillModel(prefill_tokens_per_s, attention_equal_at), ageing_s)
     results = []
     for order in (name.strip() for name in orders.split(",")):
@@ -61,22 +58,4 @@ def command(
         )
     console.print(table)
     if json_path is not None:
-        _write_json(json_path, results)
-
-
-def _write_json(path: Path, results: list[OrderResult]) -> None:
-    rows = [
-        {
-            "order": result.order,
-            "block_hit_ratio": result.block_hit_ratio,
-            "share_of_optimal": result.share_of_optimal,
-            "wait_mean_s": result.wait_mean_s,
-            "wait_p99_s": result.wait_p99_s,
-            "busy_s": result.busy_s,
-        }
-        for result in results
-    ]
-    try:
-        path.write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise StorageError(f"can't write {path}: {error}") from error
+        write_json(json_path, [result.as_dict() for result in results])

@@ -6,16 +6,16 @@ import math
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
-import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from stemma.cli.json_file import write_json
 from stemma.cli.pool import layout_of
 from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay import load_trace
 from stemma.config.sizes import format_size, parse_size
-from stemma.errors import ConfigError, StorageError
+from stemma.errors import ConfigError
 from stemma.lab.admission import ADMISSIONS
 from stemma.lab.plan import NextGigabyte, Prediction, TierBytes, Workload, curve, next_gigabyte, predict
 from stemma.lab.savings import PrefillModel, Prices
@@ -58,8 +58,6 @@ def command(
     if sharing not in get_args(Sharing) or admission not in ADMISSIONS:
         raise ConfigError(f"unknown sharing or admission: {sharing!r}, {admission!r}")
     columns = load_trace(console, trace, None, False, None, limit)
-    if columns.num_blocks == 0:
-        raise ConfigError(f"{columns.name} can't be planned for: {'; '.join(columns.caveats)}")
     layout = layout_of(model, kv_dtype)
     workload = Workload(
         columns,
@@ -70,12 +68,7 @@ def command(
         cast(Sharing, sharing),
         admission,
     )
-    speeds = (math.inf, float(parse_size(dram_speed)), float(parse_size(ssd_speed)))
-    sizes = (parse_size(gpu_memory), parse_size(dram), parse_size(ssd))
-    tiers = tuple(
-        TierBytes(name, size, speed)
-        for name, size, speed in zip(("device", "host", "disk"), sizes, speeds, strict=True)
-    )
+    tiers = parse_tiers((gpu_memory, dram, ssd), (dram_speed, ssd_speed))
     with open_progress("replaying") as progress:
         counter = StepCounter(progress, "replaying", 2 + sum(bool(tier.capacity_bytes) for tier in tiers))
         base = predict(workload, tiers)
@@ -89,12 +82,22 @@ def command(
         }
     _print(console, layout, workload, base, gains, curves)
     if json_path is not None:
-        _write_json(json_path, workload, base, gains, curves)
+        data = {"bytes_per_token": workload.bytes_per_token, "block_bytes": workload.block_bytes}
+        write_json(json_path, {**data, "base": base, "next_gigabyte": gains, "curves": curves})
     if html_path is not None:
         from stemma.lab.plan_html import write_plan_report  # plotly is an extra
 
         write_plan_report(html_path, workload, base, gains, curves)
         console.print(f"curves: {html_path}")
+
+
+def parse_tiers(sizes: tuple[str, str, str], speeds: tuple[str, str]) -> tuple[TierBytes, ...]:
+    """Return the tiers of these sizes, the device first; `speeds`: of reads from host and disk."""
+    read_speeds = (math.inf, *(float(parse_size(speed)) for speed in speeds))
+    return tuple(
+        TierBytes(name, parse_size(size), speed)
+        for name, size, speed in zip(("device", "host", "disk"), sizes, read_speeds, strict=True)
+    )
 
 
 def _print(
@@ -146,23 +149,3 @@ def _print(
             f"{1000 * gain.ttft_mean_s_saved:.3f} ms less to first token"
         )
     console.print(f"the next gigabyte helps most in: [bold]{gains[0].tier}[/bold]")
-
-
-def _write_json(
-    path: Path,
-    workload: Workload,
-    base: Prediction,
-    gains: list[NextGigabyte],
-    curves: dict[str, list[Prediction]],
-) -> None:
-    data = {
-        "bytes_per_token": workload.bytes_per_token,
-        "block_bytes": workload.block_bytes,
-        "base": base,
-        "next_gigabyte": gains,
-        "curves": curves,
-    }
-    try:
-        path.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2))
-    except OSError as error:
-        raise StorageError(f"can't write {path}: {error}") from error

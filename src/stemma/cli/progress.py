@@ -21,6 +21,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from typing_extensions import override
 
 from stemma.supervision import LoggingSupervisor, start_thread
 
@@ -39,7 +40,7 @@ class CommandProgress(Protocol):
         """Tell the stage, and the share of it that is done, 0 to 1; None: nobody knows."""
 
 
-class LineProgress:
+class LineProgress(CommandProgress):
     """Plain lines: the first after `quiet_s`, then one a stage, and one every `every_s` in between."""
 
     def __init__(
@@ -53,8 +54,8 @@ class LineProgress:
         self._is_over = threading.Event()
         self._thread = start_thread("progress", self._tell_again, LoggingSupervisor())
 
+    @override
     def __call__(self, stage: str, share: float | None = None) -> None:
-        """See `CommandProgress`."""
         with self._lock:
             is_new = stage != self._stage
             self._stage, self._share = stage, share
@@ -80,15 +81,15 @@ class LineProgress:
         self._console.print(f"{self._stage}{done}", markup=False, highlight=False, soft_wrap=True)
 
 
-class BarProgress:
+class BarProgress(CommandProgress):
     """A bar on a terminal, gone when the command prints its result."""
 
     def __init__(self, title: str, bars: Progress) -> None:
         self._bars = bars
         self._task = bars.add_task(escape(title), total=None)
 
+    @override
     def __call__(self, stage: str, share: float | None = None) -> None:
-        """See `CommandProgress`."""
         total = None if share is None else 1.0
         self._bars.update(self._task, description=escape(stage), total=total, completed=share or 0.0)
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
+from stemma.cli.json_file import write_json
 from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay_replicas import replay_clusters, replica_table
 from stemma.errors import ConfigError
@@ -25,7 +26,6 @@ from stemma.lab.report import (
     make_tier_row,
     savings_table,
     tier_table,
-    write_json,
 )
 from stemma.lab.savings import PrefillModel, Prices
 from stemma.lab.tiers import SHARINGS, TierPlan, replay_tiers
@@ -101,8 +101,6 @@ def replay_command(
     sizes = parse_capacities(capacity)
     model, prices = PrefillModel(prefill_tokens_per_s, attention_equal_at), Prices(price_miss, price_hit)
     trace = load_trace(console, trace_path, trace_format, skip_bad, tokenizer, limit)
-    if trace.num_blocks == 0:
-        raise ConfigError(f"{trace.name} can't be replayed: {'; '.join(trace.caveats)}")
     if below is not None:
         if html_path is not None or cost != "blocks":
             raise ConfigError("--html and --cost are for one tier; leave out --below")
@@ -116,7 +114,7 @@ def replay_command(
             report = replay_clusters(trace, policies, sizes, (replicas, router), cluster, progress)
         Console(width=_WIDEST_TABLE).print(replica_table(trace, report, cluster))
         if json_path is not None:
-            write_json(json_path, report)
+            write_json(json_path, [result.as_dict() for result in report])
         return
     costs = parse_cost(cost, trace, model)
     results = _replay_all(trace, policies, sizes, costs)
@@ -170,7 +168,7 @@ def load_trace(
     tokenizer: Path | None,
     limit: int | None,
 ) -> Trace:
-    """Read a trace with a progress bar; say how many lines were skipped."""
+    """Read a trace with a progress bar; say what was skipped. Raises ConfigError if it has no blocks."""
     with open_progress(f"reading {path.name}") as progress:
         is_plain = path.is_file() and path.suffix != ".gz"
         counter = StepCounter(progress, f"reading {path.name}", path.stat().st_size if is_plain else None)
@@ -187,6 +185,8 @@ def load_trace(
         console.print(f"{reader.num_bad} bad lines skipped", style="yellow")
         for reason in reader.bad_lines:
             console.print(f"  {reason}", style="yellow")
+    if collected.num_blocks == 0:
+        raise ConfigError(f"{collected.name} can't be replayed: {'; '.join(collected.caveats)}")
     return collected
 
 

@@ -22,7 +22,7 @@ _STOP_TIMEOUT_S = 45.0
 _LAST_LINES_S = 1.0
 """Wait for what it logged last; a process that it started may hold the pipe open for longer."""
 _KEPT_LINES = 200
-"""Of what it logs, for the case that it doesn't start."""
+"""Lines of its log that are kept for the case that it doesn't start."""
 
 
 class ServerProcess:
@@ -35,7 +35,7 @@ class ServerProcess:
         self._reader: threading.Thread | None = None
         self.url = ""
         self.summary = ""
-        """What the server says about itself, one line."""
+        """The server's own line about itself."""
 
     def __enter__(self) -> ServerProcess:
         self.start()

@@ -55,7 +55,7 @@ def command(
 
 
 class _Keys:
-    """What the user types, key by key."""
+    """The keys that the user presses, one by one."""
 
     def __init__(self, file: int | None) -> None:
         self._file = file

@@ -49,10 +49,10 @@ class RaySettings(SettingsModel):
     """Ray itself."""
 
     address: str | None = None
-    """Of a running cluster (`auto`: this machine's); None: Ray is started on loopback, and ended with the
-    command."""
+    """Address of a running Ray cluster (`auto`: this machine's); None: Ray is started on loopback, and ended
+    with the command."""
     cpus_per_replica: float = Field(default=0.0, ge=0.0)
-    """What Ray reserves for a replica; 0: nothing, for a machine that runs nothing else."""
+    """Cores that Ray reserves for a replica; 0: none, for a machine that runs nothing else."""
     gpus_per_replica: float = Field(default=0.0, ge=0.0)
     object_store: int = Field(default=200 * 10**6, ge=80 * 10**6)
     """Bytes of Ray's object store, if it is started here. Requests and answers don't go through it."""
@@ -105,7 +105,7 @@ class ClusterFile(SettingsModel):
     """One cluster: replicas, or prefill and decode."""
 
     settings: Settings
-    """Of every engine; `host` and `port` of its server table are the cluster's."""
+    """Settings of every engine; `host` and `port` of its server table are the cluster's."""
     replicas: Replicas | None = None
     prefill_decode: PrefillDecode | None = None
 

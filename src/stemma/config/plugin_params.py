@@ -26,7 +26,7 @@ _LA_LIMIT = 16
 
 @dataclass(frozen=True, slots=True)
 class Plugins:
-    """What `plugin_params` turns on."""
+    """The plugins that `plugin_params` turns on."""
 
     prefix_cache: bool
     splitfuse: bool

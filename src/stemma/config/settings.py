@@ -102,10 +102,10 @@ class CacheSettings(SettingsModel):
     kv_cache_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Share of the free memory that KV may take if `kv_cache_memory` is not given."""
     state_cache_fraction: float = Field(default=0.25, gt=0.0, lt=1.0)
-    """Of a model with recurrent layers: the share of the device tier that their states take."""
+    """Share of the device tier that states take, if the model has recurrent layers."""
     state_interval: int = Field(default=1024, ge=64)
-    """Of a long prompt of such a model a state is kept every so many tokens, beside those where prompts part
-    and end."""
+    """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
+    part and end."""
     free_windows: bool = True
     """Of a model that mixes layers with sliding windows and others (Gemma 3, GPT-OSS): keep KV behind a
     window only where prompts part and end. Off: keep all of it, so that prompts share it by the token."""
@@ -244,8 +244,7 @@ class ParallelSettings(SettingsModel):
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
     """Ranks: processes that each hold a part of every layer and of every block's KV."""
     expert_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Of a mixture of experts: groups of ranks that the experts are divided over. 1: all ranks split each
-    expert."""
+    """Groups of ranks that the experts of a mixture are divided over. 1: all ranks split each expert."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Groups of `tensor_parallel_size` processes that each hold some tokens of every block, and compute their
     rows: one prompt's KV may exceed the memory of one of them. It divides `block_size`."""

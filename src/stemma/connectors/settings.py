@@ -1,4 +1,4 @@
-"""What connectors are configured with: the tiers below an engine that isn't ours."""
+"""Settings of connectors: the tiers below an engine that isn't ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GivenSettings(SettingsModel):
 
 
 class LowerTierSettings(GivenSettings):
-    """What a disk and a pool below another engine are given."""
+    """The disk and the pool below another engine."""
 
     disk_cache: Path | None = None
     """Directory for blocks that outlive the engine. One engine at a time uses it."""

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: plain data, shared by `LLM`, server and tests."""
+"""Requests and results of the engine: plain data, shared by `LLM`, server and tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What was reused for one request, from where, and why the rest was not.
+    """The reuse of one request: tokens by tier, and why the rest was not reused.
 
     `num_cached_tokens` is the sum over tiers; the prompt's other tokens were computed.
     """
@@ -57,7 +57,7 @@ class CacheReport:
     miss_detail: str | None = None
     """The same in a sentence."""
     num_public_tokens: int = 0
-    """Of the cached ones, those that belong to a published prefix, which all namespaces share."""
+    """Cached tokens that belong to a published prefix, which all namespaces share."""
     parting: Parting | None = None
     """How the nearest cached sequence of the same namespace goes on where the prompt parts from it."""
     num_tokens_of_others: int = 0
@@ -114,13 +114,13 @@ class RequestOutput:
     queue_wait_s: float = 0.0
     """From arrival to the first step."""
     load_s: float = 0.0
-    """Of that: from a seat in the batch until what lower tiers have had been loaded."""
+    """The part of it from a seat in the batch until the blocks of lower tiers had been loaded."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     """Draft tokens so far by source (`DRAFT_SOURCES`), of all sequences."""
     error: str | None = None
     """Set if the engine failed on this request (finish reason ERROR)."""
     error_type: type[StemmaError] = GenerationFailed
-    """Of `error`."""
+    """Type of `error`."""
     prompt_logprobs: PromptLogprobs | None = None
     """On every output of a request that wants them, unless it failed early."""
 
@@ -154,7 +154,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     """Draft tokens verified."""
     num_accepted_draft_tokens: int = 0
-    """Of these, those that held: each saved a step of its sequence."""
+    """Drafted tokens that held: each saved a step of its sequence."""
     drafts_by_source: dict[str, DraftCount] = field(default_factory=dict)
     """Both by the source of the draft, one of `DRAFT_SOURCES`."""
     num_policy_failures: int = 0

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +28,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
 from stemma.budgets import TENANT_SHARE, Budget
 from stemma.config.settings import EngineSettings, PoolSettings
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
+from stemma.engine.client import EngineClient
 from stemma.engine.core.engine import Engine, describe_error
 from stemma.engine.core.request import SequenceNews
 from stemma.engine.core.validation import CheckedRequest
@@ -81,7 +83,7 @@ class _Subscription:
     has_started: bool = False
 
 
-class AsyncEngine:
+class AsyncEngine(EngineClient):
     """Serves requests from an event loop. Start it once the loop's process is set up; `close` it once."""
 
     def __init__(
@@ -109,7 +111,7 @@ class AsyncEngine:
         self._is_closed = False
         self._is_paused = False
         """Set and read on the step thread."""
-        self.supervisor = EngineSupervisor(self._on_failure)
+        self.supervisor: EngineSupervisor = EngineSupervisor(self._on_failure)
         built: Future[EngineParts] = Future()
         self.supervisor.start("stemma-steps", partial(self._own_engine, build, built))
         try:
@@ -157,23 +159,19 @@ class AsyncEngine:
         )
 
     @property
+    @override
     def failure(self) -> str | None:
-        """Why the engine stopped serving, if a thread failed; None while it serves."""
         failure = self.supervisor.failure
         return None if failure is None else failure.reason
 
     @property
+    @override
     def budgets(self) -> tuple[Budget, ...]:
-        """What requests may make this engine hold beside its queue."""
         found = (self._compilers.budget, self._engine.grammar_budget)
         return tuple(one for one in found if one is not None)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Queue a request and yield its outputs; closing the iterator early aborts the request.
-
-        Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
-        output, and EngineFailed at any time.
-        """
+    @override
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         checked, grammar = await self._checked(request)
         subscription = self._subscribe(request, Mailbox(asyncio.get_running_loop()))
         self._arrivals.append(checked)
@@ -196,12 +194,8 @@ class AsyncEngine:
             if not is_finished:
                 self._commands.put(lambda: self._abort(request.request_id))
 
+    @override
     async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
-        """Queue requests for the same step and return the last output of each, in their order.
-
-        Raises what `generate` does, or the first error that ends one of them. That aborts the others, and so
-        does being cancelled.
-        """
         all_checked = [await self._checked(request) for request in requests]
         outputs: Mailbox[RequestOutput | StemmaError] = Mailbox(asyncio.get_running_loop())
         last: dict[str, RequestOutput] = {}
@@ -247,46 +241,46 @@ class AsyncEngine:
         except TookTooLong:
             raise InvalidRequest("the grammar takes too long to compile", param="grammar") from None
 
+    @override
     async def abort(self, request_id: str) -> None:
-        """End a request with finish reason ABORT; unknown ids are ignored."""
         self._commands.put(lambda: self._abort(request_id))
 
+    @override
     def num_held_tokens(self, request_id: str) -> int:
-        """Return how many computed tokens of a request are held, to be told with those of further steps."""
         return self._news.num_held(request_id)
 
+    @override
     async def stats(self) -> EngineStats:
-        """Return a consistent snapshot, taken between two steps."""
         return await self._call(self._engine.stats)
 
+    @override
     async def draw_tree(self, max_tokens: int = 24) -> str:
-        """Return the prefix index as an indented drawing, edges shown as text of up to `max_tokens`."""
         return await self._call(lambda: self._engine.draw_tree(self.tokenizer, max_tokens))
 
+    @override
     async def attach_pool(self, settings: PoolSettings) -> None:
-        """Use a pool from the next step on. Raises ConfigError or StorageError; then nothing has changed."""
         if self.pool is None:
             raise ConfigError("there can be no pool: the prefix cache is off")
         await self.pool.attach(settings, self._call)
 
+    @override
     async def detach_pool(self) -> bool:
-        """Write what is queued for the pool and detach it; return whether there was one."""
         return self.pool is not None and await self.pool.detach(self._call)
 
     async def check(self) -> None:
         """Raise IntegrityError if blocks and their holders don't agree (slow; for tests and soaks)."""
         await self._call(self._engine.check)
 
+    @override
     async def pause(self) -> None:
-        """Run no step any more once this returns, until `resume`; requests queue and keep their blocks."""
         await self._call(lambda: self._set_paused(True))
 
+    @override
     async def resume(self) -> None:
-        """Go on after `pause`."""
         await self._call(lambda: self._set_paused(False))
 
+    @override
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, let running ones finish; abort the rest after `timeout_s`."""
         self._is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._subscriptions and asyncio.get_running_loop().time() < deadline:
@@ -296,8 +290,8 @@ class AsyncEngine:
             await self.abort(request_id)
         return finished
 
+    @override
     def close(self) -> None:
-        """Stop the step loop; open requests end with ABORT. A second call does nothing."""
         if self._is_closed:
             return
         self._is_draining = self._is_closed = True

@@ -24,6 +24,7 @@ from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
 from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
 from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner
+from stemma.engine.core.scheduler import Drafter as SchedulerDrafter
 from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.ranks.execution import LeadingDecoder, LeadingKV
@@ -84,6 +85,8 @@ class EngineParts:
     """Bytes of device blocks, in and out."""
     key_space: KeySpace
     adapters: AdapterRegistry
+    tiers: TierTransfer | None = None
+    """This process's tiers below the device; None if the prefix cache is off."""
     pool: PoolAttachment | None = None
     """None: there can be no pool, because the prefix cache is off."""
     kv_events: KVEventPublisher | None = None
@@ -128,7 +131,7 @@ def _build(
     also_named: tuple[str, ...],
     plan: LoadPlan | None,
 ) -> EngineParts:
-    """See `build_engine`; on several `ranks` this is rank 0, and the settings are its own."""
+    """Build the engine of one process; on several `ranks` this is rank 0, and the settings are its own."""
     predicts = settings.speculation.mode == "mtp"
     group = None if ranks is None else ranks.group
     with _header_kept(settings.model.path), ThreadPoolExecutor(1) as beside:
@@ -140,6 +143,25 @@ def _build(
     if ranks is not None:
         model.decoder = LeadingDecoder(model.decoder, ranks)
     trim_heap()
+    return assemble_engine(settings, model, tokenizer, supervisor, ranks=ranks, also_named=also_named)
+
+
+def assemble_engine(
+    settings: EngineSettings,
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    supervisor: Supervisor,
+    *,
+    ranks: Ranks | None = None,
+    also_named: tuple[str, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+    drafter: SchedulerDrafter | None = None,
+) -> EngineParts:
+    """Set up cache, tiers and scheduler over a model that was loaded as `settings` say.
+
+    `clock` is that of cache and scheduler; `drafter` takes the place of the one that the settings ask for.
+    Raises ConfigError or StorageError.
+    """
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, (name, *also_named))
     asked = settings.cache
@@ -148,68 +170,48 @@ def _build(
         asked.block_size, asked.kv_cache_dtype, asked.kv_layout, frees_windows=frees_windows
     )
     memory: MemoryPlan | None = None
-    if settings.cache.memory_limit is not None:
-        memory = plan_memory(settings.cache.memory_limit, model, settings)
+    if asked.memory_limit is not None:
+        memory = plan_memory(asked.memory_limit, model, settings)
         num_bytes = memory.kv_bytes
     else:
-        num_bytes = device_bytes(settings.cache, model.device)
-    sizes = device_sizes(layout, num_bytes, settings.cache, settings.scheduler.max_batch_tokens)
-    kv_layout = layout.describe()
-    if not settings.cache.share_across_levels:
-        kv_layout += f":{model.numeric_path}"
-    if predicts:
-        kv_layout += ":mtp"  # what the last layer of a block holds
-    if ranks is not None:
-        kv_layout += f":tp{ranks.share.size}:ep{ranks.share.expert_size}"
-        if ranks.share.context_size > 1:
-            kv_layout += f":cp{ranks.share.context_size}"
-    key_space = KeySpace(model.fingerprint, kv_layout, settings.cache.block_size)
+        num_bytes = device_bytes(asked, model.device)
+    sizes = device_sizes(layout, num_bytes, asked, settings.scheduler.max_batch_tokens)
+    key_space = make_key_space(settings, model, layout, ranks)
     kv = make_kv(layout, sizes, model.device, key_space, ranks)
-    index = make_index(settings.cache, key_space)
     device = DeviceCopy(kv, copy_function(settings.model.isa))
-    lower: LowerTiers | None = None
-    own_tiers: TierTransfer | None = None
     own_space = key_space if ranks is None else rank_key_space(key_space, ranks.share)
-    if index is not None or settings.role == "decode":
-        lower = own_tiers = open_tiers(
-            settings.tiers,
-            device,
-            own_space,
-            eviction=settings.cache.eviction,
-            pool=settings.cache.pool,
-            part=(0, 1) if ranks is None else pool_part(ranks.share),
-            role=settings.role,
-            supervisor=supervisor,
-        )
-        if ranks is not None:
-            lower = RankedTiers(own_tiers, ranks)
+    tiers = open_own_tiers(settings, device, own_space, supervisor, ranks)
+    lower = tiers if tiers is None or ranks is None else RankedTiers(tiers, ranks)
+    disk = settings.tiers.disk_cache
     cache = PrefixCache(
         kv,
-        index,
+        make_index(asked, key_space),
         key_space,
-        policy_name=settings.cache.eviction,
+        policy_name=asked.eviction,
         lower=lower,
         takes_tails=settings.role == "decode",
-        block_costs=device_block_costs(settings.cache, kv.num_blocks),
-        other_models=known_models(settings.tiers.disk_cache, own_space),
-        states=make_states(settings.cache, kv, lower),
+        block_costs=device_block_costs(asked, kv.num_blocks),
+        other_models=None if disk is None else OtherModelsOnDisk(disk, own_space),
+        states=make_states(asked, kv, lower),
+        clock=clock,
     )
     eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
-    publisher = open_kv_events(settings.cache, supervisor)
+    publisher = open_kv_events(asked, supervisor)
     if publisher is not None:
         cache.watch(publisher)
-    drafter = make_drafter(settings.speculation, cache.continuation)
-    runner, model_drafts = make_runner(settings, model, kv, cache, drafter)
+    own_drafter = make_drafter(settings.speculation, cache.continuation)
+    runner, model_drafts = make_runner(settings, model, kv, cache, own_drafter)
     engine = Engine(
         runner,
         cache,
         limits,
         settings.scheduler,
         vocab_size=model.vocab_size,
-        drafter=drafter,
+        clock=clock,
+        drafter=drafter or own_drafter,
         model_drafts=model_drafts,
-        trace_log=open_trace_log(settings.cache, supervisor),
+        trace_log=open_trace_log(asked, supervisor),
         queue=open_queue(settings, model.device) if cache.is_plain else None,
         memory=memory,
         grammars=GrammarCompiler(
@@ -222,12 +224,57 @@ def _build(
         max_adapters=settings.lora.max_loras,
         on_close=_closing(publisher, ranks),
     )
-    pool = None
-    if own_tiers is not None:
-        pool = open_attachment(own_tiers, key_space, layout, settings.role, ranks)
-    num_ranks = 1 if ranks is None else ranks.share.num_processes
     return EngineParts(
-        engine, model, tokenizer, name, device, key_space, adapters, pool, publisher, num_ranks, also_named
+        engine,
+        model,
+        tokenizer,
+        name,
+        device,
+        key_space,
+        adapters,
+        tiers,
+        None if tiers is None else open_attachment(tiers, key_space, layout, settings.role, ranks),
+        publisher,
+        1 if ranks is None else ranks.share.num_processes,
+        also_named,
+    )
+
+
+def make_key_space(
+    settings: EngineSettings, model: CausalLM, layout: KVLayout, ranks: Ranks | None
+) -> KeySpace:
+    """Return the name of everything that the KV of this engine's blocks depends on beside their tokens."""
+    kv_layout = layout.describe()
+    if not settings.cache.share_across_levels:
+        kv_layout += f":{model.numeric_path}"
+    if settings.speculation.mode == "mtp":
+        kv_layout += ":mtp"  # what the last layer of a block holds
+    if ranks is not None:
+        kv_layout += f":tp{ranks.share.size}:ep{ranks.share.expert_size}"
+        if ranks.share.context_size > 1:
+            kv_layout += f":cp{ranks.share.context_size}"
+    return KeySpace(model.fingerprint, kv_layout, settings.cache.block_size)
+
+
+def open_own_tiers(
+    settings: EngineSettings,
+    device: DeviceCopy,
+    key_space: KeySpace,
+    supervisor: Supervisor,
+    ranks: Ranks | None,
+) -> TierTransfer | None:
+    """Return this process's tiers below the device; None if nothing is reused. Errors as `open_tiers`."""
+    if not settings.cache.enable_prefix_cache and settings.role != "decode":
+        return None
+    return open_tiers(
+        settings.tiers,
+        device,
+        key_space,
+        eviction=settings.cache.eviction,
+        pool=settings.cache.pool,
+        part=(0, 1) if ranks is None else pool_part(ranks.share),
+        role=settings.role,
+        supervisor=supervisor,
     )
 
 
@@ -386,11 +433,6 @@ def device_block_costs(settings: CacheSettings, num_blocks: int) -> npt.NDArray[
     if settings.eviction_cost == "blocks":
         return None
     return block_costs(num_blocks, settings.block_size, settings.attention_equal_at)
-
-
-def known_models(disk_cache: Path | None, key_space: KeySpace) -> OtherModelsOnDisk | None:
-    """Return what other models left in the disk directory; None without one."""
-    return None if disk_cache is None else OtherModelsOnDisk(disk_cache, key_space)
 
 
 def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from stemma.budgets import Budget
@@ -26,18 +26,15 @@ class EngineClient(Protocol):
     adapters: AdapterRegistry
     """Adapters (LoRA) by the name that requests select them with."""
     cache_control: CacheControl
-    """What an operator may do to the cache."""
+    """The operator's commands to the cache."""
     eos_token_ids: frozenset[int]
     """Ids that end an answer."""
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
-
     pool: PoolAttachment | None
     """None: the prefix cache is off."""
-
-    @property
-    def supervisor(self) -> Supervisor:
-        """Learns of errors in the threads that the server starts; one of them stops the engine."""
+    supervisor: Supervisor
+    """Learns of errors in the threads that the server starts; one of them stops the engine."""
 
     @property
     def failure(self) -> str | None:
@@ -45,13 +42,13 @@ class EngineClient(Protocol):
 
     @property
     def budgets(self) -> tuple[Budget, ...]:
-        """What requests may make the engine hold beside its queue."""
+        """Bounds of what requests may make the engine hold beside its queue."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Queue a request and yield its outputs; closing the iterator early aborts the request.
 
-        Raises InvalidRequest, Overloaded, ShuttingDown or EngineFailed before the first output, and
-        EngineFailed at any time.
+        Raises InvalidRequest, PromptTooLong, Overloaded, ShuttingDown or EngineFailed before the first
+        output, and EngineFailed at any time.
         """
 
     async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
@@ -92,4 +89,4 @@ class EngineClient(Protocol):
         """
 
     def close(self) -> None:
-        """Stop the step loop and free the device tier."""
+        """Stop the step loop; open requests end with ABORT. A second call does nothing."""

@@ -22,7 +22,7 @@ class Refused:
     applies: Callable[[EngineSettings, str], bool]
     """Given the settings and the type of the device, ``cpu`` or ``cuda``."""
     message: str
-    """What to do instead; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` and
+    """Advice to the user; ``{role}``, ``{kv}``, ``{layout}``, ``{quantize}``, ``{ranks}`` and
     ``{block_size}`` stand for settings."""
 
 

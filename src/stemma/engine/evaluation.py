@@ -1,4 +1,4 @@
-"""What a model makes of texts: probabilities of their tokens, computed anew and served from the cache.
+"""Scores of texts: probabilities of their tokens, computed anew and served from the cache.
 
 Both go through the engine's own model, blocks and prefix cache, in steps cut at different places; on CPU they
 are the same to the bit. Runs on the thread that built the engine, with nothing else in it.
@@ -27,7 +27,7 @@ COLD_CHUNK, WARM_CHUNK = 256, 192
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of a text, in windows that know nothing of each other."""
+    """Perplexity of a text, in windows that know nothing of each other."""
 
     num_tokens: int
     """Tokens that were predicted: all but the first of each window."""

@@ -48,7 +48,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     score: float | None = None
-    """Of a beam search: log-probability / length ** length_penalty."""
+    """Score of a beam search: log-probability / length ** length_penalty."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class LLM:
         self.adapters = parts.adapters
         """Adapters (LoRA) by name; they may be loaded and unloaded at any time."""
         self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
-        """What the checkpoint's `generation_config.json` recommends."""
+        """Sampling that the checkpoint's `generation_config.json` recommends."""
         self._processor = OutputProcessor(parts.tokenizer)
         self._num_requests = 0
         self._is_closed = False
@@ -226,7 +226,7 @@ class LLM:
         return self._thread.call(lambda: self._serve(batch))
 
     def _serve(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
-        """See `_run_requests`; on the step thread."""
+        """Run requests to their end on the step thread; for `_run_requests`."""
         requests = {one.request_id: one for one in batch}
         checked = [self.engine.checked(one) for one in batch]
         results = {

@@ -1,4 +1,4 @@
-"""What one task of an event loop waits for: a queue without what a token doesn't need of `asyncio.Queue`."""
+"""A queue for one task of an event loop, without those parts of `asyncio.Queue` that a token doesn't need."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-from stemma.supervision import start_thread
+from typing_extensions import override
+
+from stemma.supervision import Supervisor, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class ThreadFailure:
         return f"thread {self.thread} failed: {type(self.error).__name__}: {self.error}"
 
 
-class EngineSupervisor:
+class EngineSupervisor(Supervisor):
     """A `supervision.Supervisor` that keeps the first error. Methods may be called from any thread.
 
     `on_failure` is called once, on a thread of its own, after `failure` was set.
@@ -47,8 +49,8 @@ class EngineSupervisor:
         """The first failure; None while there is none."""
         return self._failure
 
+    @override
     def on_thread_failure(self, name: str, error: BaseException) -> None:
-        """See `supervision.Supervisor`."""
         logger.critical("thread %s failed; the engine stops: %r", name, error, exc_info=error)
         failure = ThreadFailure(name, error)
         with self._lock:

@@ -1,1 +1,1 @@
-"""What the cache saved, for people: the usage ledger and its prices."""
+"""Savings of the cache, for people: the usage ledger and its prices."""

@@ -1,4 +1,4 @@
-"""What tokens cost: a price per million for hits, misses and output, by model."""
+"""Prices of tokens: per million hits, misses and output tokens, by model."""
 
 from __future__ import annotations
 

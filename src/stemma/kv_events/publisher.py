@@ -14,6 +14,7 @@ import time
 from collections import deque
 
 import zmq
+from typing_extensions import override
 
 from stemma.errors import ConfigError
 from stemma.kv_events.schema import (
@@ -26,7 +27,7 @@ from stemma.kv_events.schema import (
     Event,
     encode,
 )
-from stemma.memory.kv_events import BlocksCopied, BlocksStored, KVEvent
+from stemma.memory.kv_events import BlocksCopied, BlocksStored, KVEvent, KVEventSink
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import Tier
 
@@ -41,7 +42,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIUM = {Tier.DEVICE: GPU, Tier.HOST: CPU, Tier.DISK: STORAGE, Tier.POOL: STORAGE}
 
 
-class KVEventPublisher:
+class KVEventPublisher(KVEventSink):
     """A `KVEventSink` that publishes over ZMQ."""
 
     def __init__(
@@ -84,8 +85,8 @@ class KVEventPublisher:
         """Where missed events can be asked for."""
         return None if self._replay is None else self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    @override
     def put(self, event: KVEvent) -> None:
-        """See `KVEventSink`."""
         with self._lock:
             if len(self._queue) >= MAX_QUEUED:
                 self._queue.popleft()

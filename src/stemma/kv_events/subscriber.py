@@ -40,7 +40,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class HoldingsOf(Protocol):
-    """What a follower writes to (`cluster.holdings.Holdings`)."""
+    """The table that a follower writes to (`cluster.holdings.Holdings`)."""
 
     def store(self, replica: int, ids: Sequence[int], tier: str) -> None:
         """Note blocks that a replica now holds."""
@@ -67,15 +67,11 @@ class Follower:
         self._tiers: dict[Hash, set[str]] = {}
         """The tiers that hold a block."""
         self.block_size: int | None = None
-        """Of the server; None before its first event."""
-        self.num_events = 0
-        self.num_unplaced = 0
-        """Blocks of events whose tokens or predecessors aren't known."""
+        """Block size of the server; None before its first event."""
 
     def take(self, events: Sequence[Event]) -> None:
         """Apply a batch, in order."""
         for event in events:
-            self.num_events += 1
             if isinstance(event, BlockStored):
                 self._store(event)
             elif isinstance(event, BlockRemoved):
@@ -104,7 +100,6 @@ class Follower:
         else:
             known = [one for one in event.block_hashes if one in self._names]
             names = [self._names[one] for one in known]
-        self.num_unplaced += len(event.block_hashes) - len(known)
         for one in known:
             self._tiers.setdefault(one, set()).add(event.medium or GPU)
         self._holdings.store(self._replica, names, event.medium or GPU)
@@ -160,8 +155,6 @@ class Subscription:
         self._expected = 0
         self._is_live = False
         """A message came in order since the last replay."""
-        self.num_gaps = 0
-        """Times that messages were missing, replayed or not."""
         self.num_malformed = 0
 
     async def run(self) -> None:
@@ -207,7 +200,6 @@ class Subscription:
             self._follower.clear()
             self._expected = 0
         if sequence > self._expected:
-            self.num_gaps += 1
             await self._replay(context)
             if sequence < self._expected:
                 return

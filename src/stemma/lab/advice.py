@@ -1,4 +1,4 @@
-"""What to change for this traffic, in words and figures: from a recorded trace, by replaying it.
+"""Advice for a traffic, in words and figures, from a recorded trace, by replaying it.
 
 Each piece of advice says what it would change in the share of prompt tokens served from cache, and in the
 time spent computing prompts. The figures come from `plan.predict`, which replays the trace through the
@@ -36,7 +36,7 @@ class Advice:
     topic: Topic
     text: str
     setting: str | None
-    """What to set; None: nothing has to be changed, or no setting does it."""
+    """The setting to change; None: nothing has to be changed, or no setting does it."""
     hits_before: float
     """Share of prompt tokens from cache, as things are."""
     hits_after: float | None
@@ -47,7 +47,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an unlimited cache would do."""
+    """Results of an unlimited cache."""
 
     hits: float
     """Share of prompt tokens."""

@@ -1,4 +1,4 @@
-"""What could a policy reach that knows the true hazard of every class of blocks?
+"""Bounds for policies that know the true hazard of every class of blocks.
 
 The learned policy (`prefix/eviction/hazard.py`) loses to the clairvoyant bound for two reasons: it has to
 learn hazards while it runs, and features don't tell which conversation goes on. These oracles leave out the

@@ -35,7 +35,7 @@ ORDERS = ("fcfs", "longest-prefix", "dfs-weight", "ageing")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What serves the requests."""
+    """The simulated server."""
 
     capacity_blocks: int
     policy: str
@@ -45,12 +45,12 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class OrderResult:
-    """What an order did."""
+    """Hits and waiting times under one order."""
 
     order: str
     block_hit_ratio: float
     share_of_optimal: float
-    """Of the hits of an unlimited cache."""
+    """Share of the hits of an unlimited cache."""
     wait_s: npt.NDArray[np.float64]
     """From arrival to the start of service, shape [num_requests]."""
     busy_s: float
@@ -65,6 +65,17 @@ class OrderResult:
     def wait_p99_s(self) -> float:
         """99th percentile of waiting: starvation shows here."""
         return float(np.quantile(self.wait_s, 0.99))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the JSON form."""
+        return {
+            "order": self.order,
+            "block_hit_ratio": self.block_hit_ratio,
+            "share_of_optimal": self.share_of_optimal,
+            "wait_mean_s": self.wait_mean_s,
+            "wait_p99_s": self.wait_p99_s,
+            "busy_s": self.busy_s,
+        }
 
 
 class _Waiting:

@@ -32,7 +32,7 @@ class TierBytes:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is planned for, and how its blocks behave."""
+    """The traffic that is planned for, and how its blocks behave."""
 
     trace: Trace
     bytes_per_token: int
@@ -54,12 +54,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a set of tiers would do."""
+    """Predicted hits, times and cost of a set of tiers."""
 
     tiers: tuple[TierBytes, ...]
-    block_hit_ratios: tuple[float, ...]
     """By tier."""
     token_hit_ratios: tuple[float, ...]
+    block_hit_ratios: tuple[float, ...]
     ttft_mean_s: float
     ttft_p90_s: float
     prefill_s: float
@@ -75,7 +75,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class NextGigabyte:
-    """What one more gigabyte of a tier would bring."""
+    """The gain of one more gigabyte of a tier."""
 
     tier: str
     token_hit_gain: float
@@ -146,8 +146,8 @@ def _judge(workload: Workload, tiers: Sequence[TierBytes], kept: list[int], resu
     total = int(trace.input_tokens.sum())
     return Prediction(
         tiers=tuple(tiers),
-        block_hit_ratios=tuple(blocks.tolist()),
         token_hit_ratios=tuple((tokens.sum(axis=0) / max(1, total)).tolist()),
+        block_hit_ratios=tuple(blocks.tolist()),
         ttft_mean_s=float(ttft.mean()),
         ttft_p90_s=float(np.quantile(ttft, 0.9)),
         prefill_s=float(prefill.sum()),

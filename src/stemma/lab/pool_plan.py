@@ -1,4 +1,4 @@
-"""What a pool of many devices costs each of them, and how many tokens it holds.
+"""The cost of a pool to each of its many devices, and the number of tokens that it holds.
 
 Every device of the pool keeps a link to every other one, and each link takes device memory for its queues.
 That memory is taken from the cache by lowering the fraction of device memory that the server may use. The
@@ -42,7 +42,7 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class PoolTokens:
-    """What sizes in bytes mean for one model."""
+    """Sizes in bytes, counted as tokens of one model."""
 
     bytes_per_token: int
     """Over all layers and all tensor-parallel ranks."""

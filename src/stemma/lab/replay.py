@@ -36,7 +36,7 @@ BOUNDS: Mapping[str, Callable[[Trace, int | None], Hits]] = MappingProxyType(
         "oracle-crossed": partial(replay_class_oracle, crossed=True),
     }
 )
-"""What knows the future in whole or in part, by name: no server can run these."""
+"""Bounds that know the future in whole or in part, by name: no server can run these."""
 
 Progress = Callable[[int], None]
 """Called with the number of requests served since the last call."""

@@ -26,11 +26,11 @@ from stemma.lab.traces.columns import Trace
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What serves the requests."""
+    """The simulated replicas and their router."""
 
     num_replicas: int
     capacity_blocks: int | None
-    """Of each replica; None: no limit."""
+    """Blocks of each replica; None: no limit."""
     policy: str = "lru"
     prefill: PrefillModel = field(default_factory=PrefillModel)
     busy: float = 0.5
@@ -41,13 +41,13 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ClusterResult:
-    """What a router did."""
+    """Hits and times under one router."""
 
     router: str
     policy: str
     num_replicas: int
     capacity_blocks: int | None
-    """Of each replica."""
+    """Blocks of each replica."""
     block_hit_ratio: float
     ttft_s: npt.NDArray[np.float64]
     """From arrival to the end of prefill, shape [num_requests]."""

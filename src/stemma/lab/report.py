@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import orjson
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from stemma.errors import StorageError
 from stemma.lab.replay import BOUNDS, MIN_POLICY, ReplayResult
 from stemma.lab.savings import PrefillModel, Prices
 from stemma.lab.tiers import TierResult
@@ -39,10 +34,6 @@ class Row:
     """Block hit ratio by tier; their sum is `block_hit_ratio`."""
     num_written: tuple[int, ...] = ()
     """Blocks written to each lower tier."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON form."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def make_rows(trace: Trace, results: list[ReplayResult], model: PrefillModel, prices: Prices) -> list[Row]:
@@ -183,21 +174,3 @@ def savings_table(trace: Trace, rows: list[Row], model: PrefillModel, prices: Pr
 def name_of_size(capacity_blocks: int | None) -> str:
     """Return a capacity as the tables show it."""
     return "unlimited" if capacity_blocks is None else f"{capacity_blocks:,}"
-
-
-class Writable(Protocol):
-    """A result that JSON can hold."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON form."""
-
-
-def write_json(path: Path, rows: Sequence[Writable]) -> None:
-    """Write a list of rows. Raises StorageError."""
-    data = orjson.dumps(
-        [row.as_dict() for row in rows], option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    )
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise StorageError(f"can't write {path}: {error}") from error

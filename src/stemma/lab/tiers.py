@@ -34,7 +34,7 @@ _NO_PARENT = BlockKey(b"root")
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What to replay."""
+    """Tiers to replay through: their sizes, and how they share blocks."""
 
     capacities: tuple[int, ...]
     """Blocks of the device, then of each tier below."""

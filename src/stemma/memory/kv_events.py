@@ -1,4 +1,4 @@
-"""What other processes may learn of the cache: blocks that a tier stored, and blocks that left it."""
+"""News of the cache for other processes: blocks that a tier stored, and blocks that left it."""
 
 from __future__ import annotations
 

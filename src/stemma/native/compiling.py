@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent
 UNITS = ("kernels", "attention_bf16", "attention_float", "products")
 """Names of the translation units' files, the longest first: so none is left alone at the end."""
 SCRATCH_PREFIX = "building-"
-"""Of folders that a build works in, beside its result."""
+"""Prefix of folders that a build works in, beside its result."""
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=off", "-Wno-psabi", "-w"),

@@ -86,7 +86,7 @@ class Ghost:
     """Name of the eviction policy that chose it."""
     num_tokens: int
     cause: str = ""
-    """What it was evicted for, as the end of a sentence."""
+    """Reason of the eviction, as the end of a sentence."""
 
 
 class Ghosts:
@@ -139,7 +139,7 @@ class Ghosts:
 
 @dataclass(frozen=True, slots=True)
 class MissFacts:
-    """What is known about the point where the match ended."""
+    """Facts about the point where the match ended."""
 
     num_prompt_tokens: int
     num_cached_tokens: int

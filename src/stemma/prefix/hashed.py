@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits, EvictionPolicy
@@ -80,8 +81,8 @@ class HashIndex(LedgerIndex):
         self._childless: set[int] = set()
         self._tails = self._childless
 
+    @override
     def match(self, namespace: Namespace, tokens: TokenArray) -> Match:
-        """Return the longest cached prefix of `tokens`. Read-only; O(matched length)."""
         root = self._roots.get(namespace)
         if root is None or not len(tokens):
             return Match(0, NO_BLOCKS)
@@ -100,6 +101,7 @@ class HashIndex(LedgerIndex):
             following = self._following(block_ids[-1], (num_tokens - 1) % self.block_size + 1)
         return Match(num_tokens, np.array(block_ids, dtype=np.int32), following)
 
+    @override
     def insert(
         self,
         namespace: Namespace,
@@ -108,7 +110,6 @@ class HashIndex(LedgerIndex):
         now: float,
         traits: BlockTraits = DEFAULT_TRAITS,
     ) -> Inserted:
-        """Enter the chain of blocks that holds `tokens`, starting at the root of `namespace`."""
         self._require_lengths(len(tokens), block_ids, traits)
         if not len(tokens):
             return Inserted(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
@@ -188,8 +189,8 @@ class HashIndex(LedgerIndex):
             if not pins[parent]:
                 policy.offer(parent)
 
+    @override
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:
-        """Yield every cached chain from root to leaf: its namespace, tokens and blocks."""
         contents = self._contents
         for tail in self._childless:
             chain = [tail]
@@ -200,8 +201,8 @@ class HashIndex(LedgerIndex):
             tokens = np.concatenate(runs).astype(np.uint32).view(np.int32)
             yield self._root_namespaces[parent], tokens, np.array(chain, dtype=np.int32)
 
+    @override
     def check(self) -> None:
-        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
         full: set[int] = set()
         partial: set[int] = set()
         childless: set[int] = set()

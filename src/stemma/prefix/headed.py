@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
@@ -31,8 +32,8 @@ class HeadedIndex(PrefixIndex):
         self._is_public: npt.NDArray[np.bool_] = np.zeros(1024, dtype=np.bool_)
         """By block id: whether it belongs to a head."""
 
+    @override
     def match(self, namespace: Namespace, tokens: TokenArray) -> Match:
-        """Return the longest cached prefix of `tokens`. Read-only; O(matched length)."""
         head = namespace.head
         if head is None:
             return self.inner.match(namespace, tokens)
@@ -90,12 +91,12 @@ class HeadedIndex(PrefixIndex):
         if num_head < len(block_ids):
             self.inner.touch(block_ids[num_head:], now)
 
+    @override
     def pin(self, block_ids: BlockIds) -> None:
-        """Forbid eviction of a chain of full, distinct blocks, in order from the root; pins nest."""
         self.inner.pin(block_ids)
 
+    @override
     def unpin(self, block_ids: BlockIds) -> None:
-        """Undo one `pin` of each block. Raises ValueError if a block isn't pinned."""
         self.inner.unpin(block_ids)
 
     def evict(self, num_blocks: int, now: float) -> BlockIds:
@@ -112,12 +113,12 @@ class HeadedIndex(PrefixIndex):
         return self.inner.continuation(namespace, tokens[head.num_tokens :], max_tokens)
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """See `PrefixIndex`. Heads have no owner, so no quota."""
+        """Set how many blocks each owner may hold. Heads have no owner, so no quota."""
         self.inner.set_quotas(quotas)
 
     @property
+    @override
     def num_over_quota(self) -> int:
-        """See `PrefixIndex`."""
         return self.inner.num_over_quota
 
     @property
@@ -129,21 +130,21 @@ class HeadedIndex(PrefixIndex):
         """Yield every chain: heads, and what follows them under its own namespace."""
         return self.inner.walk()
 
+    @override
     def check(self) -> None:
-        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
         self.inner.check()
         for namespace, _, block_ids in self.inner.walk():
             if (self._is_public[block_ids] != namespace.is_public).any():
                 raise IntegrityError("a block counts as public and isn't, or the other way round")
 
     @property
+    @override
     def num_blocks(self) -> int:
-        """Number of blocks in the index, pinned ones included."""
         return self.inner.num_blocks
 
     @property
+    @override
     def num_evictable(self) -> int:
-        """Number of blocks that a large enough `evict` would evict now: those that aren't pinned. O(1)."""
         return self.inner.num_evictable
 
     def _mark(self, inserted: Inserted, *, is_public: bool) -> None:

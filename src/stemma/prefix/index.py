@@ -51,7 +51,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """What `insert` did with each block offered to it."""
+    """The fate of each block offered to `insert`."""
 
     canonical: BlockIds
     """Same length as the blocks offered: the id under which the index now holds each of them. If it

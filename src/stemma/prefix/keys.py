@@ -80,7 +80,7 @@ def owner_tag(owner: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """What all keys of one engine have in common; two engines share KV if and only if these are equal."""
+    """The part that all keys of one engine share; two engines share KV if and only if these are equal."""
 
     model_fingerprint: str
     kv_layout: str

@@ -1,4 +1,4 @@
-"""What an index records for each block id apart from its place in the structure: presence, kind, pins.
+"""Records of an index for each block id, apart from its place in the structure: presence, kind, pins.
 
 Ids are small, dense ints, so these are plain arrays that grow on demand. The structure of a tree may change
 (split, merge, trim) without touching them, and pinning a chain of thousands of blocks is a few array
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.fallback import fall_back
@@ -137,11 +138,12 @@ class LedgerIndex(PrefixIndex):
         self.num_policy_failures = 0
 
     @abstractmethod
+    @override
     def check(self) -> None:
-        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
+        return None
 
+    @override
     def touch(self, block_ids: BlockIds, now: float) -> None:
-        """Tell the policy that a chain of blocks (in order from the root) was used."""
         if len(block_ids):
             self._ledger.states_of(block_ids)
             try:
@@ -149,8 +151,8 @@ class LedgerIndex(PrefixIndex):
             except Exception as error:  # noqa: BLE001 - see `_policy_failed`
                 self._policy_failed(error)
 
+    @override
     def pin(self, block_ids: BlockIds) -> None:
-        """Forbid eviction of a chain of full, distinct blocks, in order from the root; pins nest."""
         if len(block_ids):
             pinned = self._ledger.pin(block_ids)
             try:
@@ -160,8 +162,8 @@ class LedgerIndex(PrefixIndex):
             except Exception as error:  # noqa: BLE001 - see `_policy_failed`
                 self._policy_failed(error)
 
+    @override
     def unpin(self, block_ids: BlockIds) -> None:
-        """Undo one `pin` of each block. Raises ValueError if a block isn't pinned."""
         if len(block_ids):
             unpinned = self._ledger.unpin(block_ids)
             try:
@@ -171,8 +173,8 @@ class LedgerIndex(PrefixIndex):
             except Exception as error:  # noqa: BLE001 - see `_policy_failed`
                 self._policy_failed(error)
 
+    @override
     def evict(self, num_blocks: int, now: float) -> BlockIds:
-        """Evict up to `num_blocks` unpinned blocks, leaves first, in the policy's order; return them."""
         evicted: list[int] = []
         while True:
             try:
@@ -241,8 +243,8 @@ class LedgerIndex(PrefixIndex):
         return self._policy.num_over if isinstance(self._policy, QuotaPolicy) else 0
 
     @property
+    @override
     def num_blocks(self) -> int:
-        """Number of blocks in the index, pinned ones included."""
         return self._ledger.num_blocks
 
     @property

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits, EvictionPolicy
@@ -77,7 +78,6 @@ class NodeView:
     block_ids: BlockIds
     num_pins: int
     """Pins of the node's first block (none if it owns no block)."""
-    num_children: int
 
 
 class Edge:
@@ -98,11 +98,6 @@ class Edge:
     def num_tokens(self) -> int:
         """Tokens of the node itself."""
         return len(self._node.tokens)
-
-    @property
-    def last_block(self) -> int:
-        """Id of its last block; -1: it owns none."""
-        return self._node.blocks[-1] if self._node.blocks else -1
 
     @property
     def block_ids(self) -> list[int]:
@@ -134,14 +129,15 @@ class RadixIndex(LedgerIndex):
         """Last block of each leaf -> the leaf."""
         self._tails = self._leaves
 
+    @override
     def match(self, namespace: Namespace, tokens: TokenArray) -> Match:
-        """Return the longest cached prefix of `tokens`. Read-only; O(matched length)."""
         path, num_tokens = self._walk(self._roots.get(namespace), tokens)
         following = NO_TOKENS
         if path and num_tokens < len(tokens):
             following = _following(path[-1], num_tokens, MAX_FOLLOWING)
         return Match(num_tokens, self._blocks_along(path, num_tokens), following)
 
+    @override
     def insert(
         self,
         namespace: Namespace,
@@ -150,7 +146,6 @@ class RadixIndex(LedgerIndex):
         now: float,
         traits: BlockTraits = DEFAULT_TRAITS,
     ) -> Inserted:
-        """Enter the chain of blocks that holds `tokens`, starting at the root of `namespace`."""
         self._require_lengths(len(tokens), block_ids, traits)
         root = self._roots.get(namespace)
         path, num_present = self._walk(root, tokens)
@@ -244,8 +239,8 @@ class RadixIndex(LedgerIndex):
             return NO_TOKENS
         return _following(path[-1], num_tokens, max_tokens)
 
+    @override
     def walk(self) -> Iterator[tuple[Namespace, TokenArray, BlockIds]]:
-        """Yield every cached chain from root to leaf: its namespace, tokens and blocks."""
         for namespace, root in self._roots.items():
             for node, path in _descend(root):
                 if not node.children:
@@ -278,11 +273,10 @@ class RadixIndex(LedgerIndex):
                 tokens=np.array(node.tokens, dtype=np.int32),
                 block_ids=np.array(node.blocks, dtype=np.int32),
                 num_pins=int(self._ledger.pins[node.blocks[0]]) if node.blocks else 0,
-                num_children=len(node.children),
             )
 
+    @override
     def check(self) -> None:
-        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
         full: set[int] = set()
         partial: set[int] = set()
         leaves: dict[int, _Node] = {}

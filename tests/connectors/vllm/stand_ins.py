@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stemma.connectors.vllm.lookup import Lookup
+from stemma.connectors.vllm.scheduler import VllmRequest
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey, Tier
 
@@ -14,7 +16,7 @@ SPACE = KeySpace("weights", "vllm 0:layout", BLOCK_SIZE)
 
 
 @dataclass
-class Request:
+class Request(VllmRequest):
     request_id: str
     all_token_ids: list[int]
     num_prompt_tokens: int = -1
@@ -29,7 +31,7 @@ class Request:
             self.num_prompt_tokens = len(self.all_token_ids)
 
 
-class FakeLookup:
+class FakeLookup(Lookup):
     """Has the keys that it is given."""
 
     def __init__(self) -> None:

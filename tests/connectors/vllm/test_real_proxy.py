@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import httpx
 import numpy as np
@@ -91,10 +92,14 @@ def test_prompts_go_where_vllm_says_that_their_blocks_are(servers: list[tuple[Vl
 
         # Blocks that came past the proxy are known to it by events alone, whichever server has them.
         answers = {}
+
+        def knows(num_blocks: int) -> bool:
+            return proxy.health()["num_known_blocks"] >= num_blocks
+
         for seed, server in ((1, second), (2, first), (3, second)):
             known = proxy.health()["num_known_blocks"]
             answers[seed] = server.complete(prompt(seed))
-            wait_for(lambda known=known: proxy.health()["num_known_blocks"] >= known + BLOCKS)
+            wait_for(partial(knows, known + BLOCKS))
         for seed, (text, num_cached) in answers.items():
             assert num_cached == 0
             assert proxy.complete(prompt(seed)) == (text, BLOCKS * 32)

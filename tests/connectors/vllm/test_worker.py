@@ -15,7 +15,7 @@ import torch
 from stemma.connectors.settings import ConnectorSettings
 from stemma.connectors.vllm.blocks import VllmBlocks
 from stemma.connectors.vllm.cores import on_all_cores
-from stemma.connectors.vllm.lookup import LookupClient, LookupServer, socket_path
+from stemma.connectors.vllm.lookup import Lookup, LookupClient, LookupServer, socket_path
 from stemma.connectors.vllm.work import LoadWork, StepWork
 from stemma.connectors.vllm.worker import WorkerSide
 from stemma.errors import ConfigError, StorageError
@@ -256,9 +256,12 @@ class TestLookup:
         assert client.find("a", ROOT, KEYS) == (Tier.HOST, Tier.HOST)
 
     def test_an_error_that_nobody_expects_is_reported(self, rig, path):
-        class Broken:
+        class Broken(Lookup):
             def find(self, request_id, parent, keys):
                 raise KeyError("a bug")
+
+            def clear(self) -> bool:
+                return True
 
         supervisor = RecordingSupervisor()
         server = LookupServer(path, SPACE, Broken(), supervisor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.adapters import build_adapter, merged_logits
 
@@ -129,7 +131,7 @@ def test_requests_under_way_survive_their_adapter(llm, checkpoint, adapters):
         parts.engine.add(
             parts.engine.checked(GenerationRequest(f"r{i}", as_tokens(PROMPT), GREEDY, adapter=adapter))
         )
-    seen = {f"r{i}": [] for i in range(3)}
+    seen: dict[str, list[Any]] = {f"r{i}": [] for i in range(3)}
 
     def step():
         for news in parts.engine.step():

@@ -20,6 +20,7 @@ from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
+from stemma.model.cpu.weights import PREPARED_BYTES
 from stemma.native.process_memory import resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -32,7 +33,7 @@ def test_kv_gets_what_the_others_leave(checkpoint: Path, model: CausalLM, monkey
     monkeypatch.setattr(working_memory, "step_bytes", lambda *_: 10_000_000)
     tiers = planned_bytes(TierSettings(host_cache=4_000_000), None, layout, "hazard")
     for_kv = 6_000_000 + fixed_bytes("hazard")
-    limit = 1_020_000_000 + working_memory.PREPARED_BYTES + tiers + for_kv
+    limit = 1_020_000_000 + PREPARED_BYTES + tiers + for_kv
     limit += reserved_bytes(SpeculationSettings())
     llm = LLM(checkpoint, block_size=16, memory_limit=limit, host_cache="4MB")
     kv_bytes = llm.engine.cache.num_blocks * llm.engine.runner.kv.layout.block_bytes

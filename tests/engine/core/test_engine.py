@@ -9,6 +9,7 @@ import pytest
 from tests.engine.harness import greedy, prompt
 
 from stemma.engine.api import DraftCount
+from stemma.engine.core.scheduler import Drafter
 from stemma.engine.drafts.source import num_accepted
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import InvalidRequest, Overloaded, PromptTooLong
@@ -241,14 +242,17 @@ def test_logprobs_come_with_every_token(harness):
     assert all(len(p.top) == 3 and p.top[0][0] == p.token_id for p in seen)
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Drafts what will come, with a wrong token now and then."""
 
     def __init__(self, future: list[int], wrong_every: int) -> None:
         self.future, self.wrong_every = future, wrong_every
         self.num_prompt = 0
         self.num_accepted_tokens = 0
-        self.counts: dict[str, DraftCount] = {}
+
+    @property
+    def counts(self) -> dict[str, DraftCount]:
+        return {}
 
     def begin_step(self, num_sequences, *, may_be_forced=False):
         return True
@@ -306,9 +310,13 @@ def test_drafts_change_no_token_and_save_steps(harness, reference, wrong_every, 
 def test_a_running_sequence_and_its_lease_share_their_tokens(harness):
     engine = harness(num_blocks=32)
     seen, runner = [], engine.engine.runner
+
+    def watched(rows, work):
+        seen.append(rows.items[0].sequence)
+        return work(rows)
+
     for name in ("forward", "prepare"):
-        work = getattr(runner, name)
-        setattr(runner, name, lambda rows, work=work: seen.append(rows.items[0].sequence) or work(rows))
+        setattr(runner, name, partial(watched, work=getattr(runner, name)))
     engine.add(prompt(1, 20), greedy(8))
     for _ in range(4):
         engine.step()

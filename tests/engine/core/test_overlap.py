@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from stemma.engine.build import open_queue
 from stemma.engine.core.overlap import StreamQueue, ThreadQueue
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.params import SamplingParams
-from stemma.engine.sampling.sampler import Sampler, SamplingState, draw_tokens, plan_rows_ahead
+from stemma.engine.sampling.sampler import Sampler, draw_tokens, plan_rows_ahead
+from stemma.engine.sampling.state import SamplingState
 from stemma.types import FinishReason
 
 VOCAB = 512
@@ -179,7 +181,7 @@ def test_fail_all_leaves_nothing_behind(harness):
     engine.serve(prompt(9, 9))
 
 
-OPTIONS = (
+OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"top_p": 0.9},
     {"top_k": 5},
@@ -192,7 +194,7 @@ OPTIONS = (
 
 def rows() -> list[SamplingParams]:
     """One of each kind; every other one wants log-probabilities."""
-    kinds = [(0.0, {}), (0.0, {"min_tokens": 9})]
+    kinds: list[tuple[float, dict[str, Any]]] = [(0.0, {}), (0.0, {"min_tokens": 9})]
     kinds += [(temperature, options) for temperature in (0.5, 1.0, 3.0) for options in OPTIONS]
     return [
         SamplingParams(temperature=t, max_tokens=20, seed=i, logprobs=i % 4 or None, **options)
@@ -230,8 +232,8 @@ def test_where_steps_overlap(tmp_path):
     def queue(overlap: str, mode: str, device: str):
         engine = EngineSettings(
             model=ModelSettings(path=tmp_path),
-            scheduler=SchedulerSettings(overlap_schedule=overlap),
-            speculation=SpeculationSettings(mode=mode),
+            scheduler=SchedulerSettings.model_validate({"overlap_schedule": overlap}),
+            speculation=SpeculationSettings.model_validate({"mode": mode}),
         )
         return open_queue(engine, torch.device(device))
 

@@ -16,6 +16,7 @@ from tests.engine.harness import greedy, prompt
 
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
+from stemma.engine.operator.cache_control import Pin
 from stemma.errors import GenerationFailed, InvalidRequest, PromptTooLong
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import FinishReason, Tier
@@ -126,6 +127,7 @@ async def test_pins_that_are_being_made_count(engine):
     assert [type(one) for one in made].count(InvalidRequest) == 1
     for one in made:
         if not isinstance(one, InvalidRequest):
+            assert isinstance(one, Pin)
             await control.unpin(one.pin_id)
     await control.pin(DEFAULT_NAMESPACE, parts[0])
     await control.pin(DEFAULT_NAMESPACE, parts[1])

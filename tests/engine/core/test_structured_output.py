@@ -155,9 +155,10 @@ def test_the_likeliest_allowed_token_is_that_of_the_mask(tokenizer, text):
     rng = np.random.default_rng(1)
     vocab_size = len(tokenizer.transformers_tokenizer)
     compiler = GrammarCompiler(tokenizer.transformers_tokenizer, vocab_size, [0])
-    params = SamplingParams(temperature=0.0, grammar=GrammarSpec("json_schema", text))
+    grammar = GrammarSpec("json_schema", text)
+    params = SamplingParams(temperature=0.0, grammar=grammar)
     for _ in range(8):
-        state = compiler.compile(params.grammar).start()
+        state = compiler.compile(grammar).start()
         one = Constraints(params, vocab_size, state.copy())
         ahead: list[int] = []
         for _ in range(20):
@@ -184,7 +185,7 @@ def test_what_was_found_likeliest_need_not_be_appended(tokenizer, text):
         state, plain = compiler.compile(spec).start(), compiler.compile(spec).start()
         for _ in range(30):
             allowed = plain.allowed()
-            if plain.is_over or not allowed.any():
+            if allowed is None or plain.is_over or not allowed.any():
                 break
             logits = rng.normal(size=vocab_size).astype(np.float32)
             favoured = int(rng.choice(np.flatnonzero(allowed)))
@@ -193,7 +194,9 @@ def test_what_was_found_likeliest_need_not_be_appended(tokenizer, text):
             assert found == int(np.where(allowed, logits, -np.inf).argmax())
             match int(rng.integers(5)):
                 case 0:
-                    assert np.array_equal(state.allowed(), allowed)
+                    again = state.allowed()
+                    assert again is not None
+                    assert np.array_equal(again, allowed)
                 case 1:
                     assert state.num_valid([found]) == 1
                 case 2:
@@ -225,7 +228,8 @@ def test_forced_text_is_the_same_with_drafts_and_without(tokenizer, seed):
         expected.append(drawn(plain, len(expected), []))
         plain.append(expected[-1])
     assert plain.is_over
-    drafting, found = compiler.compile(spec).start(), []
+    drafting = compiler.compile(spec).start()
+    found: list[int] = []
     while len(found) < len(expected):
         draft = expected[len(found) :][: int(rng.integers(0, 30))]
         if draft and rng.random() < 0.5:

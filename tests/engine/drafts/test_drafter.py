@@ -13,13 +13,15 @@ import torch
 from tests.engine.sampling.chi_square import chi_square_fits
 
 from stemma.config.settings import SpeculationSettings
+from stemma.engine.api import DraftCount
 from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.drafts.index_memory import IndexMemory
 from stemma.engine.drafts.prompt_lookup import PromptLookup
-from stemma.engine.drafts.source import num_accepted
+from stemma.engine.drafts.source import DraftSource, num_accepted
 from stemma.engine.drafts.suffix import SuffixCorpus
 from stemma.engine.sampling.params import SamplingParams
-from stemma.engine.sampling.sampler import Sampler, SamplingState
+from stemma.engine.sampling.sampler import Sampler
+from stemma.engine.sampling.state import SamplingState
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.prefix.radix import RadixIndex
 from stemma.types import as_tokens
@@ -50,12 +52,17 @@ class World:
         self.drafter = make_drafter(self.settings, self.index.continuation)
 
     @property
+    def counts(self) -> list[DraftCount]:
+        assert self.drafter is not None
+        return list(self.drafter.counts.values())
+
+    @property
     def num_proposed(self) -> int:
-        return sum(count.num_proposed for count in self.drafter.counts.values())
+        return sum(count.num_proposed for count in self.counts)
 
     @property
     def num_accepted(self) -> int:
-        return sum(count.num_accepted for count in self.drafter.counts.values())
+        return sum(count.num_accepted for count in self.counts)
 
     def generate(
         self,
@@ -127,7 +134,7 @@ def test_tokens_are_the_same_with_drafts(settings: SpeculationSettings, params: 
 @pytest.mark.parametrize("mode", ["auto", "tree", "la"])
 def test_sampled_output_keeps_its_distribution(mode: str) -> None:
     """Unseeded: the first three tokens of many answers fit the product of the model's distributions."""
-    world = World(SpeculationSettings(mode=mode, adaptive=False))
+    world = World(SpeculationSettings.model_validate({"mode": mode, "adaptive": False}))
     params = SamplingParams(temperature=0.7)
     num_answers = 1200
     seen: Counter[tuple[int, ...]] = Counter()
@@ -179,7 +186,7 @@ def test_finished_sequences_leave_nothing_behind() -> None:
     sources: weakref.WeakSet[PromptLookup] = weakref.WeakSet()
     num_made = 0
 
-    def make(_: Namespace) -> list[PromptLookup]:
+    def make(_: Namespace) -> list[DraftSource]:
         nonlocal num_made
         num_made += 1
         source = PromptLookup(IndexMemory())

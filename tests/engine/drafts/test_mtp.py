@@ -15,6 +15,7 @@ from tests.checkpoints import build, build_mtp
 from stemma.engine.llm import LLM
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
+from stemma.memory.device.kv import DeviceKV
 from stemma.native.library import load_kernels
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 
@@ -62,6 +63,7 @@ def blocks_of(llm: LLM, tokens: list[int]) -> list[bytes]:
     """Return the bytes of the cached full blocks of a sequence, the MTP layer's included."""
     cache = llm.engine.cache
     assert cache.index is not None
+    assert isinstance(cache.buffer, DeviceKV)
     found = cache.index.match(DEFAULT_NAMESPACE, np.array(tokens, dtype=np.int32))
     ids = found.block_ids[: found.num_full_blocks(cache.block_size)].tolist()
     return [bytes(cache.buffer.block_bytes_view(block).numpy()) for block in ids]

@@ -20,7 +20,7 @@ NUM_TOKENS = 1200
 """Of each text."""
 
 
-class Copier:
+class Copier(DraftSource):
     """A free source that proposes the text with this share of right tokens."""
 
     def __init__(self, text: list[int], accuracy: float) -> None:

@@ -57,4 +57,4 @@ def round_of(one: Harness, expected: Expected) -> list[Answer]:
 
 
 def from_pool(answers: list[Answer]) -> list[int]:
-    return [answer.cache.cached_by_tier.get(Tier.POOL, 0) for answer in answers]
+    return [answer.cache.cached_by_tier.get(Tier.POOL, 0) for answer in answers if answer.cache is not None]

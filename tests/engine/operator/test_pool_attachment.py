@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.engine.harness import Harness, greedy, prompt
+from tests.engine.harness import Answer, Harness, greedy, prompt
 from tests.engine.operator.pool_rounds import (
     PROMPTS,
     TIMEOUT_S,
@@ -21,6 +21,7 @@ from tests.engine.operator.pool_rounds import (
 from tests.memory.tiers.pool.faulty import FaultyBackend
 
 from stemma.config.settings import TierSettings
+from stemma.engine.api import CacheReport
 from stemma.errors import StorageError
 from stemma.memory.tiers.pool.backend import Parts
 from stemma.memory.tiers.pool.breaker import Circuit
@@ -64,18 +65,23 @@ def test_what_one_engine_computed_another_takes_from_the_pool(serve: Serve, expe
     assert pool(two).counters.reasons["negative_cache"] >= 0
 
 
+def report_of(answer: Answer) -> CacheReport:
+    assert answer.cache is not None
+    return answer.cache
+
+
 def test_nearer_tiers_win(serve: Serve, expected: Expected) -> None:
     one = serve(num_blocks=64)
     round_of(one, expected)
     again = round_of(one, expected)
     assert from_pool(again) == [0] * 4
-    assert [answer.cache.cached_by_tier[Tier.DEVICE] for answer in again] == [99] * 4
-    two = serve(tiers=TierSettings(host_cache="64MB", load_when="always"))
+    assert [report_of(answer).cached_by_tier[Tier.DEVICE] for answer in again] == [99] * 4
+    two = serve(tiers=TierSettings(host_cache=64 * 10**6, load_when="always"))
     assert from_pool(round_of(two, expected)) == [96] * 4
     third = round_of(two, expected)
-    assert [answer.cache.num_cached_tokens for answer in third] == [96] * 4
+    assert [report_of(answer).num_cached_tokens for answer in third] == [96] * 4
     # A prefetch that came too late the second time may leave a prompt to the pool, but never all.
-    assert sum(answer.cache.cached_by_tier.get(Tier.HOST, 0) for answer in third) >= 96
+    assert sum(report_of(answer).cached_by_tier.get(Tier.HOST, 0) for answer in third) >= 96
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -92,7 +98,7 @@ def test_prefill_on_one_engine_decode_on_another(
     assert answer.token_ids[0] == expected(tokens)
     assert first == answer.token_ids[0][:1]
     # Everything but the last token, whose logits are needed, came from the pool.
-    assert answer.cache.cached_by_tier == {Tier.POOL: num_tokens - 1}
+    assert report_of(answer).cached_by_tier == {Tier.POOL: num_tokens - 1}
     decode.cache.check()
     decode.cache.check()
 
@@ -118,7 +124,7 @@ def test_decode_goes_on_when_the_tail_is_lost(serve: Serve, expected: Expected, 
     backend.spoil = spoil
     answer = decode.serve(tokens, greedy(6))
     assert answer.token_ids[0] == expected(tokens)
-    assert answer.cache.cached_by_tier == {Tier.POOL: 96}
+    assert report_of(answer).cached_by_tier == {Tier.POOL: 96}
     assert pool(decode).counters.reasons["checksum"] == 1
 
 

@@ -12,7 +12,7 @@ from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits, RequestState, SequenceNews, SequenceState
 from stemma.engine.output import joining
 from stemma.engine.output.joining import NewsQueue
-from stemma.engine.sampling.sampler import SamplingState
+from stemma.engine.sampling.state import SamplingState
 from stemma.errors import GenerationFailed
 from stemma.types import FinishReason
 
@@ -57,7 +57,7 @@ class Steps:
             found.setdefault(one.state.request.request_id, []).extend(one.token_ids)
         return found
 
-    def left(self) -> list[dict[str, list[int]]]:
+    def left(self) -> list[list[tuple[str, tuple[int, ...]]]]:
         """Return all further deliveries; nothing is held afterwards."""
         self.queue.pass_on()
         self.queue.close()
@@ -140,7 +140,7 @@ def test_what_left_and_what_is_held_is_what_had_left_without_an_interval(monkeyp
             left.append([])
             self.names = left[-1]
 
-        def put(self, item):
+        def put(self, item, block=True, timeout=None):
             self.names.extend(one.state.request.request_id for one in item or ())
             super().put(item)
 

@@ -136,7 +136,7 @@ def test_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_quantized_mixtures(family: str, tmp_path: Path) -> None:
-    sizes: dict[str, int] = {"intermediate_size": 128, "moe_intermediate_size": 64}
+    sizes: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64}
     if family == "deepseek-v3":
         sizes["v_head_dim"] = 16
     checkpoint = build(family, tmp_path, **sizes)

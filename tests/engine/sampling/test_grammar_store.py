@@ -56,9 +56,7 @@ def test_grammars_in_use_are_counted_and_found_though_forgotten() -> None:
 def test_remembered_grammars_hold_no_more_than_their_budget() -> None:
     """Fourteen grammars of a few bytes, each of which took 80 MB and more, for ever."""
     tokenizer = build_tokenizer()
-    compiler = GrammarCompiler(
-        tokenizer, len(tokenizer), [tokenizer.convert_tokens_to_ids(TURN_END)], max_bytes=64 * 2**20
-    )
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.vocab[TURN_END]], max_bytes=64 * 2**20)
     compiler.compile(GrammarSpec("regex", "a+"))
     before = resident_bytes()
     for letter in "abcdefghijklmn":

@@ -18,7 +18,8 @@ from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.filters import argmax, candidates, draw, keep, weights_of
 from stemma.engine.sampling.logprobs import likeliest
 from stemma.engine.sampling.params import SamplingParams
-from stemma.engine.sampling.sampler import Sampled, Sampler, SamplingState
+from stemma.engine.sampling.sampler import Sampled, Sampler
+from stemma.engine.sampling.state import SamplingState
 
 V = 40
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +27,6 @@ def test_views_stay_as_they_were_and_the_array_it_began_with_is_not_written(firs
 
 def test_other_integers_become_int32():
     """Keys are hashes of the tokens' bytes."""
-    assert TokenBuffer(np.arange(6, dtype=np.int64)[::2]).view.tobytes() == b"".join(
+    assert TokenBuffer(cast(Any, np.arange(6, dtype=np.int64)[::2])).view.tobytes() == b"".join(
         i.to_bytes(4, "little") for i in (0, 2, 4)
     )

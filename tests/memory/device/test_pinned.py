@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from stemma.errors import ConfigError
-from stemma.memory.device.pinned import host_rows
+from stemma.memory.device.pinned import HostRegistry, host_rows
 
 
-class FakeRuntime:
+class FakeRuntime(HostRegistry):
     def __init__(self, code: int = 0) -> None:
         self.locked: dict[int, int] = {}
         self._code = code

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from tests.memory.cache.served_prompts import NS, compute_all, make_cache, run, tokens
+from tests.memory.buffers import HashBuffer
+from tests.memory.cache.served_prompts import NS, buffer_of, compute_all, make_cache, run, tokens
+from tests.memory.manual_clock import ManualClock
 
+from stemma.memory.kv_events import KVEventSink
+from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.device_block import DeviceBlock
-from stemma.memory.tiers.transfer import PassedOver
+from stemma.memory.tiers.host_store import HostStore
+from stemma.memory.tiers.lower import LowerTiers, PassedOver
+from stemma.memory.tiers.tier_stats import LoadCounters, TransferStats
+from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.prefix.explain import MissReason
 from stemma.types import BlockKey, Retention, RetentionHint, RetentionRange, Tier
 
+BLOCK_BYTES = 64
 
-class DictTiers:
+
+class DictTiers(LowerTiers):
     """Keeps demoted blocks in a dict; loads end when the test says so."""
 
     def __init__(self) -> None:
-        self.blocks: dict[BlockKey, np.ndarray] = {}
+        self.blocks: dict[BlockKey, npt.NDArray[np.int64]] = {}
         self.committed: list[DeviceBlock] = []
         self.evicted: list[DeviceBlock] = []
         self.loads: list[tuple[list[BlockKey], list[int], Future[int]]] = []
-        self.buffer = None
+        self.buffer = HashBuffer(1, 1)
+        """The cache's, once there is one."""
         self.is_worth_loading = True
-        self.stores = ("dict",)
         self.is_awaited = True
+        self._store = HostStore(BLOCK_BYTES, BLOCK_BYTES, LRUPolicy(), ManualClock())
+        """Only its presence counts: what the tiers hold is in `blocks`."""
 
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
         return (Tier.HOST,) * self.num_held(keys) if self.is_worth_loading and self.is_awaited else ()
@@ -42,39 +54,67 @@ class DictTiers:
         count = self.num_held(keys)
         return PassedOver(count, Tier.HOST, self.is_awaited) if count else None
 
-    def load(self, keys, block_ids) -> Future[int]:
+    @property
+    def stores(self) -> tuple[BlockStore, ...]:
+        return (self._store,)
+
+    @property
+    def must_probe(self) -> bool:
+        return False
+
+    def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()
         self.loads.append((list(keys), list(block_ids), future))
         return future
 
-    must_probe = False
-
-    def prefetch(self, parent, keys) -> None:
+    def prefetch(self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()) -> None:
         return None
 
-    def observe_prefill(self, num_tokens, seconds) -> None:
-        pass
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None: ...
 
-    def on_hit(self, blocks) -> None:
-        pass
+    def on_hit(self, blocks: Sequence[DeviceBlock]) -> None: ...
 
-    def close(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def stats(self) -> None:
-        return None
-
-    def on_commit(self, blocks) -> None:
+    def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
         self.committed += blocks
 
-    def on_evict(self, blocks) -> None:
+    def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         self.evicted += blocks
         for block in blocks:
             self.blocks[block.key] = self.buffer.data[block.block_id].copy()
+
+    def watch(self, sink: KVEventSink) -> None: ...
+
+    def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None: ...
+
+    def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
+        return {Tier.HOST: [key in self.blocks for key in keys]}
+
+    def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
+        return {Tier.HOST: [key for key in keys if key in self.blocks]}
+
+    def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None: ...
+
+    def read(self, key: BlockKey, into: memoryview) -> bool:
+        if key not in self.blocks:
+            return False
+        into[:] = self.blocks[key].view(np.uint8).data
+        return True
+
+    def flush(self) -> dict[Tier, int]:
+        num_dropped = len(self.blocks)
+        self.blocks.clear()
+        return {Tier.HOST: num_dropped}
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def stats(self) -> TransferStats:
+        return TransferStats({}, LoadCounters(), 0, 0, None)
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def finish(self, num_loaded: int | None = None) -> None:
         keys, block_ids, future = self.loads.pop(0)
@@ -92,7 +132,7 @@ def tiers() -> DictTiers:
 @pytest.fixture
 def cache(tiers):
     cache = make_cache(4, 4, lower=tiers)
-    tiers.buffer = cache.buffer
+    tiers.buffer = buffer_of(cache)
     return cache
 
 
@@ -191,7 +231,7 @@ def test_an_abandoned_load_keeps_its_blocks_until_it_is_over(cache, tiers):
 def test_lower_tiers_that_raise_cost_no_block(tiers: DictTiers, method: str) -> None:
     """Whatever breaks below, at another user's admission say: index, allocator and leases still agree."""
     cache = make_cache(num_blocks=6, block_size=4, lower=tiers)
-    tiers.buffer = cache.buffer
+    tiers.buffer = buffer_of(cache)
     run(cache, tokens(range(8)))
     run(cache, tokens(range(50, 58)))
 

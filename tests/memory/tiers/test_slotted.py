@@ -176,7 +176,12 @@ def test_others_get_the_lock_while_many_blocks_expire(monkeypatch: pytest.Monkey
     for block in short_lived("a", length):
         store.put_many([block])
     drop, num_dropped, seen = TierIndex.drop, 0, []
-    touching = threading.Thread(target=lambda: (store.touch([]), seen.append(num_dropped)))
+
+    def touch() -> None:
+        store.touch([])
+        seen.append(num_dropped)
+
+    touching = threading.Thread(target=touch)
 
     def counted(index: TierIndex, slot: int, now: float) -> None:
         nonlocal num_dropped

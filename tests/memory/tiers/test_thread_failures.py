@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.memory.tiers.transfer_rig import Rig as TransferRig
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.tiers.block_store import BlockPut, BlockStore, PutResult, ReadResult
 from stemma.memory.tiers.host_store import HostStore
-from stemma.memory.tiers.pool.calls import Call, Calls
+from stemma.memory.tiers.pool.calls import Calls
 from stemma.memory.tiers.transfer import TierTransfer, TransferPolicy
 from stemma.prefix.eviction.lru import LRUPolicy
 from stemma.types import BlockKey, Tier
@@ -147,12 +148,8 @@ def test_a_pool_call_that_raises_anything_is_over(error: BaseException) -> None:
     def broken() -> int:
         raise error
 
-    first: Call[int] = calls.start(broken)
-    assert first.wait(TIMEOUT_S)
-    assert first.error is error
-    second = calls.start(lambda: 7)
-    assert second.wait(TIMEOUT_S)
-    assert second.value == 7
+    assert calls.start(broken).exception(TIMEOUT_S) is error
+    assert calls.start(lambda: 7).result(TIMEOUT_S) == 7
     calls.close()
 
 
@@ -160,18 +157,18 @@ def test_what_follows_a_pool_call_may_raise(caplog: pytest.LogCaptureFixture) ->
     calls = Calls(1)
     followed: list[int] = []
 
-    def broken() -> None:
+    def broken(call: Future[bool]) -> None:
         raise OverflowError("a bug")
 
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             gate = threading.Event()
             call = calls.start(partial(gate.wait, TIMEOUT_S))
-            call.when_over(broken)
-            call.when_over(lambda: followed.append(1))
+            call.add_done_callback(broken)
+            call.add_done_callback(lambda _: followed.append(1))
             gate.set()
-            assert call.wait(TIMEOUT_S)
-    calls.start(lambda: None).wait(TIMEOUT_S)  # the thread is done with the others
+            assert call.result(TIMEOUT_S)
+    calls.start(lambda: None).result(TIMEOUT_S)  # the thread is done with the others
     assert followed == [1] * 3
     assert "a bug" in caplog.text
     calls.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,9 +107,14 @@ def test_blocks_keep_their_owner_on_the_way_to_the_disk(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, SPACE, BLOCK_BYTES, size_for(CAPACITY), LRUPolicy(), ManualClock())
     host.put_many(owned("a", 3, ada))
     assert isinstance(host, HostStore)
-    assert host.drop_oldest(3, lambda blocks: disk.put_many(blocks) and None) == 3
-    assert disk.owners_of(keys(owned("a", 3, ada))) == [ada] * 3
+
+    def save(blocks: Sequence[BlockPut]) -> None:
+        disk.put_many(blocks)
+
+    assert host.drop_oldest(3, save) == 3
     assert read(disk, keys(owned("a", 3, ada))) == [ReadResult.HIT] * 3
+    disk.set_quotas({ada: 1})
+    assert disk.num_blocks == 1
     disk.close()
 
 

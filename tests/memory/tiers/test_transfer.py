@@ -17,7 +17,8 @@ from stemma.memory.tiers import chunks
 from stemma.memory.tiers.block_store import BlockPut, ReadResult
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
-from stemma.memory.tiers.transfer import PassedOver, TierTransfer
+from stemma.memory.tiers.lower import PassedOver
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import BlockKey, Tier
 
 

@@ -93,7 +93,7 @@ def test_a_row_doesnt_depend_on_its_neighbours(load_family: LoadFamily) -> None:
 def test_a_tied_head_serves_as_embedding(dtype: str, width: int, tmp_path: Path) -> None:
     """As in Qwen2.5-0.5B: rows of the embedding are read out of the packed head. Any width of the MLP."""
     path = checkpoints.build("qwen2", tmp_path, tie_word_embeddings=True, intermediate_size=width)
-    model = load_model(ModelSettings(path=path, device="cpu", dtype=dtype))
+    model = load_model(ModelSettings.model_validate({"path": path, "device": "cpu", "dtype": dtype}))
     prompts = random_prompts(150, 20)
     run = PagedSequences(model, prompts)
     run.step([(0, 100), (1, 7)])

@@ -35,7 +35,7 @@ def test_equals_the_module_at_any_position(kind: str, dtype: torch.dtype) -> Non
     config = LlamaConfig(
         hidden_size=128, num_attention_heads=2, max_position_embeddings=32_768, rope_parameters=ROPES[kind]
     )
-    module = LlamaRotaryEmbedding(config)  # type: ignore[no-untyped-call]
+    module = LlamaRotaryEmbedding(config)
     angles = RotaryAngles(module, dtype)
     generator = torch.Generator().manual_seed(0)
     for reach in (1, 700, 1024, 1025, 5000, MAX_POSITIONS, 30_000):

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from stemma.model.cuda.graphs import GraphRecorder
 
-class FakeRecorder:
+
+class FakeRecorder(GraphRecorder):
     """Replays by running again: right only if everything comes from tensors of a fixed place."""
 
     def __init__(self, error: str | None = None) -> None:

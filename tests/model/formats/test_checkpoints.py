@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ NONE, PER_TOKEN, STATIC = (
 )
 
 
-def read(path: Path) -> dict[str, torch.Tensor | QuantizedWeight]:
+def read(path: Path) -> Mapping[str, torch.Tensor | QuantizedWeight]:
     quantization = json.loads((path / "config.json").read_text()).get("quantization_config") or {}
     name = find_format(path, quantization)
     assert name is not None
@@ -358,7 +358,8 @@ def test_loading_holds_neither_all_codes_nor_all_plain_weights(family: str, tmp_
     def look(stage: str, _share: float) -> None:
         alive = [one for one in gc.get_objects() if type(one) is QuantizedWeight]
         codes.append(sum(one.codes.nbytes for one in alive))
-        plain.setdefault(stage, plain_bytes() - before)
+        if stage not in plain:
+            plain[stage] = plain_bytes() - before
 
     def plain_bytes() -> int:
         tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]

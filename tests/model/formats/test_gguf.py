@@ -41,7 +41,7 @@ SIMPLE = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.
 
 
 def load(path: Path, dtype: str = "float32") -> CausalLM:
-    return load_model(ModelSettings(path=path, dtype=dtype, device="cpu"))
+    return load_model(ModelSettings.model_validate({"path": path, "dtype": dtype, "device": "cpu"}))
 
 
 def load_all(path: Path) -> None:
@@ -244,7 +244,7 @@ def test_tokenizer_and_template_come_from_the_file(tmp_path: Path) -> None:
         turn, add_generation_prompt=True, return_dict=False
     )
     assert load(file.path).info.eos_token_ids == tuple(
-        sorted(expected.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+        sorted(map(expected.convert_tokens_to_ids, ("<|endoftext|>", "<|im_end|>")))
     )
 
 

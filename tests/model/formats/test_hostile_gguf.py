@@ -103,8 +103,14 @@ def entries(draw: st.DrawFn, before: Entry, others: tuple[Entry, ...]) -> Entry:
     other = draw(st.sampled_from(others))
     if way == "as another":
         return replace(other, name=before.name)
-    own = [each.name for each in others]
-    odd = [*own, b"", b"\xff", b"blk.1", b"blk.999999999.attn_q.weight", "blk.٣.attn_q.weight".encode()]
+    odd = [
+        *(each.name for each in others),
+        b"",
+        b"\xff",
+        b"blk.1",
+        b"blk.999999999.attn_q.weight",
+        "blk.٣.attn_q.weight".encode(),
+    ]
     odd += [b"blk." + b"9" * 5000 + b".attn_q.weight", b"output.weight", b"rope_freqs.weight", b"x" * 60_000]
     return replace(before, name=draw(st.sampled_from(odd)))
 

@@ -83,6 +83,7 @@ def test_shared_experts(way: str, load_family: LoadFamily, tmp_path: Path) -> No
     matrices = {}
     for layer in layers:
         weight = plain.get_submodule(layer).weight
+        assert isinstance(weight, torch.Tensor)
         down, up = torch.randn(4, weight.shape[1]) * 0.1, torch.randn(weight.shape[0], 4) * 0.1
         matrices[layer] = down, up
         weight.data += 2.0 * up @ down

@@ -83,7 +83,9 @@ def test_codes_are_found_by_module() -> None:
     assert weights.linear(model.proj).weight is WEIGHT
     assert weights.linear(model.proj).bias is not None
     assert weights.linear(model.plain).bias is None
-    assert torch.equal(weights.linear(model.plain).weight, model.plain.weight)
+    plain = weights.linear(model.plain).weight
+    assert isinstance(plain, torch.Tensor)
+    assert torch.equal(plain, model.plain.weight)
     experts = weights.experts(model.experts, "up_proj", torch.zeros(4, 2, 32))
     assert [weight is WEIGHT for weight in experts] == [False, False, False, True]
 

@@ -56,6 +56,7 @@ def test_blocks_of_one_insert_may_have_different_hints(name):
     order = []
     for now in range(6):
         victim = policy.victim(1.0 + now)
+        assert victim is not None
         policy.drop(victim, 1.0 + now, evicted=True)
         order.append(victim)
     assert set(order[:2]) == {1, 2}

@@ -100,7 +100,7 @@ async def test_bodies_share_their_memory(engine: ScriptedEngine, tmp_path: Path)
     rig = Rig(engine, tmp_path, "", body_memory=200_000)
     sent, finish = asyncio.Event(), asyncio.Event()
 
-    async def slow(first: int):  # type: ignore[no-untyped-def]
+    async def slow(first: int):
         yield b" " * first
         sent.set()
         await finish.wait()
@@ -119,11 +119,12 @@ async def test_bodies_share_their_memory(engine: ScriptedEngine, tmp_path: Path)
     sent.clear()
     uploads.append(asyncio.create_task(upload("bob", 95_000)))
     await sent.wait()
-    for path, body, error in (
+    cases: tuple[tuple[str, dict[str, object], str], ...] = (
         ("/v1/completions", {**PROMPT, "prompt": "x" * 20_000}, "server_error"),
         ("/v1/messages", {**CHAT, "system": "x" * 20_000}, "overloaded_error"),
         ("/generate", {"inputs": "x" * 20_000}, "Service Unavailable"),
-    ):
+    )
+    for path, body, error in cases:
         rig.keys["eve"] = {"authorization": f"Bearer {add_key(tmp_path / 'keys.toml', 'eve')}"}
         rig.app.state.access.reload_keys()
         answer = await rig.ask("eve", body, path)

@@ -8,6 +8,7 @@ import ssl
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -78,7 +79,7 @@ def tls_files(folder: Path) -> tuple[dict[str, str], ssl.SSLContext]:
 def test_silent_tls_connections_cost_nothing_and_end(tokenizer_path: Path, tmp_path: Path) -> None:
     """Three hundred with a limit of 50: no descriptors beyond it, no 280 KB each, and they end in time."""
     files, context = tls_files(tmp_path)
-    limits = {"max_connections": 50, "header_timeout_s": 2.0}
+    limits: dict[str, Any] = {"max_connections": 50, "header_timeout_s": 2.0}
     with serving(tokenizer_path, tls=files, **limits) as server, ExitStack() as stack:
         with httpx.Client(verify=context) as client:
             assert client.get(f"{server.url}/health").status_code == 200

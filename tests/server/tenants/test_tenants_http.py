@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tests.server.scripted_engine import ScriptedEngine
 
 from stemma.config.settings import EngineSettings, ModelSettings, ServerSettings, Settings
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput
+from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.insight.ledger import sqlite_url, usage
@@ -185,20 +186,21 @@ async def test_tokens_a_minute_count_what_was_held_when_a_request_was_cut_off(
     assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 429
 
 
-class QuotaRecorder:
-    """Stands for the engine's `CacheControl`."""
+class QuotaRecorder(CacheControl):
+    """The engine's `CacheControl`, as far as quotas go."""
 
     def __init__(self) -> None:
-        self.given: list[dict[str, dict[Tier, int]]] = []
+        self.given: list[Mapping[str, Mapping[Tier, int]]] = []
 
-    async def set_quotas(self, quotas: dict[str, dict[Tier, int]]) -> None:
+    async def set_quotas(self, quotas: Mapping[str, Mapping[Tier, int]]) -> None:
         self.given.append(quotas)
 
 
 async def test_the_engine_learns_of_quotas_before_the_first_request_and_when_they_change(
     make: Make, keys: Keys, engine: ScriptedEngine
 ) -> None:
-    recorder = engine.cache_control = QuotaRecorder()  # type: ignore[attr-defined]
+    recorder = QuotaRecorder()
+    engine.cache_control = recorder
     keys.limit(cache_bytes='{ device = "2MB", disk = "1GB" }')
     client = make()
     for key in (keys.ada, keys.bob):

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import orjson
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,9 +16,10 @@ from stemma.cli.bench.driver import DEFAULT_CONCURRENCY, Endpoint, LoadOptions, 
 from stemma.cli.bench.report import Summary, as_json, summarize, times_table, totals_table
 from stemma.cli.bench.workloads import Session, WorkloadName, WorkloadOptions, build
 from stemma.cli.client import RequestFailed, TokenCounter, first_model, make_http
+from stemma.cli.json_file import write_json
 
 EXIT_INTERRUPTED = 130
-"""As a shell reports Ctrl-C."""
+"""Exit status that shells report for Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def command(
             "options": {**asdict(options), "data": str(data) if data else None},
             "load": asdict(load),
         }
-        json_file.write_bytes(orjson.dumps(as_json(summary, records, setup), option=orjson.OPT_INDENT_2))
+        write_json(json_file, as_json(summary, records, setup))
     _fail_if_any_failed(console, summary, records)
     if not is_whole:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""What was said so far, as the server takes it."""
+"""The messages said so far, as the server takes them."""
 
 from __future__ import annotations
 

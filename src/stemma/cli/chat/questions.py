@@ -15,6 +15,7 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from typing_extensions import override
 
 from stemma.cli.chat.slash_commands import COMMANDS
 from stemma.config.folders import state_folder
@@ -27,16 +28,16 @@ class Questions(Protocol):
         """Return what the user typed, which may be empty or have several lines; None: the user leaves."""
 
 
-class PipedQuestions:
+class PipedQuestions(Questions):
     """One question a line, from stdin."""
 
+    @override
     async def next(self) -> str | None:
-        """See `Questions`."""
         line = await asyncio.to_thread(sys.stdin.readline)
         return line.rstrip("\n") if line else None
 
 
-class EditedQuestions:
+class EditedQuestions(Questions):
     """A line editor with history: Up and Down, Ctrl-R, several lines by Alt-Enter or by pasting them."""
 
     def __init__(self, history: History) -> None:
@@ -51,7 +52,7 @@ class EditedQuestions:
         )
 
     async def next(self) -> str | None:
-        """See `Questions`. Ctrl-C empties a line that has text, and leaves an empty one."""
+        """Read a line; Ctrl-C empties a line that has text, and leaves an empty one."""
         while True:
             try:
                 return await self._session.prompt_async()

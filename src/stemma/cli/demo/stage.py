@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def source(self) -> str:
-        """What the cached tokens came from, in words: the tiers, if the device tier wasn't all."""
+        """The tiers that the cached tokens came from, in words, if the device tier wasn't all."""
         lower = set(self.tiers) - {"device"}
         return f"from {' and '.join(self.tiers)}" if lower else "from cache"
 

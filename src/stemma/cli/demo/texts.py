@@ -1,4 +1,4 @@
-"""What the demo asks; written for Stemma, same licence."""
+"""Texts of the demo, written for Stemma, under the same licence."""
 
 from __future__ import annotations
 

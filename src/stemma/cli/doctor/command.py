@@ -50,7 +50,7 @@ class Report:
     tiers: Tiers
     demo: DemoStatus
     problems: list[str]
-    """What keeps the settings from working, one line each."""
+    """Reasons why the settings can't work, one line each."""
 
 
 @with_settings_flags

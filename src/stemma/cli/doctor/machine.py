@@ -49,9 +49,9 @@ class Memory:
 
     total_bytes: int
     free_bytes: int
-    """What can still be allocated, within the container's limit."""
+    """Bytes that can still be allocated, within the container's limit."""
     resident_bytes: int | None
-    """What this process holds after importing torch; None where the system doesn't say."""
+    """Bytes that this process holds after importing torch; None where the system doesn't say."""
 
 
 @dataclass(frozen=True, slots=True)

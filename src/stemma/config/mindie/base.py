@@ -1,4 +1,4 @@
-"""What all sections of ``config.json`` have in common, and how a key says what it does here."""
+"""The base of all sections of ``config.json``, and how a key says what it does here."""
 
 from __future__ import annotations
 

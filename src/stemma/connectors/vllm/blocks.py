@@ -13,15 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from stemma.errors import ConfigError
+from stemma.memory.device.copy import BlockCopy
 from stemma.native.copying import Numbers, copy_runs_function
 
 _PARALLEL_BYTES = 4 * 2**20
 """Size from which a second thread is worth waking: one core doesn't reach the memory's bandwidth."""
 
 
-class VllmBlocks:
+class VllmBlocks(BlockCopy):
     """The `BlockCopy` over vLLM's tensors. On CPU a copy is one native call for all layers and blocks.
 
     A memcpy per layer and block from Python takes twice as long: each is some 64 kB (docs/log.md). CUDA has
@@ -64,8 +66,8 @@ class VllmBlocks:
         """A text that differs between any two layouts whose bytes aren't interchangeable: per run of equal
         layers dtype, shape and strides of a block."""
 
+    @override
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
-        """See `BlockCopy`."""
         if self._stream is None:
             here, there, sizes = self._runs(block_ids, into)
             self._copy_runs(there, here, sizes)
@@ -79,10 +81,10 @@ class VllmBlocks:
                     target[start : start + len(row)].copy_(row, non_blocking=True)
         self._stream.synchronize()
 
+    @override
     def into(
         self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
     ) -> None:
-        """See `BlockCopy`."""
         if not self.is_cuda:
             here, there, sizes = self._runs(block_ids, sources)
             is_much = len(block_ids) * self.block_bytes >= _PARALLEL_BYTES and (os.cpu_count() or 1) > 1

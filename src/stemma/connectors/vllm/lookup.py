@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from stemma.errors import StorageError
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.transfer import TierTransfer
@@ -45,7 +47,7 @@ _MAX_PATH = 100
 
 
 class Lookup(Protocol):
-    """What the scheduler's side asks."""
+    """The questions of the scheduler's side."""
 
     def find(self, request_id: str, parent: BlockKey, keys: Sequence[BlockKey]) -> tuple[Tier, ...] | None:
         """Return the tiers of the leading keys worth loading; None: ask again, a pool is being asked."""
@@ -54,7 +56,7 @@ class Lookup(Protocol):
         """Drop all blocks of host and disk; return whether that was done."""
 
 
-class TierLookup:
+class TierLookup(Lookup):
     """Answers from the tiers. Any thread."""
 
     def __init__(self, transfer: TierTransfer) -> None:
@@ -62,8 +64,8 @@ class TierLookup:
         self._probes: OrderedDict[str, Prefetch] = OrderedDict()
         self._lock = threading.Lock()
 
+    @override
     def find(self, request_id: str, parent: BlockKey, keys: Sequence[BlockKey]) -> tuple[Tier, ...] | None:
-        """See `Lookup`."""
         if self._transfer.must_probe and keys and not self._is_probed(request_id, parent, keys):
             return None
         return tuple(self._transfer.match(keys))
@@ -76,8 +78,8 @@ class TierLookup:
             if probe is not None:
                 probe.stop()
 
+    @override
     def clear(self) -> bool:
-        """See `Lookup`."""
         self._transfer.flush()
         return True
 
@@ -119,7 +121,7 @@ def socket_path(engine_id: str) -> Path:
 class LookupServer:
     """Serves a `TierLookup` at a socket, in threads of its own."""
 
-    def __init__(self, path: Path, space: KeySpace, lookup: TierLookup, supervisor: Supervisor) -> None:
+    def __init__(self, path: Path, space: KeySpace, lookup: Lookup, supervisor: Supervisor) -> None:
         path.unlink(missing_ok=True)
         hello = json.dumps(asdict(space)).encode()
 
@@ -149,7 +151,7 @@ class LookupServer:
         self._path.unlink(missing_ok=True)
 
 
-class LookupClient:
+class LookupClient(Lookup):
     """Asks a `LookupServer`. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
@@ -165,8 +167,8 @@ class LookupClient:
             raise StorageError(f"vLLM's worker doesn't answer at {self._path}")
         return KeySpace(**json.loads(answer))
 
+    @override
     def find(self, request_id: str, parent: BlockKey, keys: Sequence[BlockKey]) -> tuple[Tier, ...] | None:
-        """See `Lookup`."""
         name = request_id.encode()[:1024]
         head = _FIND + struct.pack("<H", len(name)) + name + parent
         answer = self._ask(head + b"".join(keys[:MAX_KEYS]), _FIND_TIMEOUT_S)
@@ -180,8 +182,8 @@ class LookupClient:
             return None
         return tuple(_TIERS[code] for code in answer[1:])
 
+    @override
     def clear(self) -> bool:
-        """See `Lookup`."""
         return self._ask(_CLEAR, _CLEAR_TIMEOUT_S) == b"\x01"
 
     def close(self) -> None:
@@ -206,7 +208,7 @@ class LookupClient:
         return answer
 
 
-def _answer(message: bytes, hello: bytes, lookup: TierLookup) -> bytes:
+def _answer(message: bytes, hello: bytes, lookup: Lookup) -> bytes:
     """Return the answer; raise ValueError for a message that isn't ours."""
     kind, rest = message[:1], message[1:]
     if kind == _SPACE:

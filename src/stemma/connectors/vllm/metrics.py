@@ -1,4 +1,4 @@
-"""What the connector counts, in vLLM's log and at vLLM's /metrics, beside vLLM's own metrics."""
+"""Counters of the connector, in vLLM's log and at vLLM's /metrics, beside vLLM's own metrics."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from stemma.types import BlockKey, Tier, as_tokens
 
 
 class VllmRequest(Protocol):
-    """What is read of vLLM's `Request`."""
+    """The part of vLLM's `Request` that is read."""
 
     request_id: str
     num_computed_tokens: int
@@ -35,7 +35,7 @@ class _Tracked:
     request: VllmRequest
     roots: ChainRoots
     keys: list[BlockKey] = field(default_factory=list)
-    """Of the leading full blocks, as far as they were needed."""
+    """Keys of the leading full blocks, as far as they were needed."""
     num_sent: int = 0
     """Leading blocks that were sent to the worker to be saved, or to be counted as used."""
     num_computed: int = 0
@@ -43,7 +43,7 @@ class _Tracked:
     first_found: int = 0
     """Number of the first block that was last looked for."""
     tiers: tuple[Tier, ...] = ()
-    """Of the blocks found from there on."""
+    """Tiers of the blocks found from there on."""
     loading: frozenset[int] = frozenset()
     """vLLM's blocks that are being loaded."""
     may_load: bool = True

@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector sends to the worker's side with each step."""
+"""Messages from the scheduler's side of the connector to the worker's side, one with each step."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ class StepWork:
     num_tokens: int = 0
     """Tokens that the step computes."""
     num_prompt_tokens: int = 0
-    """Of these, tokens of prompts."""
+    """Tokens among these that belong to prompts."""

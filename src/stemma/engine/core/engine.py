@@ -44,7 +44,7 @@ _LOAD_WAIT_S = 0.05
 _CHARS_PER_TOKEN = 4
 _MOST_TOUCHED_BYTES = 1 << 30
 _TOUCHED_FRACTION = 1 / 16
-"""Of the memory free at the start, idle time touches so much of KV ahead of need, a gigabyte at most."""
+"""Share of the memory free at the start whose KV idle time touches ahead of need, a gigabyte at most."""
 _MIN_PREFILL_TOKENS = 64
 """A step with fewer says little about the speed of prefill."""
 
@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def grammar_budget(self) -> Budget | None:
-        """What compiled grammars hold; None: there is no structured output."""
+        """The bound of compiled grammars; None: there is no structured output."""
         return self._validator.grammar_budget
 
     def add(self, request: CheckedRequest) -> None:

@@ -19,7 +19,7 @@ than a better order saves."""
 
 
 class Waiting(Protocol):
-    """What is ordered: a sequence of the engine, or a request of a trace in the lab."""
+    """An item in the order: a sequence of the engine, or a request of a trace in the lab."""
 
     was_preempted: bool
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from stemma.engine.core.runner import PreparedStep
 from stemma.engine.core.step_rows import StepRows
@@ -53,37 +54,37 @@ class WorkQueue(Protocol):
 
 
 class _OnThread:
-    """See `Pending`."""
+    """A `Pending` step that a thread computes."""
 
     def __init__(self, future: Future[Draw | None]) -> None:
         self.result = future.result
         self.ahead = future.result
 
 
-class ThreadQueue:
+class ThreadQueue(WorkQueue):
     """Work on the CPU: a thread runs it; torch releases the GIL meanwhile."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="stemma-model")
         self._last: Future[Draw | None] | None = None
 
+    @override
     def submit(self, work: Work) -> Pending:
-        """See `WorkQueue`."""
         self._last = self._executor.submit(work)
         return _OnThread(self._last)
 
+    @override
     def drain(self) -> None:
-        """See `WorkQueue`."""
         if self._last is not None:
             wait([self._last])
 
+    @override
     def close(self) -> None:
-        """See `WorkQueue`."""
         self._executor.shutdown()
 
 
 class _InStream:
-    """See `Pending`."""
+    """A `Pending` step that a CUDA stream computes."""
 
     def __init__(self, draw: Draw | None, stream: torch.cuda.Stream) -> None:
         self._draw = draw
@@ -98,22 +99,22 @@ class _InStream:
         return self._draw
 
 
-class StreamQueue:
+class StreamQueue(WorkQueue):
     """Work on a CUDA device: running it only queues kernels in the stream of the step loop."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @override
     def submit(self, work: Work) -> Pending:
-        """See `WorkQueue`."""
         return _InStream(work(), torch.cuda.current_stream(self._device))
 
+    @override
     def drain(self) -> None:
-        """See `WorkQueue`."""
         torch.cuda.current_stream(self._device).synchronize()
 
+    @override
     def close(self) -> None:
-        """See `WorkQueue`."""
         self.drain()
 
 

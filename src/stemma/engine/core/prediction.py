@@ -44,7 +44,7 @@ class PredictingRunner(Runner):
         adapters: PreparedAdapters | None = None,
         block_size: int | None = None,
     ) -> None:
-        """See `Runner`. Raises TypeError if the model was loaded without the layer."""
+        """Take what `Runner` takes. Raises TypeError if the model was loaded without the layer."""
         super().__init__(
             model, kv, max_batch_tokens=max_batch_tokens, adapters=adapters, block_size=block_size
         )
@@ -128,7 +128,7 @@ class ModelDrafts:
         self._clock = clock
 
     def keep(self, item: Scheduled, sequence: SequenceState) -> None:
-        """See `PredictingRunner.keep`."""
+        """Keep what the next guesses of these sequences go on from, as `PredictingRunner.keep` does."""
         self._runner.keep(item, sequence)
 
     def offer(self, decoding: Sequence[SequenceState], max_tokens: int) -> None:

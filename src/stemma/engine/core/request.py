@@ -64,7 +64,7 @@ class RequestState:
         self.loading_since: float | None = None
         """When its first load from lower tiers began."""
         self.load_s = 0.0
-        """Of `queue_wait_s`: the wait for that load."""
+        """The part of `queue_wait_s` that was the wait for that load."""
         self.scores: PromptScores | None = None
         """Log-probabilities of the prompt, where the request wants them; its first sequence collects them."""
         if (num_top := request.params.prompt_logprobs) is not None:
@@ -166,7 +166,8 @@ class SequenceState:
 
     @property
     def num_unlaunched(self) -> int:
-        """As `num_missing`, once the step in flight has ended: the token it draws included."""
+        """Number of tokens that are missing once the step in flight has ended, the token it draws
+        included."""
         if self.in_flight is None:
             return self.num_missing
         return self.num_tokens + self.in_flight.num_logits - self.in_flight.end
@@ -224,7 +225,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SequenceNews:
-    """What a step did to one sequence."""
+    """The changes that a step made to one sequence."""
 
     state: RequestState
     index: int
@@ -250,9 +251,9 @@ class Scheduled:
     scored: range = range(0)
     """Positions whose logits say how likely the prompt's next token was."""
     first_row: int = -1
-    """Of the batch, as `StepRows` laid it out."""
+    """First row of the batch, as `StepRows` laid it out."""
     first_logit: int = -1
-    """Of the step's logits, likewise: those of `scored`, then those that tokens are drawn from."""
+    """First row of the step's logits: those of `scored`, then those that tokens are drawn from."""
     source_row: int | None = None
     """The token isn't known yet: the step in flight draws it from this row of logits."""
     is_void: bool = False

@@ -105,7 +105,7 @@ class Runner:
         self._adapters = adapters
         self.kv = kv
         self.on_launch: Callable[[bool], None] | None = None
-        """See `ForwardBatch`; of steps that run in turn. Told whether the step is pure decode."""
+        """`ForwardBatch.on_launch` of steps that run in turn; told whether the step is pure decode."""
         self._block_size = block_size or kv.layout.block_size
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
         self._buffers = StepBuffers(max_batch_tokens, model.device)

@@ -129,7 +129,8 @@ class Scheduler:
         self._max_adapters = max_adapters
         self._model_drafts = model_drafts
         self._num_recomputed = 0 if model_drafts is None else 1
-        """Of each prefix hit: for the hidden state that the model's own drafts go on from."""
+        """Tokens of each prefix hit computed again for the hidden state that the model's own drafts go on
+        from."""
         self._on_start = on_start
         self._on_load = on_load
         self._waiting: dict[tuple[int, int], SequenceState] = {}

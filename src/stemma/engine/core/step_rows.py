@@ -28,9 +28,9 @@ class AdapterRange:
 
     adapter: Adapter
     rows: range
-    """Of the batch."""
+    """Rows of the batch."""
     logits: range
-    """Of the logits."""
+    """Rows of the logits."""
 
 
 class Drawn:
@@ -42,7 +42,7 @@ class Drawn:
         self.item = item
         self.sequence = sequence
         self.rows = rows
-        """Of what the sampler returns."""
+        """Rows of what the sampler returns."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob | None] = []
 

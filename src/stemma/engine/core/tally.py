@@ -29,7 +29,7 @@ class Tally:
         self._clock = clock
         self._trace_log = trace_log
         self.num_prompt_tokens = 0
-        """Of requests that started."""
+        """Prompt tokens of requests that started."""
         self.num_generated_tokens = 0
         self.cached_by_tier: Counter[Tier] = Counter()
         self.misses_by_reason: Counter[str] = Counter()

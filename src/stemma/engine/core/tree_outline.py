@@ -46,7 +46,7 @@ class TreeOutline:
     starts: list[int | None] = field(default_factory=list)
     """Tokens before the node; None: unknown."""
     num_tokens: list[int] = field(default_factory=list)
-    """Of the node itself."""
+    """Tokens of the node itself."""
     first_tokens: list[list[int]] = field(default_factory=list)
     """Empty where only lower tiers hold it: they keep no tokens."""
     ages_s: list[float | None] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What an engine can never serve, found before a request is queued."""
+"""Checks for requests that an engine can never serve, made before one is queued."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestValidator:
 
     @property
     def grammar_budget(self) -> Budget | None:
-        """What compiled grammars hold."""
+        """The bound of compiled grammars."""
         return None if self._grammars is None else self._grammars.budget
 
     def checked(self, request: GenerationRequest) -> CheckedRequest:

@@ -119,7 +119,7 @@ PRIORS = {
 
 
 class AcceptanceTable:
-    """What all requests together know of each kind of evidence; requests derive their own from it."""
+    """The acceptance of each kind of evidence over all requests; requests derive their own from it."""
 
     def __init__(self, kinds: Iterable[str] = PRIORS) -> None:
         """`kinds`: those of the sources in use, since `best_probability` begins with their priors."""
@@ -127,7 +127,7 @@ class AcceptanceTable:
 
     @property
     def best_probability(self) -> float:
-        """Of the kind of evidence that holds most often."""
+        """Probability that a token holds, for the kind of evidence that holds most often."""
         return max(one.probability for one in self._shared.values())
 
     def for_request(self) -> dict[str, Acceptance]:

@@ -40,7 +40,7 @@ SourceFactory = Callable[[Namespace], list[DraftSource]]
 
 @dataclass(slots=True)
 class _Speculation:
-    """What is known of one running sequence."""
+    """The drafter's notes on one running sequence."""
 
     namespace: Namespace
     sources: list[DraftSource]
@@ -48,9 +48,9 @@ class _Speculation:
     predicted: Predicted = field(default_factory=Predicted)
     probe: Probe = field(default_factory=Probe)
     evidence: str = ""
-    """Of the last draft."""
+    """Kind of evidence of the last draft."""
     found: list[Proposal] = field(default_factory=list)
-    """What the sources proposed, `found_at` tokens into the sequence, for drafts of up to `found_for`."""
+    """Proposals of the sources, `found_at` tokens into the sequence, for drafts of up to `found_for`."""
     found_at: int = -1
     found_for: int = 0
 
@@ -90,7 +90,7 @@ class Drafter:
         self._cost = StepCost()
         self._clock = clock
         self._propose_s = 0.0
-        """What asking for one draft takes, a moving average."""
+        """Seconds that asking for one draft takes, a moving average."""
         self._batch_probe = Probe()
         self._pass_probe = Probe()
         self._pass_cost = PassCost()

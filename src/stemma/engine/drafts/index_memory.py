@@ -5,15 +5,16 @@ from __future__ import annotations
 from stemma.config.settings import SpeculationSettings
 
 SUFFIX_TOKEN_BYTES = 176
-"""Of one token in a `SuffixIndex`, its arrays and its dict just after growing; measured, see the test."""
+"""Bytes of one token in a `SuffixIndex`, its arrays and its dict just after growing; measured, see the
+test."""
 MAX_CORPUS_TOKENS = 1 << 18
-"""Of finished sequences, all namespaces together."""
+"""Tokens of finished sequences, all namespaces together."""
 MAX_INDEX_BYTES = 128 << 20
 """Indexes of the running sequences together."""
 
 
 class IndexMemory:
-    """What the indexes of running sequences may take together. One owner, the step loop."""
+    """The memory that the indexes of running sequences may take together. One owner, the step loop."""
 
     def __init__(self, max_bytes: int = MAX_INDEX_BYTES) -> None:
         self._num_left = max_bytes

@@ -23,7 +23,7 @@ from stemma.engine.drafts.source import Proposal
 from stemma.types import TokenArray
 
 NGRAM_BYTES = 640
-"""Of one n-gram of the pool that is alone with its first token; measured, see the test."""
+"""Bytes of one n-gram of the pool that is alone with its first token; measured, see the test."""
 
 
 class Lookahead:
@@ -42,7 +42,7 @@ class Lookahead:
         self._pool: dict[int, OrderedDict[tuple[int, ...], int]] = {}
         """First token -> the tokens after it, least recently seen first, with how often they were seen."""
         self._iterations: deque[tuple[dict[int, int], dict[int, int]]] = deque(maxlen=level - 1)
-        """Of the last iterations: position -> token that went in, and position -> token that came out."""
+        """The last iterations: position -> token that went in, and position -> token that came out."""
         self._num_pooled = 0
         self._memory = memory
         self._num_ngrams = 0

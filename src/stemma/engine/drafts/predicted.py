@@ -17,7 +17,7 @@ _PASS_WEIGHT = 0.1
 
 
 class Predicted:
-    """What the model guessed for one sequence, until the next step asks for it."""
+    """The model's guesses for one sequence, kept until the next step asks for them."""
 
     def __init__(self) -> None:
         self._token_ids: tuple[int, ...] = ()

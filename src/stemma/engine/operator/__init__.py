@@ -1,1 +1,1 @@
-"""What an operator may do to a running engine."""
+"""The operator's commands to a running engine."""

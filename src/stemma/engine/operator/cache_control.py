@@ -1,4 +1,4 @@
-"""What an operator may do to the cache of a running engine: look up, pin, flush, export and import prefixes.
+"""The operator's commands to the cache of a running engine: look up, pin, flush, export and import prefixes.
 
 Everything that touches the index runs between two steps; everything that moves many bytes or asks a pool runs
 in a thread, on blocks that a lease holds meanwhile.

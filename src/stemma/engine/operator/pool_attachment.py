@@ -25,7 +25,7 @@ WRITE_TIMEOUT_S = 30.0
 
 
 class PoolAttachment:
-    """Of one engine. Methods are for one event loop."""
+    """Attaches and detaches the pool of one engine. Methods are for one event loop."""
 
     def __init__(
         self,

@@ -14,6 +14,8 @@ import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from typing_extensions import override
+
 from stemma.model.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -55,7 +57,7 @@ class Decoder(Protocol):
         """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD."""
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """`Detokenizer` for byte-level vocabularies."""
 
     def __init__(self, token_bytes: Mapping[int, bytes], hidden: frozenset[int]) -> None:
@@ -64,21 +66,21 @@ class ByteDetokenizer:
         self._hidden = hidden
         self._utf8 = _make_utf8_decoder("replace")
 
+    @override
     def append(self, token_id: int) -> str:
-        """See `Detokenizer`."""
         return "" if token_id in self._hidden else self._utf8.decode(self._token_bytes[token_id])
 
+    @override
     def extend(self, token_ids: Iterable[int]) -> str:
-        """See `Detokenizer`."""
         known, hidden = self._token_bytes, self._hidden
         return self._utf8.decode(b"".join([known[one] for one in token_ids if one not in hidden]))
 
+    @override
     def flush(self) -> str:
-        """See `Detokenizer`."""
         return self._utf8.decode(b"", True)
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """`Detokenizer` for any vocabulary.
 
     SentencePiece with byte fallback turns a whole run of byte tokens into U+FFFD if its end is not valid
@@ -94,8 +96,8 @@ class WindowDetokenizer:
         self._num_held = 0
         self._text = ""
 
+    @override
     def append(self, token_id: int) -> str:
-        """See `Detokenizer`."""
         if token_id in self._hidden:
             return ""
         self._window.append(token_id)
@@ -110,12 +112,12 @@ class WindowDetokenizer:
             self._cut()
         return delta
 
+    @override
     def extend(self, token_ids: Iterable[int]) -> str:
-        """See `Detokenizer`."""
         return "".join([self.append(token_id) for token_id in token_ids])
 
+    @override
     def flush(self) -> str:
-        """See `Detokenizer`."""
         delta = self._text[self._num_emitted :]
         self._num_emitted = len(self._text)
         self._num_held = 0

@@ -35,7 +35,7 @@ class NewsQueue:
         """Whether the reader looks for held news once `interval_s` is over. Both: guarded by `_lock`."""
         # The writer's own:
         self._new: list[SequenceNews] = []
-        """What the last step did."""
+        """News of the last step."""
         self._urgent: set[str] = set()
         """Requests with news among `_new` that can't wait."""
         self._emptied_at = clock()

@@ -1,4 +1,4 @@
-"""What rank 0 does beside its own part of a step: it tells the others first."""
+"""Steps and copies of rank 0: it tells the other ranks first, then does its own part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LeadingDecoder:
         self._ranks = ranks
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`. After any error the ranks don't agree any more, so all of them end."""
+        """Run a step on all ranks. After any error the ranks don't agree any more, so all of them end."""
         try:
             self._ranks.tell(
                 Step(
@@ -63,6 +63,6 @@ class LeadingKV(DeviceKV):
         self._dealing = dealing_of(ranks.settings)
 
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
-        """See `DeviceKV.copy_block_head`; each rank copies what it has of the first `num_tokens` tokens."""
+        """Copy on all ranks; each copies what it has of the first `num_tokens` tokens."""
         self._ranks.tell(CopyHead(src, dst, num_tokens))
         super().copy_block_head(src, dst, self._dealing.num_held_of_block(0, num_tokens))

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from stemma.config.settings import PoolSettings, WritePolicy
 from stemma.engine.ranks.messages import (
@@ -49,6 +50,7 @@ from stemma.model.loading import load_model, resolve_device
 from stemma.model.parallel.group import STEP_TIMEOUT_S, RankGroup
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
+from stemma.supervision import Supervisor
 from stemma.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -197,14 +199,14 @@ class Follower:
             self._link.send(Answer(number, future.result() if error is None else _sendable(error)))
 
 
-class _EndingSupervisor:
+class _EndingSupervisor(Supervisor):
     """An error in one of this rank's threads ends the rank, and with it the engine."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
+    @override
     def on_thread_failure(self, name: str, error: BaseException) -> None:
-        """See `supervision.Supervisor`."""
         logger.critical("thread %s failed: %r", name, error, exc_info=error)
         try:
             self._link.send(Failed(EngineFailed(f"thread {name} failed: {type(error).__name__}: {error}")))

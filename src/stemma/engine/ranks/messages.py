@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, what they answer, and the link in between."""
+"""Messages from rank 0 to the other ranks, their answers, and the link in between."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Open:
     num_blocks: int
     key_space: KeySpace
     layout: str
-    """What a block must look like."""
+    """Rank 0's description of a block, which each rank's must equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefetch:
-    """See `TierTransfer.prefetch`; answer once the probe is done, if there is one."""
+    """Promote the blocks of a queued prompt; answer once the probe is done, if there is one."""
 
     number: int
     parent: BlockKey

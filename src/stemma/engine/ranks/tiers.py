@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import StopPrefetch, Tell
 from stemma.errors import EngineFailed
@@ -24,16 +26,17 @@ from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.loads import Prefetch
+from stemma.memory.tiers.lower import LowerTiers, PassedOver
 from stemma.memory.tiers.tier_stats import TransferStats
-from stemma.memory.tiers.transfer import PassedOver, TierTransfer
+from stemma.memory.tiers.transfer import TierTransfer
 from stemma.types import BlockKey, Tier
 
 _SLOW_TIMEOUT_S = 120.0
 """For what an operator asks of all ranks."""
 
 
-class RankedTiers:
-    """`LowerTiers` over rank 0's own tiers and those of the other ranks."""
+class RankedTiers(LowerTiers):
+    """Rank 0's own tiers and those of the other ranks."""
 
     def __init__(self, own: TierTransfer, ranks: Ranks) -> None:
         self._own = own
@@ -47,8 +50,8 @@ class RankedTiers:
         return self._own.stores
 
     @property
+    @override
     def must_probe(self) -> bool:
-        """See `TierTransfer.must_probe`."""
         return self._own.must_probe
 
     def watch(self, sink: KVEventSink) -> None:
@@ -65,7 +68,7 @@ class RankedTiers:
         return own[: min(counts)]
 
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
-        """See `TierTransfer.passed_over`; counts what all ranks have."""
+        """Return what the tiers of all ranks have of `keys` beyond `match`; None if not even the first."""
         left = self._own.passed_over(keys)
         if left is None:
             return None
@@ -73,14 +76,14 @@ class RankedTiers:
         return replace(left, num_blocks=min(left.num_blocks, held)) if held else None
 
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        """See `TierTransfer.load`; the result is what arrived on every rank, once all of them are done."""
+        """Load on all ranks; the result, once all of them are done, is what arrived on every rank."""
         parts = self._ranks.load(list(keys), list(block_ids))
         return _together([self._own.load(keys, block_ids), *parts], self._note)
 
     def prefetch(
         self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
     ) -> Prefetch | None:
-        """See `TierTransfer.prefetch`; each rank promotes its own blocks, and asks the pool for its parts.
+        """Let each rank promote its own blocks, and ask the pool for its parts.
 
         The probe is done when all ranks' are: then `match` has complete information.
         """
@@ -97,23 +100,23 @@ class RankedTiers:
         return Prefetch(probe, stop)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """See `TierTransfer.observe_prefill`: rank 0 decides what is worth loading."""
+        """Report what computing costs to rank 0, which decides what is worth loading."""
         self._own.observe_prefill(num_tokens, seconds)
 
+    @override
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
-        """See `TierTransfer.on_commit`."""
         self._moved("on_commit", blocks)
 
+    @override
     def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
-        """See `TierTransfer.on_hit`."""
         self._moved("on_hit", blocks)
 
+    @override
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
-        """See `TierTransfer.on_evict`."""
         self._moved("on_evict", blocks)
 
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
-        """See `TierTransfer.set_quotas`: of each rank."""
+        """Set how many blocks each owner may hold in each tier of each rank."""
         self._ranks.tell(Tell("set_quotas", (quotas,)))
         self._own.set_quotas(quotas)
 
@@ -124,7 +127,7 @@ class RankedTiers:
         return {tier: [all(one[tier][n] for one in found) for n in range(len(keys))] for tier in found[0]}
 
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
-        """See `TierTransfer.pin`; a block is pinned where every rank's tier holds it, else nowhere."""
+        """Forbid eviction of the blocks that every rank's tier holds; return which those are, by tier."""
         asked = self._ranks.ask("pin", list(keys))
         pinned = [self._own.pin(keys), *(self._result(one) for one in asked)]
         common = {
@@ -139,8 +142,8 @@ class RankedTiers:
         self._own.unpin(surplus[0])
         return common
 
+    @override
     def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
-        """See `TierTransfer.unpin`."""
         self._ranks.tell(Tell("unpin", (dict(pinned),)))
         self._own.unpin(pinned)
 
@@ -149,15 +152,15 @@ class RankedTiers:
         return False
 
     def flush(self) -> dict[Tier, int]:
-        """See `TierTransfer.flush`; returns what rank 0 dropped."""
+        """Drop every unpinned block on all ranks; return how many rank 0 dropped."""
         asked = self._ranks.ask("flush")
         dropped = self._own.flush()
         for one in asked:
             self._result(one)
         return dropped
 
+    @override
     def drain(self, timeout_s: float) -> bool:
-        """See `TierTransfer.drain`."""
         asked = self._ranks.ask("drain", timeout_s)
         return self._own.drain(timeout_s) & all([self._result(one) for one in asked])
 
@@ -167,8 +170,8 @@ class RankedTiers:
             missing = {rank: self._missing[rank] for rank in range(self._ranks.share.num_processes)}
         return replace(self._own.stats(), missing_by_rank=missing)
 
+    @override
     def check(self) -> None:
-        """See `TierTransfer.check`."""
         asked = self._ranks.ask("check")
         self._own.check()
         for one in asked:
@@ -202,19 +205,7 @@ class RankedTiers:
 def _all_over(parts: Sequence[Future[None]]) -> Future[None]:
     """Return a future that is done once all are, whether they failed or not."""
     over: Future[None] = Future()
-    lock = threading.Lock()
-    num_left = len(parts)
-
-    def on_done(_part: Future[None]) -> None:
-        nonlocal num_left
-        with lock:
-            num_left -= 1
-            is_last = num_left == 0
-        if is_last:
-            over.set_result(None)
-
-    for part in parts:
-        part.add_done_callback(on_done)
+    _when_all(parts, lambda: over.set_result(None))
     return over
 
 
@@ -222,15 +213,8 @@ def _together(parts: Sequence[Future[int]], note: Callable[[Sequence[int]], None
     """Return the least result of all, once all are done, or the first rank's error."""
     least: Future[int] = Future()
     least.set_running_or_notify_cancel()  # the other ranks write into these blocks: it can't be cancelled
-    lock = threading.Lock()
-    num_left = len(parts)
 
-    def on_done(_part: Future[int]) -> None:
-        nonlocal num_left
-        with lock:
-            num_left -= 1
-            if num_left:
-                return
+    def settle() -> None:
         error = next((e for e in (part.exception() for part in parts) if e is not None), None)
         if error is not None:
             least.set_exception(error)
@@ -239,6 +223,22 @@ def _together(parts: Sequence[Future[int]], note: Callable[[Sequence[int]], None
         note(counts)
         least.set_result(min(counts))
 
+    _when_all(parts, settle)
+    return least
+
+
+def _when_all(parts: Sequence[Future[Any]], then: Callable[[], None]) -> None:
+    """Call `then` on the thread that ends the last of `parts`."""
+    lock = threading.Lock()
+    num_left = len(parts)
+
+    def on_done(_part: Future[Any]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            is_last = num_left == 0
+        if is_last:
+            then()
+
     for part in parts:
         part.add_done_callback(on_done)
-    return least

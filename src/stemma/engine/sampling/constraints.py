@@ -56,7 +56,7 @@ def keep_allowed(logits: torch.Tensor, packed: Sequence[PackedMask]) -> torch.Te
 
 
 class Constraints:
-    """What one sequence may draw. Not thread-safe: the step loop's own."""
+    """The tokens that one sequence may draw. Not thread-safe: the step loop's own."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, grammar: GrammarState | None) -> None:
         self._grammar = grammar

@@ -23,7 +23,7 @@ class Ending:
     """Up to this number of output tokens only the length ends it. 0 under a grammar, which says where the
     output ends: nothing could be drawn beyond."""
     max_tokens: int
-    """Of output: what the request wants and the context leaves. 0: the prompt alone is wanted."""
+    """Most output tokens: what the request wants and the context leaves. 0: the prompt alone is wanted."""
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: Collection[int], room: int) -> Ending:

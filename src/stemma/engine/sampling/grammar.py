@@ -30,12 +30,12 @@ Reasoning = Literal["none", "optional", "opened"]
 MAX_GRAMMAR_CHARS = 64 * 1024
 GRAMMAR_MEMORY = 256 * 2**20
 MAX_LEXER_STATES = 40_000
-"""Of one grammar, about 1 kB each (llguidance's default: 250,000)."""
+"""Lexer states of one grammar, about 1 kB each (llguidance's default: 250,000)."""
 INITIAL_LEXER_FUEL = 250_000
 """Expressions that the first mask of a grammar may make, about 80 bytes each (default: 1,000,000)."""
 MAX_REMEMBERED_CUTS = 4096
 MAX_CUT_BYTES = 64
-"""Of a forced text that are looked at at once: as many tokens as are drafted."""
+"""Bytes of a forced text that are looked at at once: as many tokens as are drafted."""
 SPECIAL_TOKEN_BYTE = 0xFF
 """Stands before a special token's number in llguidance's bytes; UTF-8 never has it."""
 JSON_SPACE = r"\n? {0,16}"
@@ -50,7 +50,7 @@ PackedMask = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer must look like.
+    """A rule that an answer must follow.
 
     `text` is a JSON schema, a regular expression, a JSON list of strings (``choice``), a grammar in Lark's
     notation or in GBNF (``grammar``); it is empty for ``json_object``.
@@ -302,7 +302,7 @@ class GrammarCompiler:
 
     @property
     def budget(self) -> Budget:
-        """What compiled grammars hold."""
+        """The bound of compiled grammars."""
         return self._store.budget
 
     def compile(self, spec: GrammarSpec, owner: str = "") -> Grammar:

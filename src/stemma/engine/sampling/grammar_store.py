@@ -17,13 +17,13 @@ from stemma.budgets import TENANT_SHARE, Budget
 
 BASE_BYTES = 128 * 1024
 BYTES_PER_CHAR = 160
-"""Of the grammar's text: the parser's tables."""
+"""Bytes of the parser's tables for a character of the grammar's text."""
 SLOW_S = 2e-4
 """A mask that is found among known states takes a tenth of this."""
 BYTES_PER_S = 256 * 2**20
 """States that llguidance makes in a second, in bytes: the most that was measured."""
 MOST_BYTES = 64 * 2**20
-"""What one grammar may hold by the limits that llguidance is given."""
+"""Bytes that one grammar may hold by the limits that llguidance is given."""
 
 
 class LexerSize:
@@ -55,7 +55,7 @@ class Sized(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What it holds."""
+        """Bytes that it holds."""
 
 
 StoreKey = tuple[str, ...]

@@ -69,7 +69,7 @@ class SamplingParams:
     log-probabilities of the prompt. The whole prompt is then computed, whatever is cached of it."""
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
-    """What the output must look like. It ends where the grammar does, whatever `ignore_eos` says."""
+    """Rule that the output must follow. It ends where the grammar does, whatever `ignore_eos` says."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) pairs."""
     allowed_token_ids: tuple[int, ...] = ()

@@ -47,7 +47,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a row of logits is drawn with. Fixed when planned: the sequence may go on before the draw."""
+    """The parameters that a row of logits is drawn with. Fixed when planned: the sequence may go on before
+    the draw."""
 
     state: SamplingState
     """Where `SamplingState.needs_host`, its counts are those at the draw."""

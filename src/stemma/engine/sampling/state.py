@@ -1,4 +1,4 @@
-"""What a sequence's next token depends on beside its logits."""
+"""The state that a sequence's next token depends on beside its logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fresh_seed() -> int:
 
 
 class SamplingState:
-    """What one sequence's next token depends on beside its logits: counts, position and random numbers.
+    """The state of one sequence's draws: counts, position and random numbers.
 
     `index` tells the `n` sequences of a request apart: each has its own random numbers. `ending` says which
     tokens can't be drawn yet; None: that of `params` for a model without EOS tokens. An unseeded request

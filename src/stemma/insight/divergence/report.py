@@ -60,7 +60,7 @@ class Divergence:
 
     shape: str
     first_token: int
-    """Of the part of the prompt."""
+    """First token of the part of the prompt."""
     end_token: int | None
     """None: to its end."""
     num_requests: int

@@ -1,4 +1,4 @@
-"""What would have been cached if a value had stood at the end of the prompts: the recorded prompts, replayed.
+"""A replay of recorded prompts as if a value had stood at their end: what would have been cached then.
 
 Prompts are replayed in order of arrival through the index and the eviction policy that serve requests,
 twice: as they were, and with the value cut out and put at the end, so that prompts keep their length. A
@@ -31,7 +31,7 @@ class CacheShape:
 
     block_size: int
     capacity_blocks: int
-    """Of all tiers together."""
+    """Blocks of all tiers together."""
     policy: str
 
 

@@ -22,7 +22,7 @@ from stemma.types import TokenArray
 MAX_RECORDS = 16_384
 MAX_PROMPTS = 2048
 MAX_PROMPT_TOKENS = 2 << 20
-"""Of all whole prompts kept: 8 MiB."""
+"""Tokens of all whole prompts kept: 8 MiB."""
 MAX_CONTEXT = 32
 """Tokens kept before and behind the place."""
 NO_TOKEN = -1
@@ -55,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the window held at one moment."""
+    """The contents of the window at one moment."""
 
     records: Records
     """Oldest first."""
@@ -77,7 +77,7 @@ class DivergenceWindow:
         self._prompts: deque[Prompt] = deque(maxlen=max_prompts)
         self._max_prompt_tokens = max_prompt_tokens
         self.num_prompt_tokens = 0
-        """Of the whole prompts kept."""
+        """Tokens of the whole prompts kept."""
 
     def __len__(self) -> int:
         return min(self._num_seen, len(self._records))

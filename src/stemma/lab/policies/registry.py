@@ -1,4 +1,4 @@
-"""What `stemma replay --policy` accepts: the server's policies, and those of the lab."""
+"""Names that `stemma replay --policy` accepts: the server's policies, and those of the lab."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Trace:
     input_tokens: Int64
     output_tokens: Int64
     num_prompt_blocks: Int64
-    """Of each request's blocks, how many are looked up; the rest is only entered (generated tokens)."""
+    """Blocks of each request that are looked up; the rest is only entered (generated tokens)."""
     offsets: Int64
     """Shape [num_requests + 1]."""
     block_ids: TokenArray

@@ -20,7 +20,7 @@ from stemma.types import TokenArray
 
 
 class ChatTokenizer(Protocol):
-    """What the reader needs of a tokenizer."""
+    """The part of a tokenizer that the reader needs."""
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None

@@ -39,7 +39,7 @@ class TraceFormat(ABC):
 
     name: ClassVar[str]
     caveats: ClassVar[tuple[str, ...]] = ()
-    """What this format can't tell; shown with every result."""
+    """Facts that this format can't tell; shown with every result."""
 
     block_size: int
     """Tokens that one block id stands for; 0 if there are no ids."""

@@ -1,4 +1,4 @@
-"""What `PrefixCache` notes about each device block that is in the index: key, parent, length, hints.
+"""Notes of `PrefixCache` on each device block that is in the index: key, parent, length, hints.
 
 Struct of arrays, indexed by block id: 110 bytes per block, no Python object of its own, and one indexing
 operation returns the keys of a matched chain. Blocks that left are remembered as ghosts, so that a miss can

@@ -31,7 +31,7 @@ _OVER_QUOTA = "because its tenant held more than its quota"
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """What the index made of the blocks of a lease."""
+    """The blocks of a lease as the index took them."""
 
     canonical: BlockIds
     """Block ids in the index of the lease's full blocks from `lease.num_committed` on. An id differs from the

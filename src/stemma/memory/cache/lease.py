@@ -43,7 +43,7 @@ class PendingLoad:
 
 @dataclass(frozen=True, slots=True)
 class StateMove:
-    """What a step does with the state of one sequence."""
+    """A step's reads and writes of one sequence's state."""
 
     initial: int | None
     """The state before its first row; None: zeros."""
@@ -72,7 +72,7 @@ class LeaseState:
         self.rolling: BlockKey | None = None
         """The last one that was taken of its answer."""
         self.move: StateMove | None = None
-        """Of the step that is planned or runs."""
+        """The move of the step that is planned or runs."""
 
 
 class TokenBuffer:
@@ -161,7 +161,7 @@ class Lease:
         self.miss: Miss | None = None
         self.pending: PendingLoad | None = None
         self.state: LeaseState | None = None
-        """Of a model with recurrent layers: the sequence's state (states.py)."""
+        """The sequence's state, if the model has recurrent layers (states.py)."""
         self.has_loaded_state: bool | None = None
         """Whether a load brought all of a recurrent state; None: none was to be loaded."""
         self.load_error: str | None = None

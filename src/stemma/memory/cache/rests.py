@@ -21,7 +21,7 @@ class Rest:
     """One of them."""
 
     lease: Lease
-    """What holds its blocks: its own lease, or that of the first to go on."""
+    """The lease that holds its blocks: its own, or that of the first to go on."""
     namespace: Namespace
     tokens: TokenArray
     """Those that have KV."""

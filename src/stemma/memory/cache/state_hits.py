@@ -1,4 +1,4 @@
-"""What a prompt of a model with recurrent layers goes on from: KV of its tokens, and a state behind them.
+"""Hits of models with recurrent layers: KV of a prompt's tokens, and a state behind them.
 
 A hit ends at the deepest position at which both are there, on the device or below it.
 """
@@ -18,16 +18,16 @@ from stemma.types import BlockKey, Tier
 
 @dataclass(frozen=True, slots=True)
 class StateHit:
-    """What a prompt goes on from."""
+    """The tokens, blocks and state that a prompt goes on from."""
 
     position: int
     """Leading tokens that need no computing once all is loaded; a multiple of `CachedStates.unit`."""
     found: Match
-    """Of them, those with KV on the device."""
+    """Those of them with KV on the device."""
     tiers: tuple[Tier, ...] = ()
     """Where the KV blocks behind those come from."""
     keys: Sequence[BlockKey] = ()
-    """Of these blocks."""
+    """Keys of these blocks."""
     pieces: Sequence[BlockKey] = ()
     """Keys of the state's blocks below the device; empty: the state is on the device, or zeros."""
     num_with_kv: int = 0

@@ -126,7 +126,7 @@ class CachedStates:
         return True
 
     def begin_loading(self, lease: Lease, position: int, num_with_kv: int) -> bool:
-        """As `begin`, where the checkpoint is loaded first: it goes to `blocks_of` the lease."""
+        """Begin a sequence whose checkpoint is loaded first: it goes to `blocks_of` the lease."""
         own = LeaseState(None, position, num_with_kv)
         lease.state = own
         if self._states.count and (state := self._take(self._states)) is not None:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.native.copying import CopyBytes
@@ -41,7 +42,7 @@ class BlockCopy(Protocol):
         """
 
 
-class DeviceCopy:
+class DeviceCopy(BlockCopy):
     """The `BlockCopy` of our own `DeviceKV`."""
 
     def __init__(self, kv: DeviceKV, copy: CopyBytes = np.copyto) -> None:
@@ -54,8 +55,8 @@ class DeviceCopy:
         self._upload = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
         self._download = torch.cuda.Stream(kv.device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
+    @override
     def out(self, block_ids: Sequence[int], into: Sequence[torch.Tensor]) -> None:
-        """See `BlockCopy`."""
         if self._download is None:
             for block_id, target in zip(block_ids, into, strict=True):
                 self._copy(target.numpy(), self._kv.block_bytes_view(block_id).numpy())
@@ -65,10 +66,10 @@ class DeviceCopy:
                 target.copy_(self._kv.block_bytes_view(block_id), non_blocking=True)
         self._download.synchronize()
 
+    @override
     def into(
         self, block_ids: Sequence[int], sources: Sequence[torch.Tensor], *, beside_reads: bool = False
     ) -> None:
-        """See `BlockCopy`."""
         if self._upload is None:
             if beside_reads:
                 self._copy_each(block_ids, sources)

@@ -1,4 +1,4 @@
-"""What one block of KV looks like in bytes: one contiguous run, the same in every tier.
+"""The bytes of one block of KV: one contiguous run, the same in every tier.
 
 Axes of a block, outermost first: layer, part (K and V, or the one compressed latent of MLA), token, head,
 dim. Because a block is contiguous, moving it between tiers is one copy, one read or one put.
@@ -23,7 +23,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SCALE_BYTES = 2
 """Scales are bfloat16."""
 COLUMNS = 16
-"""Of a piece of a tiled row; COLUMNS of native/kv_format.h."""
+"""Columns of a piece of a tiled row; COLUMNS of native/kv_format.h."""
 
 _STATE_ALIGNMENT = 64
 """Bytes: states begin at multiples."""
@@ -34,7 +34,7 @@ StoredAs = Literal["plain", "int8", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one recurrent layer keeps of a sequence, whatever its length, as float32."""
+    """The state of one recurrent layer for a sequence of any length, as float32."""
 
     layer: int
     name: str
@@ -93,13 +93,13 @@ class KVLayout:
     tiled: bool = False
     """Rows lie in pieces of 16 columns, [columns / 16, token, 16]. One KV head only."""
     state: StateLayout | None = None
-    """What recurrent layers keep of a sequence; None: there are none."""
+    """The state that recurrent layers keep of a sequence; None: there are none."""
     windows: WindowGroup | None = None
     """Layers that lie in pages, beside the `num_layers` in blocks; None: all lie in blocks."""
 
     @property
     def page(self) -> KVLayout:
-        """What a page looks like."""
+        """The layout of a page."""
         assert self.windows is not None
         return replace(self, num_layers=len(self.windows.layers), state=None, windows=None)
 

@@ -72,7 +72,8 @@ class BlockPut:
 
 
 class Storable(Protocol):
-    """What a store needs to know of a block apart from its bytes; `BlockPut` and `DeviceBlock` have it."""
+    """The facts of a block, apart from its bytes, that a store needs; `BlockPut` and `DeviceBlock` have
+    them."""
 
     @property
     def key(self) -> BlockKey:
@@ -115,7 +116,7 @@ class Loan:
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What a store did since it was opened. The store adds under its own lock; readers take `snapshot`."""
+    """Counts of a store since it was opened. The store adds under its own lock; readers take `snapshot`."""
 
     reads: Counter[ReadResult] = field(default_factory=Counter)
     puts: Counter[PutResult] = field(default_factory=Counter)
@@ -212,10 +213,6 @@ class BlockStore(ABC):
         """
         return None
 
-    def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
-        """Return whose each key is that is held, else nobody's; None: the store doesn't know."""
-        return None
-
     # Only a store of this process alone (`is_local`) can do these; a shared one ignores them.
 
     def newest(self, max_blocks: int) -> list[HeldBlock]:
@@ -237,11 +234,11 @@ class BlockStore(ABC):
         return None
 
     def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Forbid eviction and removal of each key that is held. Return which were."""
+        """Forbid eviction and removal of each key that is held; counted, so pins nest. Return which were."""
         return [False] * len(keys)
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Take back one `pin` of each key."""
+        """Take back one `pin` of each key. Raises ValueError if a key isn't pinned."""
         return None
 
     def clear(self) -> int:
@@ -259,46 +256,6 @@ class BlockStore(ABC):
     def check(self) -> None:
         """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
         return None
-
-
-class LocalStore(BlockStore):
-    """A store of this process alone, which therefore knows everything it holds."""
-
-    is_local = True
-
-    @property
-    @abstractmethod
-    def num_blocks(self) -> int:
-        """Blocks held now."""
-
-    @property
-    @abstractmethod
-    def capacity_blocks(self) -> int:
-        """Blocks that fit."""
-
-    @abstractmethod
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Count keys that are held as used now, in order from the root."""
-
-    @abstractmethod
-    def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Forbid eviction and removal of each key that is held; counted, so pins nest. Return which were."""
-
-    @abstractmethod
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Take back one `pin` of each key. Raises ValueError if a key isn't pinned."""
-
-    @abstractmethod
-    def clear(self) -> int:
-        """Drop every block that isn't pinned; return how many were dropped."""
-
-    @abstractmethod
-    def expire(self) -> int:
-        """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Prove the invariants by brute force (slow); raise IntegrityError if one is broken."""
 
 
 def check_buffers(keys: Sequence[BlockKey], buffers: Sequence[memoryview], block_bytes: int) -> None:

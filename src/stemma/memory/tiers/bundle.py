@@ -46,7 +46,7 @@ _MAX_HEADER_BYTES = 65536
 _MAX_TOKENS = 1 << 22
 _MAX_BLOCK_BYTES = 1 << 32
 _NUMBERS = {"block_size": 1, "key_format": 1, "block_bytes": 1, "num_public": 0}
-"""Of the header, and the least that each may be."""
+"""Numbers of the header, and the least that each may be."""
 _TEXTS = ("model_fingerprint", "kv_layout", "root", "first_root")
 
 

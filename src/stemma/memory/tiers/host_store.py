@@ -47,7 +47,7 @@ class HostStore(SlottedStore):
 
     @property
     def reserved_bytes(self) -> int:
-        """See `BlockStore`: the arena and its tables."""
+        """Upper limit of this process's memory: the arena and its tables."""
         return self._bytes.nbytes + super().reserved_bytes
 
     @property

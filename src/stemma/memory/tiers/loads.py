@@ -65,7 +65,7 @@ class Load:
         self.parent = parent
         self.keys = keys
         self.owners = owners
-        """Of a prefetch: whose the blocks are; none: nobody's."""
+        """Owners of the blocks of a prefetch; none: nobody."""
         self.block_ids = block_ids
         """None: to the host tier."""
         self.future: Future[int] = Future()

@@ -55,7 +55,7 @@ class RecentKeys(Generic[V]):
 
 
 class Whereabouts:
-    """What only the worker threads can learn about where blocks are. Thread-safe."""
+    """Facts about where blocks are that only the worker threads can learn. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._origins = RecentKeys[Tier](capacity)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.errors import StorageError
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, KVEventSink
 from stemma.memory.tiers.block_store import (
     BlockPut,
+    BlockStore,
     HeldBlock,
-    LocalStore,
     PutResult,
     ReadResult,
     Storable,
@@ -45,8 +46,10 @@ def table_bytes(capacity_blocks: int, policy: EvictionPolicy) -> int:
     return _TABLE_BYTES * capacity_blocks + policy.reserved_bytes(capacity_blocks)
 
 
-class SlottedStore(LocalStore):
+class SlottedStore(BlockStore):
     """A local store of `capacity_blocks` slots. A subclass moves the bytes of a slot."""
+
+    is_local = True
 
     def __init__(
         self,
@@ -114,9 +117,8 @@ class SlottedStore(LocalStore):
     def _free_all(self) -> None:
         """Free memory or files. Called once, with the lock, when no more bytes move."""
 
+    @override
     def watch(self, sink: KVEventSink) -> None:
-        """See `BlockStore.watch`."""
-
         def changed(key: BlockKey, is_stored: bool) -> None:
             sink.put((BlocksCopied if is_stored else BlocksRemoved)((key,), self.tier))
 
@@ -124,7 +126,7 @@ class SlottedStore(LocalStore):
 
     @property
     def reserved_bytes(self) -> int:
-        """See `BlockStore`: the tables that find and rank blocks."""
+        """Upper limit of the memory of the tables that find and rank blocks."""
         return table_bytes(self.capacity_blocks, self._policy)
 
     @property
@@ -133,24 +135,25 @@ class SlottedStore(LocalStore):
         return self._index.num_policy_failures
 
     @property
+    @override
     def num_blocks(self) -> int:
-        """Blocks held now."""
         return len(self._index)
 
     @property
+    @override
     def capacity_blocks(self) -> int:
-        """Blocks that fit."""
         return self._index.capacity_blocks
 
     def exists_many(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `BlockStore`. Takes no lock, so the step loop never waits for a thread that moves bytes."""
+        """Return which keys are held. Takes no lock, so the step loop never waits for a thread that moves
+        bytes."""
         self._check_open()
         now = self._clock()
         found = [self._index.find(key) for key in keys]
         return [slot is not None and not self._is_expired(slot, now) for slot in found]
 
+    @override
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             now = self._now()
@@ -158,14 +161,15 @@ class SlottedStore(LocalStore):
             self._index.touch(slots, self._ranked_at(now))
             self._used_at[slots] = now
 
+    @override
     def get_many(self, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[ReadResult]:
-        """See `BlockStore`."""
         return self.fetch_many(keys, into)()
 
     def fetch_many(
         self, keys: Sequence[BlockKey], into: Sequence[memoryview]
     ) -> Callable[[], list[ReadResult]]:
-        """See `BlockStore`. Blocks stay pinned, and the store open, until they are verified."""
+        """Read blocks; return the function that proves them. Until then they stay pinned, and the store
+        open."""
         check_buffers(keys, into, self.block_bytes)
         with self._lock:
             slots = self._acquire(keys)
@@ -216,7 +220,7 @@ class SlottedStore(LocalStore):
             self._moved()
 
     def put_many(self, blocks: Sequence[BlockPut]) -> list[PutResult]:
-        """See `BlockStore`. The blocks of one call and their parents don't evict each other."""
+        """Store blocks. Those of one call and their parents don't evict each other."""
         check_buffers([b.key for b in blocks], [b.data for b in blocks], self.block_bytes)
         return self._put(blocks, lambda slots, at: self._write(slots, [blocks[n] for n in at]))
 
@@ -254,7 +258,7 @@ class SlottedStore(LocalStore):
         return results
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """See `BlockStore`. What is read or pinned now goes at a later put."""
+        """Set how many blocks each owner may hold. What is read or pinned now goes at a later put."""
         with self._lock:
             self._check_open()
             slots = np.array([slot for slot, _, _ in self._index.live()], dtype=np.int64)
@@ -263,7 +267,8 @@ class SlottedStore(LocalStore):
             self._keep_quotas()
 
     def newest(self, max_blocks: int) -> list[HeldBlock]:
-        """See `BlockStore`. Some 0.3 us a block under the lock."""
+        """Return the `max_blocks` blocks that entered last, newest first; some 0.3 us a block under the
+        lock."""
         with self._lock:
             self._check_open()
             now = self._clock()
@@ -272,20 +277,15 @@ class SlottedStore(LocalStore):
                 for slot, key, parent in self._index.newest(max_blocks)
             ]
 
-    def owners_of(self, keys: Sequence[BlockKey]) -> list[str] | None:
-        """See `BlockStore`. Takes no lock."""
-        slots = [self._index.find(key) for key in keys]
-        return ["" if slot is None else self._index.owner_of(slot) for slot in slots]
-
+    @override
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """See `BlockStore`."""
         with self._lock:
             self._check_open()
             slots = {slot for key in keys if (slot := self._index.find(key)) is not None}
             return self._drop([slot for slot in slots if not self._index.is_pinned(slot)])
 
+    @override
     def pin(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             present = [key in self._index for key in keys]
@@ -294,20 +294,20 @@ class SlottedStore(LocalStore):
                     self._index.pin(key)
             return present
 
+    @override
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """See `LocalStore`."""
         with self._lock:
             for key in keys:
                 self._index.unpin(key)
 
+    @override
     def clear(self) -> int:
-        """See `LocalStore`."""
         with self._lock:
             self._check_open()
             return self._drop(self._index.unpinned())
 
+    @override
     def expire(self) -> int:
-        """Drop unpinned blocks, leaves first, that went unused beyond their limit; return how many."""
         total = self._drop_due(self._ttl_s)
         with self._lock:
             self.counters.num_expired += total
@@ -353,7 +353,7 @@ class SlottedStore(LocalStore):
         return len(dropped)
 
     def close(self) -> None:
-        """See `BlockStore`. Waits for the calls that move bytes now."""
+        """Free memory and files once the calls that move bytes now have ended."""
         with self._lock:
             if not self._is_open:
                 return
@@ -361,8 +361,8 @@ class SlottedStore(LocalStore):
             self._idle.wait_for(lambda: self._num_moving == 0)
             self._free_all()
 
+    @override
     def check(self) -> None:
-        """See `LocalStore`."""
         with self._lock:
             self._index.check()
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from typing_extensions import override
+
 from stemma.config.settings import WritePolicy
 from stemma.errors import ConfigError, StorageError
 from stemma.memory.device.copy import BlockCopy
@@ -23,6 +25,7 @@ from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.estimate import LoadEstimator
 from stemma.memory.tiers.host_store import HostStore
 from stemma.memory.tiers.loads import LoadQueue, Prefetch
+from stemma.memory.tiers.lower import LowerTiers, PassedOver
 from stemma.memory.tiers.recent_keys import NOTE_BYTES, RecentKeys, Whereabouts
 from stemma.memory.tiers.staging import StagingArena
 from stemma.memory.tiers.tier_stats import TierStats, TransferStats
@@ -61,18 +64,7 @@ class TransferPolicy:
     """Whether a failed load fails its request; else the tokens are computed."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """Blocks that a lower tier has and that are not loaded."""
-
-    num_blocks: int
-    tier: Tier
-    """Of the first one."""
-    is_awaited: bool
-    """False: requests don't wait for this tier. True: computing is predicted to be faster."""
-
-
-class TierTransfer:
+class TierTransfer(LowerTiers):
     """The one API of the tiers below the device, over block stores.
 
     The step loop owns it; its methods return at once. `stats`, `lookup`, `pin`, `unpin`, `read` and `flush`
@@ -139,12 +131,12 @@ class TierTransfer:
         return total + (self._staging.reserved_bytes + self._loads.reserved_bytes if self._queues else 0)
 
     @property
+    @override
     def stores(self) -> tuple[BlockStore, ...]:
-        """All stores, nearest first."""
         return self._stores
 
+    @override
     def watch(self, sink: KVEventSink) -> None:
-        """Tell `sink` of blocks that enter and leave the stores of this process."""
         for store in self._stores:
             store.watch(sink)
 
@@ -193,12 +185,8 @@ class TierTransfer:
 
     # -- up ---------------------------------------------------------------------------------------------
 
+    @override
     def match(self, keys: Sequence[BlockKey]) -> Sequence[Tier]:
-        """Return the tiers of the leading keys that are worth loading; ends at the first miss.
-
-        Counts as a use in the host tier, so that making room for this load doesn't evict the blocks it is
-        about to load.
-        """
         found = self._loadable(keys)
         if not self._policy.load_always:
             found = found[: self.estimator.num_worth_loading(found, self._loads.num_queued_blocks)]
@@ -211,36 +199,28 @@ class TierTransfer:
         """Return how many leading keys `match` finds, worth loading or not."""
         return len(self._loadable(keys))
 
+    @override
     def passed_over(self, keys: Sequence[BlockKey]) -> PassedOver | None:
-        """Return what the tiers have of `keys`, which `match` left out; None if not even the first."""
         found = self._locate(keys)
         if not found:
             return None
         is_awaited = found[0] is Tier.HOST or self._policy.prefetch != "best_effort"
         return PassedOver(len(found), found[0], is_awaited)
 
+    @override
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        """Copy each key's bytes into its device block.
-
-        The result is how many leading blocks arrived; a failure is a smaller number, or StorageError if the
-        policy is to fail the request. Until then the blocks stay reserved.
-        """
         timeout_s = None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
         return self._loads.load(keys, block_ids, timeout_s)
 
     @property
+    @override
     def must_probe(self) -> bool:
-        """Whether a tier is too slow for `match` to ask: then each prompt needs a `prefetch` first."""
         return Tier.POOL in self._queues and self._policy.prefetch != "best_effort"
 
+    @override
     def prefetch(
         self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()
     ) -> Prefetch | None:
-        """Find the blocks of a queued prompt, and promote them while it waits.
-
-        `parent` comes before the first key. `owners`: whose they are (`owner_tag`); none: nobody's. None if
-        there is nothing to do before `match`.
-        """
         has_pool = Tier.POOL in self._queues
         has_use = has_pool or (self._host is not None and bool(self._queues))
         if not keys or not has_use or self._loads.num_waiting > _MAX_WAITING_LOADS:
@@ -273,12 +253,12 @@ class TierTransfer:
 
     # -- down -------------------------------------------------------------------------------------------
 
+    @override
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Report that a step took `seconds` to compute `num_tokens` prompt tokens: loads must be faster."""
         self.estimator.observe_prefill(num_tokens, seconds)
 
+    @override
     def on_commit(self, blocks: Sequence[DeviceBlock]) -> None:
-        """Blocks entered the device index (for write-through)."""
         if not self._stores:
             return
         full = self._full(blocks)
@@ -288,8 +268,8 @@ class TierTransfer:
             tails = [block for block in blocks if block.num_tokens < self._block_size]
             self._write(tails, {Tier.POOL} & self._queues.keys())
 
+    @override
     def on_hit(self, blocks: Sequence[DeviceBlock]) -> None:
-        """Blocks of the device index were used again (for selective write-through, and for recency)."""
         if not self._stores:
             return
         full = self._full(blocks)
@@ -302,8 +282,8 @@ class TierTransfer:
             if queue.store.is_local:
                 queue.touch([block.key for block in full])
 
+    @override
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
-        """Blocks leave the device index. Their bytes are intact until this returns (for write-back)."""
         # Leaves come first here. Writing parents first makes the next tier evict a chain from its end too.
         full = self._full(blocks)[::-1]
         tiers = self._tiers("write_back")
@@ -389,34 +369,31 @@ class TierTransfer:
 
     # -- for the operator -------------------------------------------------------------------------------
 
+    @override
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
-        """Set how many blocks each owner (`owner_tag`) may hold in each tier, also in a pool attached later.
-
-        O(blocks), so not for the step loop.
-        """
         self._quotas = quotas
         for store in self._stores:
             store.set_quotas(quotas.get(store.tier, {}))
 
+    @override
     def lookup(self, keys: Sequence[BlockKey]) -> dict[Tier, list[bool]]:
-        """Return, per tier, which keys it holds. Asks the pool, so not for the step loop."""
         return {store.tier: store.exists_many(keys) for store in self._stores}
 
+    @override
     def pin(self, keys: Sequence[BlockKey]) -> dict[Tier, list[BlockKey]]:
-        """Forbid eviction from host and disk; return which blocks each held and pinned, for `unpin`."""
         pinned: dict[Tier, list[BlockKey]] = {}
         for store in self._stores:
             held = store.pin(keys)
             pinned[store.tier] = [key for key, is_held in zip(keys, held, strict=True) if is_held]
         return pinned
 
+    @override
     def unpin(self, pinned: Mapping[Tier, Sequence[BlockKey]]) -> None:
-        """Undo `pin`; takes what it returned."""
         for store in self._stores:
             store.unpin(pinned.get(store.tier, ()))
 
+    @override
     def read(self, key: BlockKey, into: memoryview) -> bool:
-        """Read a block of `block_bytes` from the nearest tier that delivers it; return whether one did."""
         for store in self._stores:
             try:
                 if store.get_many([key], [into])[0] is ReadResult.HIT:
@@ -425,15 +402,15 @@ class TierTransfer:
                 continue
         return False
 
+    @override
     def flush(self) -> dict[Tier, int]:
-        """Drop every unpinned block of host and disk; return how many were dropped. A shared pool is kept."""
         self.drain(_FLUSH_TIMEOUT_S)
         self._num_uses.clear()
         self._whereabouts.clear()
         return {s.tier: s.clear() for s in self._stores if s.is_local}
 
+    @override
     def drain(self, timeout_s: float) -> bool:
-        """Wait until queued writes are done; return whether they are."""
         return all(queue.drain(timeout_s) for queue in list(self._queues.values()))
 
     def wait_for_queued(self, tier: Tier, timeout_s: float) -> bool:
@@ -441,8 +418,8 @@ class TierTransfer:
         queue = self._queues.get(tier)
         return queue is None or queue.wait_for_queued(timeout_s)
 
+    @override
     def stats(self) -> TransferStats:
-        """Return counters and gauges of all tiers."""
         tiers = {}
         for store in self._stores:
             queue = self._queues.get(store.tier)
@@ -462,13 +439,13 @@ class TierTransfer:
             self.estimator.compute_s,
         )
 
+    @override
     def check(self) -> None:
-        """Raise IntegrityError if a local tier is inconsistent (slow)."""
         for store in self._stores:
             store.check()
 
+    @override
     def close(self) -> None:
-        """Write what is queued, end all threads and close the stores. A second call does nothing."""
         self._loads.close()
         for tier in list(self._queues):
             self._queues.pop(tier).close()

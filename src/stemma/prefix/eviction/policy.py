@@ -31,7 +31,7 @@ class HintedRun:
 
 @dataclass(frozen=True, slots=True)
 class BlockTraits:
-    """What is known of the blocks of one insert apart from their tokens. Arrays have one entry per block."""
+    """Facts about the blocks of one insert apart from their tokens. Arrays have one entry per block."""
 
     fingerprints: Fingerprints | None = None
     """Identity across evictions; None: a policy with memory treats every inserted block as new."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from stemma.prefix.eviction.candidates import CandidateHeap
 from stemma.prefix.eviction.policy import BlockTraits
@@ -46,14 +47,14 @@ class RetentionPolicy(RankedPolicy):
         self._stamp(block_ids)
         self._expiries_s[block_ids] = now + self._ttls_s[block_ids]
 
+    @override
     def offer(self, block_id: int) -> None:
-        """Make the block a candidate."""
         super().offer(block_id)
         if self._expiries_s[block_id] < math.inf:
             self._mortal.offer(block_id)
 
+    @override
     def withdraw(self, block_id: int) -> None:
-        """Withdraw the candidate."""
         super().withdraw(block_id)
         self._mortal.withdraw(block_id)
 
@@ -64,8 +65,8 @@ class RetentionPolicy(RankedPolicy):
             return first
         return self.lowest()
 
+    @override
     def drop(self, block_id: int, now: float, *, evicted: bool) -> None:
-        """Drop the candidate."""
         super().drop(block_id, now, evicted=evicted)
         self._mortal.withdraw(block_id)
 

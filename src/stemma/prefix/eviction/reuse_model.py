@@ -99,7 +99,7 @@ class ReuseModel:
         self._reuses: Float64 = np.zeros(NUM_CLASSES * _NUM_BINS)
         """Weighted reuses by class and age bin; weights are relative to the time `_origin_s`."""
         self._ended: list[tuple[npt.NDArray[np.int32], Float64, Float64, float]] = []
-        """What `learn` was told and `_count_ended` hasn't counted yet."""
+        """Lifetimes that `learn` was told and `_count_ended` hasn't counted yet."""
         self._num_ended = 0
         """Lifetimes in it."""
         self._origin_s = 0.0

@@ -26,12 +26,12 @@ def free_port() -> int:
 def await_port(port: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"{process.args} ended with {process.returncode}"
+        assert process.poll() is None, f"{process.args!r} ended with {process.returncode}"
         with socket.socket() as knock:
             if knock.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.02)
-    raise AssertionError(f"{process.args} doesn't listen")
+    raise AssertionError(f"{process.args!r} doesn't listen")
 
 
 class RedisServer:

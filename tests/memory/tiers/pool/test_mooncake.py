@@ -48,12 +48,12 @@ class TestMooncakeContract(PoolBackendContract):
 
 def test_registered_memory_is_read_and_written_in_place(client: PoolBackend) -> None:
     memory = np.zeros(4 << 20, dtype=np.uint8)
-    client.register(memoryview(memory))
+    client.register(memory.data)
     memory[: 1 << 20] = np.arange(1 << 20, dtype=np.uint32).view(np.uint8)[: 1 << 20]
-    header, block = memoryview(memory)[2 << 20 : (2 << 20) + 64], memoryview(memory)[: 1 << 20]
+    header, block = memory.data[2 << 20 : (2 << 20) + 64], memory.data[: 1 << 20]
     name = name_of("in place")
     assert client.put_many([name], [(header, block)]) == [PutResult.STORED]
-    into = memoryview(memory)[3 << 20 :]
+    into = memory.data[3 << 20 :]
     assert client.get_many([name], [(header, into)]) == [ReadResult.HIT]
     assert (memory[3 << 20 :] == memory[: 1 << 20]).all()
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contracts.pool_backend_suite import (
@@ -286,7 +287,8 @@ def test_a_value_that_is_stored_anew_while_old_ones_are_removed_stays(
     put(pool, names)
     for number, name in enumerate(names):
         age(tmp_path, name, 3600 + 60 * number)
-    unlink, stored = os.unlink, []
+    unlink = os.unlink
+    stored: list[Any] = []
 
     def unlink_and_store(path: str) -> None:
         """Remove the oldest; meanwhile others store what comes after it."""

@@ -99,7 +99,7 @@ class DiskStore(SlottedStore):
         self._manifest: Manifest = self._space.manifest
         self._slabs = SlabFiles(self._files, self._space, capacity_blocks)
         self._table = bytearray(RECORD_BYTES * capacity_blocks)
-        """What the index file should contain, by slot."""
+        """Intended content of the index file, by slot."""
         self._generation = 0
         self._monotonic = monotonic
         self._refused_until = -np.inf
@@ -119,7 +119,7 @@ class DiskStore(SlottedStore):
 
     @property
     def reserved_bytes(self) -> int:
-        """See `BlockStore`: a copy of the index file, and tables."""
+        """Upper limit of this process's memory: a copy of the index file, and tables."""
         return len(self._table) + super().reserved_bytes
 
     @property
@@ -139,7 +139,7 @@ class DiskStore(SlottedStore):
             self._write_last_uses()
 
     def clear(self) -> int:
-        """See `LocalStore`. If no block is left, the slabs are deleted, which frees their disk space."""
+        """Drop every unpinned block; if none is left, the slabs are deleted, which frees their disk space."""
         with self._lock:
             self._check_open()
             count = self._drop(self._index.unpinned())
@@ -185,7 +185,7 @@ class DiskStore(SlottedStore):
         return reason or "ok"
 
     def check(self) -> None:
-        """See `LocalStore`; also proves that files stay within the limit."""
+        """Prove the invariants of the tables, and that files stay within the limit (slow)."""
         super().check()
         with self._lock:
             assert self._slabs.num_slots >= self._index.num_opened

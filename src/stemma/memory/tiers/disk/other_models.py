@@ -68,7 +68,8 @@ class OtherModelsOnDisk:
                 self._others.append(_Other(space_of(space.manifest), difference, prints))
 
     def find(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, str] | None:
-        """See `memory/cache/elsewhere.py`. Hashes a block for each other model, more where it is there."""
+        """Return what other models hold of a prompt. Hashes a block for each other model, more where it is
+        there."""
         best = max(self._others, key=lambda one: one.num_tokens(namespace, tokens), default=None)
         num_tokens = 0 if best is None else best.num_tokens(namespace, tokens)
         return (num_tokens, best.difference) if best is not None and num_tokens else None

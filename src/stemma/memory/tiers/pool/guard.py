@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +13,7 @@ from stemma.errors import StorageError
 from stemma.memory.tiers.block_store import PutResult, ReadResult, StoreCounters
 from stemma.memory.tiers.pool.backend import PoolBackend
 from stemma.memory.tiers.pool.breaker import CircuitBreaker
-from stemma.memory.tiers.pool.calls import Call, Calls
+from stemma.memory.tiers.pool.calls import Calls
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,31 +61,34 @@ class Guard:
             self._probe()
         return False
 
-    def start(self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> Call[list[R]]:
+    def start(
+        self, function: Callable[..., list[R]], names: Sequence[str], *arguments: Any
+    ) -> Future[list[R]]:
         """Start a call that returns one result per name."""
         return self._calls.start(_one_per_name, function, names, *arguments)
 
-    def finish(self, call: Call[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
+    def finish(self, call: Future[T], num_blocks: int, *, settle: bool = False) -> Answer[T]:
         """Wait for a call on `num_blocks` blocks; report its result to the breaker and count failures.
 
         With `settle`, don't return before the backend has finished with the call's buffers, however late.
         """
-        if not call.wait(self.deadline_s):
+        try:
+            error = call.exception(self.deadline_s)
+        except TimeoutError:
             self.breaker.timed_out()
             self.count_reason("late", num_blocks)
             self._note(f"no answer within {self.deadline_s:g} s")
-            call.drop()
-            if settle:
-                call.wait()
+            if not call.cancel() and settle:
+                wait([call])
             return Answer(None, late=True)
-        if call.error is not None:
+        if error is not None:
             self.breaker.failed()
-            self._note(str(call.error) or type(call.error).__name__)
-            reason = "unreachable" if isinstance(call.error, StorageError) else "backend_error"
+            self._note(str(error) or type(error).__name__)
+            reason = "unreachable" if isinstance(error, StorageError) else "backend_error"
             self.count_reason(reason, num_blocks)
             return Answer(None)
         self.breaker.succeeded()
-        return Answer(call.value)
+        return Answer(call.result())
 
     def remove(self, names: Sequence[str]) -> int:
         """Drop names; return how many were there, as far as is known."""
@@ -114,8 +118,7 @@ class Guard:
 
     def close(self) -> None:
         """Refuse further calls and close the backend; wait no longer than the deadline."""
-        call = self._calls.start(self.backend.close)
-        call.wait(self.deadline_s)
+        wait([self._calls.start(self.backend.close)], self.deadline_s)
         self._calls.close()
 
     def _note(self, problem: str) -> None:
@@ -124,15 +127,13 @@ class Guard:
         self.last_error = problem
 
     def _probe(self) -> None:
-        call = self._calls.start(self.backend.exists_many, [PROBE_KEY])
-
-        def judge() -> None:
-            success = call.error is None and call.value is not None
+        def judge(call: Future[list[bool]]) -> None:
+            success = call.exception() is None
             self.breaker.end_probe(success)
             if success:
                 _log.warning("pool: answers again")
 
-        call.when_over(judge)
+        self._calls.start(self.backend.exists_many, [PROBE_KEY]).add_done_callback(judge)
 
 
 def _one_per_name(function: Callable[..., list[R]], names: Sequence[str], *arguments: Any) -> list[R]:

@@ -40,7 +40,7 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """What `/admin/pool` shows of a pool in use."""
+    """The state of a pool in use, as `/admin/pool` shows it."""
 
     name: str
     circuit: Circuit
@@ -90,7 +90,7 @@ class PoolStore(BlockStore):
 
     @property
     def reserved_bytes(self) -> int:
-        """See `BlockStore`: staging, and the negative cache."""
+        """Upper limit of this process's memory: staging, and the negative cache."""
         return self.staging.reserved_bytes + self._absent.reserved_bytes
 
     def register(self, memory: memoryview) -> None:

@@ -116,7 +116,7 @@ class Reader:
         answer = self._guard.finish(call, len(batch))
         self._adapt(len(batch), (time.monotonic() - start) / self._guard.deadline_s)
         if answer.value is None:
-            call.when_over(free)  # a late call may still write into the slots
+            call.add_done_callback(lambda _: free())  # a late call may still write into the slots
             return Loan([ReadResult.LATE if answer.late else ReadResult.ERROR] * len(keys), ())
         try:
             results = self._take(batch, [(slot.header, slot.payload) for slot in slots], answer.value)
@@ -164,7 +164,7 @@ class Reader:
                 return [ReadResult.ERROR] * len(batch)
             return self._take(batch, values, answer.value)
         finally:
-            call.when_over(free)
+            call.add_done_callback(lambda _: free())
 
     def _take(
         self,

@@ -105,7 +105,7 @@ class Writer:
             )
             answer = self._guard.finish(call, len(some))
             if answer.value is None:
-                call.when_over(free)
+                call.add_done_callback(lambda _: free())
                 return results, answer.late
             for at, result in zip(waiting, answer.value, strict=True):
                 results[at] = result
