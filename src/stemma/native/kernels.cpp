@@ -112,13 +112,13 @@ static void mix(const MixtureArgs& a) {
     });
 }
 
-// Pieces of 16 columns of all sequences, `heads` times `columns` each
+// Pieces of `width` columns of all sequences, `heads` times `columns` each
 template <class F>
-static void for_pieces(const StateRows& rows, int64_t heads, int64_t columns, F&& body) {
-    const int64_t across = (columns + LANES - 1) / LANES, each = heads * across;
+static void for_pieces(const StateRows& rows, int64_t heads, int64_t columns, int64_t width, F&& body) {
+    const int64_t across = (columns + width - 1) / width, each = heads * across;
 #pragma omp parallel for num_threads(rows.threads) schedule(dynamic, 1) if (rows.threads > 1)
     for (int64_t i = 0; i < rows.num_sequences * each; i++)
-        body(i / each, i % each / across, i % across * LANES);
+        body(i / each, i % each / across, i % across * width);
 }
 
 extern "C" {
@@ -183,15 +183,15 @@ void stemma_pack_codes(const PackCodesArgs* args) {
     for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_codes(a, first + i); });
 }
 void stemma_scan(const ScanArgs* args) {
-    for_pieces(args->rows, args->heads, args->value_dim,
+    for_pieces(args->rows, args->heads, args->value_dim, PANELS * LANES,
                [&](int64_t sequence, int64_t head, int64_t first) { scan_piece(*args, sequence, head, first); });
 }
 void stemma_select(const SelectiveArgs* args) {
-    for_pieces(args->rows, 1, args->channels,
+    for_pieces(args->rows, 1, args->channels, LANES,
                [&](int64_t sequence, int64_t, int64_t first) { select_piece(*args, sequence, first); });
 }
 void stemma_convolve(const ConvolveArgs* args) {
-    for_pieces(args->rows, 1, args->channels,
+    for_pieces(args->rows, 1, args->channels, LANES,
                [&](int64_t sequence, int64_t, int64_t first) { convolve_piece<float>(*args, sequence, first); });
 }
 int32_t stemma_reads_compressed() { return STEMMA_COMPRESSED; }

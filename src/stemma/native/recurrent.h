@@ -73,9 +73,10 @@ class RecurrentStep {
             convolve_piece<T>(convolution, i / across, i % across * LANES);
         });
         team.share(member, rows_, [&](int64_t row) { prepare(row); });
-        const int64_t columns = pieces(w_.value_dim), each = w_.heads * columns;
+        constexpr int64_t wide = PANELS * LANES;
+        const int64_t columns = (w_.value_dim + wide - 1) / wide, each = w_.heads * columns;
         team.share(member, states_.num_sequences * each, [&](int64_t i) {
-            scan_piece(scan, i / each, i % each / columns, i % columns * LANES);
+            scan_piece(scan, i / each, i % each / columns, i % columns * wide);
         });
         team.share(member, rows_, [&](int64_t row) { finish(row, output + row * w_.width()); });
     }
@@ -133,12 +134,17 @@ class RecurrentStep {
         const T* gate = inputs_ + row * stride_ + w_.gate_at;
         if (w_.skip) {
             const float* value = mixed_ + row * w_.channels() + w_.value_at();
-            for (int64_t i = 0; i < w_.width(); i++) y[i] = fma_one(w_.skip[i / w_.value_dim], value[i], y[i]);
+            for (int h = 0; h < w_.heads; h++)
+                for (int64_t i = h * w_.value_dim; i < (h + 1) * int64_t(w_.value_dim); i++)
+                    y[i] = fma_one(w_.skip[h], value[i], y[i]);
         }
         if (w_.gates_first) apply_gate(y, gate);
         for (int64_t first = 0; first < w_.width(); first += w_.norm_dim) norm(y + first, first % w_.norm_size);
         if (!w_.gates_first) apply_gate(y, gate);
-        for (int64_t i = 0; i < w_.width(); i++) output[i] = from_float<T>(y[i]);
+        for (int64_t i = 0; i < w_.width(); i += LANES) {
+            const int width = int(std::min<int64_t>(LANES, w_.width() - i));
+            store_few(output + i, load_few(y + i, width), width);
+        }
     }
 
     void apply_gate(float* y, const T* gate) const {

@@ -87,39 +87,100 @@ static inline void put_columns(const v16f* rows, float* at, int64_t num_rows, in
 struct FourSums {
     v16f part[4];
     FourSums() { std::fill(part, part + 4, splat(0.0f)); }
-    void add(int i, float a, v16f b) { part[i & 3] = fma(splat(a), b, part[i & 3]); }
     v16f total() const { return (part[0] + part[1]) + (part[2] + part[3]); }
 };
 
-static void scan_piece(const ScanArgs& a, int64_t sequence, int64_t head, int64_t first) {
-    v16f state[MAX_KEY_DIM];
+// Call body(i, i modulo 4) for i below `count`; the second is known to the compiler, so that sums stay in registers.
+template <class F>
+static inline void by_fours(int64_t count, F&& body) {
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4) body(i, 0), body(i + 1, 1), body(i + 2, 2), body(i + 3, 3);
+    for (; i < count; i++) body(i, int(i & 3));
+}
+
+constexpr int PANELS = STEMMA_AVX512 ? 4 : 1;  // vectors side by side in a piece of a scan: they share what is read of a row
+
+// One token of one piece, of which rows of the state are P vectors: `kept` are the factors of the rows, one for all or
+// (by_key) one for each. `added` becomes what the query finds.
+template <bool is_delta, bool by_key, int P>
+static inline void advance(v16f (*state)[P], const float* q, const float* k, const float* kept, int64_t dim,
+                           v16f* added, float beta) {
+    FourSums known[P], found[P];
+    const float all = kept[0];
+    if (is_delta) {
+        by_fours(dim, [&](int64_t i, int j) {
+            const v16f factor = splat(by_key ? k[i] * kept[i] : k[i]);
+            for (int p = 0; p < P; p++) known[p].part[j] = fma(factor, state[i][p], known[p].part[j]);
+        });
+        for (int p = 0; p < P; p++) added[p] = (added[p] - known[p].total() * (by_key ? 1.0f : all)) * beta;
+    }
+    v16f add[P];
+    std::copy(added, added + P, add);
+    by_fours(dim, [&](int64_t i, int j) {
+        const v16f key = splat(k[i]), query = splat(q[i]), factor = splat(by_key ? kept[i] : all);
+        for (int p = 0; p < P; p++) {
+            const v16f next = fma(key, add[p], state[i][p] * factor);
+            state[i][p] = next;
+            found[p].part[j] = fma(query, next, found[p].part[j]);
+        }
+    });
+    for (int p = 0; p < P; p++) added[p] = found[p].total();
+}
+
+template <bool is_delta, bool by_key, int P>
+static void scan_piece_as(const ScanArgs& a, int64_t sequence, int64_t head, int64_t first) {
+    v16f state[MAX_KEY_DIM][P];
+    float kept[by_key ? MAX_KEY_DIM : LANES];
     const int64_t dim = a.key_dim, stride = a.value_dim, key_head = head / (a.heads / a.key_heads);
-    const int64_t offset = head * dim * stride + first;
-    const int width = int(std::min<int64_t>(LANES, stride - first));
+    const int64_t offset = head * dim * stride + first, num_kept = by_key ? dim : 1;
+    const int width = int(std::min<int64_t>(P * LANES, stride - first));
     const float* initial = a.rows.before(sequence);
-    take_columns(state, initial ? initial + offset : nullptr, dim, stride, width);
+    for (int64_t i = 0; i < dim; i++)
+        for (int p = 0; p < P; p++)
+            state[i][p] =
+                initial ? load_few(initial + offset + i * stride + p * LANES, width - p * LANES) : splat(0.0f);
     a.rows.pass(
         sequence,
         [&](int64_t row) {
+            const float* decay = a.decay + (row * a.heads + head) * num_kept;
+            for (int64_t i = 0; i < num_kept; i += LANES) {
+                const int some = int(std::min<int64_t>(LANES, num_kept - i));
+                store_few(kept + i, vexp(load_few(decay + i, some)), some);
+            }
+            const float* value = a.value + row * a.value_stride + head * stride + first;
+            const float scale = a.scale ? a.scale[row * a.heads + head] : 1.0f;
+            v16f added[P];
+            for (int p = 0; p < P; p++) added[p] = load_few(value + p * LANES, width - p * LANES) * scale;
             const float* k = a.key + row * a.key_stride + key_head * dim;
             const float* q = a.query + row * a.key_stride + key_head * dim;
-            const float* g = a.decay + (row * a.heads + head) * (a.decays_keys ? dim : 1);
-            v16f added = load_few(a.value + row * a.value_stride + head * stride + first, width);
-            if (a.scale) added = added * a.scale[row * a.heads + head];
-            FourSums known, found;
-            const v16f decay = a.decays_keys ? splat(0.0f) : vexp(splat(g[0]));
-            for (int64_t i = 0; i < dim; i++) {
-                state[i] = state[i] * (a.decays_keys ? vexp(splat(g[i])) : decay);
-                if (a.beta) known.add(i, k[i], state[i]);
-            }
-            if (a.beta) added = (added - known.total()) * a.beta[row * a.heads + head];
-            for (int64_t i = 0; i < dim; i++) {
-                state[i] = fma(splat(k[i]), added, state[i]);
-                found.add(i, q[i], state[i]);
-            }
-            store_few(a.output + (row * a.heads + head) * stride + first, found.total(), width);
+            const float beta = is_delta ? a.beta[row * a.heads + head] : 0.0f;
+            advance<is_delta, by_key, P>(state, q, k, kept, dim, added, beta);
+            float* output = a.output + (row * a.heads + head) * stride + first;
+            for (int p = 0; p < P; p++) store_few(output + p * LANES, added[p], width - p * LANES);
         },
-        [&](float* to) { put_columns(state, to + offset, dim, stride, width); });
+        [&](float* to) {
+            for (int64_t i = 0; i < dim; i++)
+                for (int p = 0; p < P; p++)
+                    store_few(to + offset + i * stride + p * LANES, state[i][p], width - p * LANES);
+        });
+}
+
+template <int P>
+static void scan_panels(const ScanArgs& a, int64_t sequence, int64_t head, int64_t first) {
+    if (a.beta)
+        a.decays_keys ? scan_piece_as<true, true, P>(a, sequence, head, first)
+                      : scan_piece_as<true, false, P>(a, sequence, head, first);
+    else
+        a.decays_keys ? scan_piece_as<false, true, P>(a, sequence, head, first)
+                      : scan_piece_as<false, false, P>(a, sequence, head, first);
+}
+
+// Columns from `first` on, PANELS vectors of them or what is left
+static void scan_piece(const ScanArgs& a, int64_t sequence, int64_t head, int64_t first) {
+    if (a.value_dim - first > LANES)
+        scan_panels<PANELS>(a, sequence, head, first);
+    else
+        scan_panels<1>(a, sequence, head, first);
 }
 
 static void select_piece(const SelectiveArgs& a, int64_t sequence, int64_t first) {
@@ -136,10 +197,10 @@ static void select_piece(const SelectiveArgs& a, int64_t sequence, int64_t first
             const v16f x = load_few(a.x + row * stride + first, width);
             const v16f step = load_few(a.step + row * stride + first, width), added = step * x;
             FourSums found;
-            for (int64_t i = 0; i < dim; i++) {
+            by_fours(dim, [&](int64_t i, int j) {
                 state[i] = fma(state[i], vexp(step * rate[i]), added * a.input[row * dim + i]);
-                found.add(i, a.projection[row * dim + i], state[i]);
-            }
+                found.part[j] = fma(splat(a.projection[row * dim + i]), state[i], found.part[j]);
+            });
             store_few(a.output + row * stride + first, fma(skip, x, found.total()), width);
         },
         [&](float* to) { put_columns(state, to + first, dim, stride, width); });

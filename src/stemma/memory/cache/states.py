@@ -28,6 +28,7 @@ from stemma.types import BlockKey
 
 CHECKPOINT_TOKENS = 64
 """Checkpoints lie at multiples of this number of tokens, or of a larger block."""
+_WINDOWS_APART = 16
 _STATE, _PAGE = b"stemma.state", b"stemma.window"
 
 
@@ -76,6 +77,8 @@ class CachedStates:
         self.unit = int(np.lcm(CHECKPOINT_TOKENS, block_size))
         self.num_evicted = 0
         self._places, self._block_size = places, block_size
+        # A long prompt's checkpoints hold a window each: more often, they would hold most of its KV again.
+        interval = max(interval, _WINDOWS_APART * places.window)
         self._interval = -(-interval // self.unit) * self.unit
         self._lower, self._clock, self._keeps = lower, clock, keeps
         self._states, self._pages = Slots(places.num_states), Slots(places.num_pages)
