@@ -49,7 +49,7 @@ class Model:
                 until, outcomes, is_probed = None, [], False
             elif until is not None and is_probed and kind == "bad":
                 until, doublings, is_probed = at + min(40.0, 10 * 2**doublings), doublings + 1, False
-        if checks and (checks[-1] == "refuses" or checks[-2:] == ["silent"] * 2):
+        if checks and checks[-1] != "serves":
             return Standing.DOWN
         if until is None:
             return Standing.HEALTHY
@@ -127,8 +127,8 @@ def test_what_was_the_requests_own_fault_is_taken_back() -> None:
 
 def test_only_silence_loses_what_a_server_had() -> None:
     health = ServerHealth(POLICY, Clock())
-    found = [Check.SILENT, Check.REFUSES, Check.SILENT, Check.SILENT, Check.SILENT]
-    assert [health.check(one) for one in found] == [False, False, False, True, False]
+    found = [Check.SILENT, Check.REFUSES, *[Check.SILENT] * 4]
+    assert [health.check(one) for one in found] == [False, False, False, False, True, False]
 
 
 def test_the_time_limit_follows_what_was_measured() -> None:

@@ -64,8 +64,11 @@ class Outcome(StrEnum):
 
 
 _UNBEGUN = (Outcome.UNSENT, Outcome.BUSY, Outcome.REFUSED, Outcome.ELSEWHERE)
+_BEGUN = (Outcome.FAILED, Outcome.LATE, Outcome.LOST)
+"""Outcomes after which a server may have computed the request, and nobody has seen a byte."""
 _AGAINST = (Outcome.UNSENT, Outcome.FAILED, Outcome.LATE, Outcome.LOST, Outcome.BROKEN)
 """Outcomes that count against a server."""
+_ASKED = (Standing.HEALTHY, Standing.HALF_OPEN)
 
 
 @dataclass(eq=False, slots=True)
@@ -78,9 +81,7 @@ class FleetMember:
     health: ServerHealth
     budget: RetryBudget
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    waiting: set[Try] = field(default_factory=set)
-    """Tries without a first byte."""
-    num_under_way: int = 0
+    under_way: dict[Try, None] = field(default_factory=dict)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     num_retries: int = 0
     """Requests that it got after another server."""
@@ -117,6 +118,24 @@ class Fleet:
         """All servers, those included that leave."""
         return tuple(self._members.values())
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers, those first that can be asked now."""
+        now = self._clock()
+        return tuple(one.url for one in sorted(self.members, key=lambda one: _reserve_of(one, now)))
+
+    @property
+    def is_up(self) -> bool:
+        """Whether any server can be asked now."""
+        return any(one.health.standing in _ASKED for one in self.members)
+
+    def least_busy(self) -> str | None:
+        """Return the server with the fewest requests of those that can be asked now; None: there is none."""
+        order = {url: place for place, url in enumerate(self.urls)}
+        asked = [one for one in self.members if one.health.standing in _ASKED] or self.members
+        best = min(asked, key=lambda one: (self.load(one).num_requests, order[one.url]), default=None)
+        return None if best is None else best.url
+
     def member(self, url: str) -> FleetMember | None:
         """Return the server with this URL; None: there is none."""
         return self._members.get(url)
@@ -144,10 +163,10 @@ class Fleet:
             self._members[url].health.is_draining = True
 
     def note_check(self, url: str, found: Check) -> None:
-        """Note a check. Requests that wait for a server which fell silent are told so (`Try.on_lost`)."""
+        """Note a check. The requests of a server that fell silent are told so (`Try.on_lost`)."""
         member = self._members.get(url)
         if member is not None and member.health.check(found):
-            for one in tuple(member.waiting):
+            for one in tuple(member.under_way):
                 one.on_lost()
 
     def order(self, ask: Ask, without: Iterable[str] = ()) -> list[FleetMember]:
@@ -180,28 +199,28 @@ class Fleet:
         placement = self.placements.begin(ask, member.place)
         num_tokens = self.load(member).num_tokens
         one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
-        member.num_under_way += 1
-        member.waiting.add(one)
+        member.under_way[one] = None
         return one
 
     def note_first_byte(self, one: Try) -> None:
         """See `Try.first_byte`."""
         member = one.member
-        if one not in member.waiting:
+        if one.placement.has_first_token:
             return
-        member.waiting.discard(one)
         self.placements.note_first_token(one.placement)
-        if one.is_streamed:
+        if one.is_probe:
+            one.is_probe = False
+            member.health.succeed(is_probe=True)
+        elif one.is_streamed:
             member.speed.observe(one.num_tokens, self._clock() - one.begun_at)
-            if not one.is_probe and self._is_slow(member):
+            if self._is_slow(member):
                 member.speed = PrefillSpeed()
                 member.health.eject()
 
     def end(self, one: Try, outcome: Outcome, retry_after_s: float) -> int:
         """See `Try.end`. Return the number of the failure, for `pardon`; 0: it is none."""
         member, failure = one.member, 0
-        member.waiting.discard(one)
-        member.num_under_way -= 1
+        del member.under_way[one]
         member.outcomes[outcome] += 1
         self.placements.end(one.placement)
         if outcome in _AGAINST:
@@ -210,7 +229,7 @@ class Fleet:
             member.health.succeed(is_probe=one.is_probe)
         elif one.is_probe:
             member.health.withdraw()
-        if outcome is Outcome.BUSY:
+        if outcome in (Outcome.BUSY, Outcome.UNSENT):
             member.busy_until = self._clock() + retry_after_s
         self._leave_if_done(member)
         return failure
@@ -238,7 +257,7 @@ class Fleet:
         return FleetMember(url, place, ServerHealth(self._policy, self._clock), RetryBudget(self._clock))
 
     def _leave_if_done(self, member: FleetMember) -> None:
-        if member.is_leaving and not member.num_under_way and member.url in self._members:
+        if member.is_leaving and not member.under_way and member.url in self._members:
             del self._members[member.url]
             self.placements.holdings.clear(member.place)
             self._free_places.append(member.place)
@@ -265,7 +284,7 @@ class Try:
         self.is_probe = is_probe
         self.is_streamed = is_streamed
         self.on_lost: Callable[[], None] = lambda: None
-        """Called if checks find the server down before the first byte: end the try as LOST."""
+        """Called if checks find that the server fell silent: end the try, as LOST before its first byte."""
         self.limit_s = member.speed.limit_s(num_tokens) if is_streamed else None
         """How long to wait for the first byte; None: as long as checks find the server alive, since nobody
         knows how long an answer is."""
@@ -283,7 +302,7 @@ class Try:
         self._fleet.note_first_byte(self)
 
     def end(self, outcome: Outcome, retry_after_s: float = 1.0) -> None:
-        """The try is over. `retry_after_s`: of a busy server, when it may be asked again."""
+        """The try is over. `retry_after_s`: of a server that didn't begin, how long it is asked last."""
         if self.outcome is None:
             self.outcome = outcome
             self.failure = self._fleet.end(self, outcome, retry_after_s)
@@ -297,7 +316,6 @@ class Tries:
         self._ask = ask
         self._is_streamed = is_streamed
         self._done: list[Try] = []
-        self._has_failed: Try | None = None
 
     def next(self) -> Try | None:
         """Return the next try, begun; None: the last one's answer is the client's, or there is no server.
@@ -306,6 +324,7 @@ class Tries:
         """
         last = self._done[-1] if self._done else None
         if last is not None and not self._goes_on(last):
+            self._pardon(last)
             return None
         is_free = last is None or last.outcome in _UNBEGUN or last.outcome is Outcome.LOST
         equals = self._best()
@@ -323,19 +342,19 @@ class Tries:
         Else a server that is late is better waited for.
         """
         equals = self._best()
-        can_serve = bool(equals) and equals[0].health.standing in (Standing.HEALTHY, Standing.HALF_OPEN)
-        return self._has_failed is None and can_serve and any(one.budget.has_room() for one in equals)
+        can_serve = bool(equals) and equals[0].health.standing in _ASKED
+        has_failed = any(one.outcome in _BEGUN for one in self._done)
+        return not has_failed and can_serve and any(one.budget.has_room() for one in equals)
 
     @property
-    def num_tries(self) -> int:
-        """How many servers it was sent to."""
-        return len(self._done)
+    def may_go_on(self) -> bool:
+        """Whether another server could get the request, if there were one. For after the last try's end."""
+        return not self._done or self._goes_on(self._done[-1])
 
     def _best(self) -> list[FleetMember]:
         """Return the servers that may be asked next, best first: a reserve only if there are no others."""
         order = self._fleet.order(self._ask, without=[one.url for one in self._done])
-        standings = (Standing.HEALTHY, Standing.HALF_OPEN)
-        return [one for one in order if one.health.standing in standings] or order
+        return [one for one in order if one.health.standing in _ASKED] or order
 
     def _goes_on(self, last: Try) -> bool:
         assert last.outcome is not None, "end a try before the next one"
@@ -343,20 +362,22 @@ class Tries:
             return sum(one.outcome is Outcome.REFUSED for one in self._done) < _MAX_REFUSALS
         if last.outcome in _UNBEGUN:
             return True
-        if last.outcome not in (Outcome.FAILED, Outcome.LATE, Outcome.LOST):
+        if last.outcome not in _BEGUN:
             return False
-        if self._has_failed is None:
-            self._has_failed = last
-            return True
-        if self._has_failed.outcome is last.outcome is Outcome.FAILED:  # the request's own fault
-            self._has_failed.member.health.pardon(self._has_failed.failure)
-            last.member.health.pardon(last.failure)
-        return False
+        failed = [one for one in self._done if one.outcome in _BEGUN]
+        return len(failed) == 1
+
+    def _pardon(self, last: Try) -> None:
+        """Take back two equal failures on two servers: they are the request's own fault."""
+        failed = [one for one in self._done if one.outcome is Outcome.FAILED]
+        if last.outcome is Outcome.FAILED and len(failed) == 2:
+            for one in failed:
+                one.member.health.pardon(one.failure)
 
 
 def _reserve_of(member: FleetMember, now: float) -> int:
     """Return how late a server is asked: 0 for all that may be asked now."""
     standing = member.health.standing
-    if standing in (Standing.HEALTHY, Standing.HALF_OPEN):
+    if standing in _ASKED:
         return 1 if member.busy_until > now else 0
     return {Standing.EJECTED: 2, Standing.DOWN: 3, Standing.DRAINING: 4}[standing]

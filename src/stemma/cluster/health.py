@@ -49,8 +49,9 @@ class HealthPolicy:
     ejection_s: float = 5.0
     """The first time; each further one lasts twice as long."""
     longest_ejection_s: float = 120.0
-    silent_checks: int = 2
-    """Checks in a row without an answer after which a server is down; any answer ends that."""
+    silent_checks: int = 3
+    """Checks in a row without an answer after which what a server had is lost. It gets no more requests after
+    the first of them; any answer ends that."""
 
 
 class ServerHealth:
@@ -78,7 +79,7 @@ class ServerHealth:
         """How far it may be asked now."""
         if self.is_draining:
             return Standing.DRAINING
-        if self._refuses or self._num_silent >= self._policy.silent_checks:
+        if self._refuses or self._num_silent:
             return Standing.DOWN
         if self._ejected_until is None:
             return Standing.HEALTHY

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.cluster.health import Check
 from stemma.cluster.replica_calls import CallRouter, RoutedCall
 from stemma.config.cluster import ClusterFile
 from stemma.http import async_http_client
@@ -25,6 +26,7 @@ from stemma.server.access import Access
 from stemma.server.replicas.transport import CALL, ReplicaTransport
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import PromptEncoder, ask_of
+from stemma.server.routing.checks import check
 from stemma.server.routing.relay import (
     READ_TIMEOUT_S,
     Relay,
@@ -75,6 +77,10 @@ class Ingress:
     def urls(self) -> tuple[str, ...]:
         """See `Proxy`."""
         return (_BASE,)
+
+    async def is_up(self) -> bool:
+        """See `Proxy`."""
+        return await check(self.relay.client, _BASE) is Check.SERVES
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

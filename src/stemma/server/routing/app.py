@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
@@ -30,6 +29,9 @@ class Proxy(Protocol):
     def urls(self) -> tuple[str, ...]:
         """All servers, those first that answer requests that generate nothing."""
 
+    async def is_up(self) -> bool:
+        """Return whether any server can be asked."""
+
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates."""
 
@@ -43,7 +45,7 @@ class Proxy(Protocol):
 def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
     """Return the application; it closes the proxy's HTTP client at its end."""
 
-    proxy.relay.ask_for_keys(proxy.urls)
+    proxy.relay.ask_for_keys(lambda: proxy.urls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -63,13 +65,12 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
         return await proxy.relay.answered(request, first_of_all)
 
     async def health(request: Request) -> Response:
-        """Whether any server answers; who has the key sees each of them, and what is known of it."""
-        up = await asyncio.gather(*(proxy.relay.is_healthy(url) for url in proxy.urls))
-        body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
+        """Whether any server can be asked; who has the key sees each of them, and what is known of it."""
+        is_up = await proxy.is_up()
+        body: dict[str, Any] = {"status": "ok" if is_up else "down"}
         if has_key(request, options.admin_key):
-            body["budgets"] = [asdict(proxy.relay.bodies.state())]
-            body |= {"servers": dict(zip(proxy.urls, up, strict=True)), **proxy.describe()}
-        return json_response(body, 200 if any(up) else 503)
+            body |= {"budgets": [asdict(proxy.relay.bodies.state())], **proxy.describe()}
+        return json_response(body, 200 if is_up else 503)
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False

@@ -24,7 +24,7 @@ from stemma.workers import WorkerThreads
 _log = logging.getLogger(__name__)
 
 TOKENIZE_TIMEOUT_S = 5.0
-_CHARS_PER_TOKEN = 4
+CHARS_PER_TOKEN = 4
 """What a prompt costs whose tokens aren't known."""
 _NUM_ENCODERS = 2
 _MAX_WAITING = 256
@@ -32,13 +32,18 @@ _MAX_WAITING = 256
 
 def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) -> Ask:
     """Return the request as a router sees it; without `tokens`, the beginning of the text decides."""
-    head = xxhash.xxh3_64_intdigest(head_of(body)) or 1
+    head = number_of(head_of(body))
     if tokens is None:
-        return Ask((), max(1, num_characters(body) // _CHARS_PER_TOKEN), block_size, head)
+        return Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head)
     chain = chain_of(tokens, block_size)
     if chain and messages_of(body) is None:
         head = 0  # the first block, so that a longer prompt has the same home
     return Ask(chain, len(tokens), block_size, head)
+
+
+def number_of(head: bytes) -> int:
+    """Return a hash of a prompt's beginning, for rendezvous hashing; never 0."""
+    return xxhash.xxh3_64_intdigest(head) or 1
 
 
 class PromptEncoder:

@@ -5,14 +5,13 @@ proxy knows which blocks it holds; for the others, the blocks of requests under 
 the prompt's beginning keep conversations together. Token ids of a prompt come from a local tokenizer, or from
 the servers' own `/tokenize`; without either, the beginning of the text decides.
 
-A server that fails before the client has received a byte is replaced by the next one, once each.
+Which server that is, and which one follows if it fails, `cluster/fleet.py` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,34 +24,28 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.cluster.fleet import Fleet
 from stemma.cluster.holdings import chain_of
-from stemma.cluster.routers import ROUTERS, Placement, Placements
+from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of
-from stemma.server.routing.prompts import messages_of, text_of, tokens_of
+from stemma.server.routing.checks import keep_checking
+from stemma.server.routing.description import describe
+from stemma.server.routing.prompts import is_streamed, messages_of, text_of, tokens_of
 from stemma.server.routing.relay import (
-    NOT_FOUND,
     Relay,
-    Relayed,
     RouteOptions,
     kept_headers,
-    nobody_answers,
     path_of,
     read_body,
     relay_client,
 )
+from stemma.server.routing.sending import Outgoing, send
 from stemma.types import TokenArray
 
 _log = logging.getLogger(__name__)
-
-_NO_RESPONSE = b"previous_response_id"
-"""Stands in the refusal of a server that hasn't stored that response."""
-DOWN_S = 2.0
-"""How long a server that couldn't be reached is asked last."""
-_DOWN_STATUSES = (502, 503, 504)
-"""Answers of a server that can't serve now: the next one is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,7 @@ class FleetServer:
         return cls(url.rstrip("/"), fields.get("events"), fields.get("replay"))
 
 
-class Fleet:
+class FleetProxy:
     """Servers, what they hold, and what they are doing. For one event loop."""
 
     def __init__(
@@ -97,14 +90,11 @@ class Fleet:
         self.servers = tuple(servers)
         self.relay = relay
         has_events = any(server.events is not None for server in servers)
-        self.placements = Placements(ROUTERS[router](), len(servers), has_events=has_events)
+        self.fleet = Fleet(ROUTERS[router](), [server.url for server in servers], has_events=has_events)
         self.num_requests = 0
-        self.num_retries = 0
-        """Attempts that failed before a byte was sent, after which another server was asked."""
         self._encoder = None if tokenizer is None else PromptEncoder(tokenizer)
         self._block_size = block_size
         self._followers: list[Any] = []
-        self._down_until: dict[int, float] = {}
 
     @property
     def block_size(self) -> int:
@@ -114,18 +104,24 @@ class Fleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """All servers."""
-        return tuple(server.url for server in self.servers)
+        """All servers, those first that can be asked now."""
+        return self.fleet.urls
+
+    async def is_up(self) -> bool:
+        """Return whether any server can be asked."""
+        return self.fleet.is_up
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Follow the servers' KV events meanwhile."""
-        following = asyncio.create_task(self.follow())
+        """Follow the servers' KV events and check the servers meanwhile."""
+        tasks = [asyncio.create_task(self.follow())]
+        tasks.append(asyncio.create_task(keep_checking(self.fleet, self.relay.client)))
         try:
             yield
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._encoder is not None:
                 self._encoder.close()
 
@@ -143,9 +139,10 @@ class Fleet:
                 _log.exception("%s: its KV events aren't followed any more", url)
 
         async with asyncio.TaskGroup() as group:
-            for number, server in enumerate(self.servers):
-                if server.events is not None:
-                    follower = Follower(number, self.placements.holdings, chain_of)
+            for server in self.servers:
+                member = self.fleet.member(server.url)
+                if server.events is not None and member is not None:
+                    follower = Follower(member.place, self.fleet.placements.holdings, chain_of)
                     self._followers.append(follower)
                     subscription = Subscription(follower, server.events, server.replay)
                     group.create_task(one(server.url, follower, subscription))
@@ -156,35 +153,11 @@ class Fleet:
         body = await read_body(request, content)
         headers, path = kept_headers(request), path_of(request)
         ask = ask_of(body, await self._tokens(body, headers), self.block_size)
-        now = time.monotonic()
-        order = self.placements.order(ask)
-        order.sort(key=lambda replica: self._down_until.get(replica, 0.0) > now)  # else as it was
-        for replica in order:
-            placement = self.placements.begin(ask, replica)
-            try:
-                answer = await self.relay.ask(self.servers[replica].url + path, content, headers)
-            except httpx.HTTPError as error:
-                self.placements.end(placement)
-                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    self._down_until[replica] = time.monotonic() + DOWN_S
-                self.num_retries += 1
-                _log.warning("%s: %s", self.servers[replica].url, str(error) or type(error).__name__)
-                continue
-            except BaseException:  # the client left
-                self.placements.end(placement)
-                raise
-            if isinstance(answer, Relayed) and answer.status_code < 400:
-                self.placements.note_first_token(placement)
-                answer.when_over = _Ended(self.placements, placement)
-                return answer
-            self.placements.end(placement)
-            if replica != order[-1] and _may_be_elsewhere(body, answer):
-                continue
-            if answer.status_code in _DOWN_STATUSES and replica != order[-1]:
-                self.num_retries += 1
-                continue
-            return answer
-        return nobody_answers()
+        streams = is_streamed(request.scope["path"], body)
+        continues = "previous_response_id" in body
+        outgoing = Outgoing(path, content, headers, streams, continues)
+        answer, _ = await send(self.fleet, self.relay, ask, outgoing)
+        return answer
 
     async def _tokens(self, body: dict[str, Any], headers: dict[str, str]) -> TokenArray | None:
         """Return the prompt's token ids; None if they can't be had."""
@@ -203,11 +176,12 @@ class Fleet:
         return await self._tokenized_by_a_server(orjson.dumps(fields), headers)
 
     async def _tokenized_by_a_server(self, content: bytes, headers: dict[str, str]) -> TokenArray | None:
-        loads = self.placements.loads
-        idle = min(range(len(loads)), key=lambda replica: loads[replica].num_requests)
+        url = self.fleet.least_busy()
+        if url is None:
+            return None
         try:
             answer = await self.relay.client.post(
-                f"{self.servers[idle].url}/tokenize",
+                f"{url}/tokenize",
                 content=content,
                 headers=headers,
                 timeout=TOKENIZE_TIMEOUT_S,
@@ -223,39 +197,11 @@ class Fleet:
         """Return what is known of each server."""
         return {
             "num_requests": self.num_requests,
-            "num_retries": self.num_retries,
             "num_broken_streams": self.relay.num_broken_streams,
-            "num_known_blocks": self.placements.holdings.num_ids,
+            "num_known_blocks": self.fleet.placements.holdings.num_ids,
             "block_size": self.block_size,
-            "loads": {
-                server.url: {
-                    "requests": load.num_requests,
-                    "tokens_to_compute": load.num_tokens,
-                    "answers": load.num_running,
-                }
-                for server, load in zip(self.servers, self.placements.loads, strict=True)
-            },
+            **describe(self.fleet),
         }
-
-
-def _may_be_elsewhere(body: dict[str, Any], answer: Response) -> bool:
-    """Whether another server may have what this one hasn't: an adapter, or a stored conversation."""
-    if answer.status_code == NOT_FOUND:
-        return True
-    return answer.status_code == 400 and "previous_response_id" in body and _NO_RESPONSE in bytes(answer.body)
-
-
-class _Ended:
-    """Ends a placement, once."""
-
-    def __init__(self, placements: Placements, placement: Placement) -> None:
-        self._placements = placements
-        self._placement: Placement | None = placement
-
-    def __call__(self) -> None:
-        placement, self._placement = self._placement, None
-        if placement is not None:
-            self._placements.end(placement)
 
 
 def create_fleet_app(
@@ -270,5 +216,5 @@ def create_fleet_app(
     if any(server.events for server in servers) and find_spec("zmq") is None:
         raise ConfigError("KV events need ZMQ: pip install 'stemma[events]'")
     options = options or RouteOptions()
-    fleet = Fleet(servers, router, Relay(client or relay_client(), options), tokenizer=tokenizer)
-    return create_proxy_app(fleet, options)
+    proxy = FleetProxy(servers, router, Relay(client or relay_client(), options), tokenizer=tokenizer)
+    return create_proxy_app(proxy, options)

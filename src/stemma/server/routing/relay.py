@@ -37,9 +37,10 @@ from stemma.server.transport.planes import Plane, plane_of
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-READ_TIMEOUT_S = 600.0
+READ_TIMEOUT_S = 3600.0
+"""Without a byte of an answer. Servers that hang are found by checks, long before."""
 NOT_FOUND = 404
-_BINARY = "inference-header-content-length"
+BINARY_HEADER = "inference-header-content-length"
 """Where JSON ends in a body of Triton's binary tensors."""
 _KEPT_HEADERS = frozenset(
     {
@@ -49,13 +50,13 @@ _KEPT_HEADERS = frozenset(
         "accept",
         "anthropic-version",
         "anthropic-beta",
-        _BINARY,
+        BINARY_HEADER,
         "traceparent",
         "tracestate",
         "x-stemma-explain",
     }
 )
-_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", _BINARY, "x-stemma-cached-tokens"})
+_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, "x-stemma-cached-tokens"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,61 @@ class Relayed(StreamingResponse):
 
     when_over: Callable[[], None] = staticmethod(lambda: None)
 
+    def __init__(
+        self,
+        upstream: httpx.Response,
+        first: bytes,
+        rest: AsyncIterator[bytes],
+        on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(self._passed_on(), upstream.status_code, _answer_headers(upstream))
+        self.first = first
+        self.is_broken = False
+        """The server broke off; the client was told so."""
+        self._on_broken = on_broken
+        self._upstream = upstream
+        self._rest = rest
+        self._reading: asyncio.Timeout | None = None
+        self._is_lost = False
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.when_over()
+
+    async def drop(self) -> None:
+        """Close the connection to the server; nothing is passed on."""
+        await self._upstream.aclose()
+
+    def lose(self) -> None:
+        """Break off: the server is gone, though its connection may be open still."""
+        self._is_lost = True
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(asyncio.get_running_loop().time())
+
+    async def _passed_on(self) -> AsyncIterator[bytes]:
+        try:
+            yield self.first
+            while (chunk := await self._next()) is not None:
+                yield chunk
+        except (httpx.HTTPError, TimeoutError) as error:
+            self.is_broken = True
+            self._on_broken()
+            _log.warning("a server broke off: %s", str(error) or type(error).__name__)
+            message = "the server that generated this answer went away; what came so far is incomplete"
+            event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
+            yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
+        finally:
+            await self._upstream.aclose()
+
+    async def _next(self) -> bytes | None:
+        """Return the next bytes, or None at the end. Raises TimeoutError if the server is lost."""
+        if self._is_lost:
+            raise TimeoutError("it fell silent")
+        async with asyncio.timeout(None) as self._reading:
+            return await anext(self._rest, None)
 
 
 class Relay:
@@ -97,7 +147,7 @@ class Relay:
         self.bodies = shared("body_bytes", "bytes of request bodies", options.body_memory)
         self._keys: Keys | None = None if options.access is None else OwnKeys(options.access)
 
-    def ask_for_keys(self, urls: Sequence[str]) -> None:
+    def ask_for_keys(self, urls: Callable[[], Sequence[str]]) -> None:
         """Ask these servers for keys, where the proxy doesn't know them."""
         self._keys = self._keys or AskedKeys(self.client, urls)
 
@@ -162,14 +212,7 @@ class Relay:
         except BaseException:  # it broke off, or the client left
             await upstream.aclose()
             raise
-        return Relayed(self._stream(upstream, first, chunks), upstream.status_code, _answer_headers(upstream))
-
-    async def is_healthy(self, url: str) -> bool:
-        """Return whether a server says that it serves."""
-        try:
-            return (await self.client.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return Relayed(upstream, first, chunks, self._note_broken)
 
     async def first_of(self, request: Request, content: bytes, urls: tuple[str, ...]) -> Response:
         """Send any request to the first server that answers; one that hasn't the thing isn't the last."""
@@ -185,21 +228,8 @@ class Relay:
                 break
         return answer
 
-    async def _stream(
-        self, upstream: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
-    ) -> AsyncIterator[bytes]:
-        try:
-            yield first
-            async for chunk in rest:
-                yield chunk
-        except httpx.HTTPError as error:
-            self.num_broken_streams += 1
-            _log.warning("a server broke off: %s", str(error) or type(error).__name__)
-            message = "the server that generated this answer went away; what came so far is incomplete"
-            event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
-            yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
-        finally:
-            await upstream.aclose()
+    def _note_broken(self) -> None:
+        self.num_broken_streams += 1
 
 
 def relay_client() -> httpx.AsyncClient:
@@ -242,7 +272,7 @@ def _answer_headers(upstream: httpx.Response) -> dict[str, str]:
 
 async def read_body(request: Request, content: bytes) -> dict[str, Any]:
     """Return a request's body; an empty one for Triton's binary tensors. Raises InvalidRequest."""
-    if _BINARY in request.headers:
+    if BINARY_HEADER in request.headers:
         return {}
     return await asyncio.to_thread(_json_object, content)
 
