@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -13,13 +13,15 @@ import xxhash
 from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask
 from stemma.errors import StemmaError
-from stemma.model.tokenizer import Tokenizer
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
+
+if TYPE_CHECKING:  # torch isn't needed to pass requests on
+    from stemma.model.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,9 @@ from stemma.cluster.fleet import Fleet
 from stemma.cluster.health import Check
 
 CHECK_EVERY_S = 2.0
-_TIMEOUT_S = 4.0
+_TIMEOUT_S = 3.0
+_AT_ONCE = 3
+"""Checks of a silent server that follow each other at once: it is lost soon, or answers again."""
 _LATE_S = 1.0
 """Beyond the timeout: then this process itself hung, and what it found says nothing of a server."""
 
@@ -48,6 +50,9 @@ async def keep_checking(fleet: Fleet, client: httpx.AsyncClient) -> None:
 
 
 async def _check_one(fleet: Fleet, client: httpx.AsyncClient, url: str) -> None:
-    found = await check(client, url)
-    if found is not None:
-        fleet.note_check(url, found)
+    for _ in range(_AT_ONCE):
+        found = await check(client, url)
+        if found is not None:
+            fleet.note_check(url, found)
+        if found is not Check.SILENT:
+            return

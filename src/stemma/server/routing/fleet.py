@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import orjson
@@ -28,7 +28,6 @@ from stemma.cluster.fleet import Fleet
 from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
-from stemma.model.tokenizer import Tokenizer
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of
 from stemma.server.routing.checks import keep_checking
@@ -44,6 +43,9 @@ from stemma.server.routing.relay import (
 )
 from stemma.server.routing.sending import Outgoing, send
 from stemma.types import TokenArray
+
+if TYPE_CHECKING:  # torch isn't needed to pass requests on
+    from stemma.model.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
