@@ -10,9 +10,10 @@ from stemma.types import TokenArray
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from stemma.cluster.holdings import Holdings, chain_of
+from stemma.cluster.holdings import Holdings
+from stemma.kv_events.follower import Follower
+from stemma.kv_events.names import chain_of
 from stemma.kv_events.publisher import wire_event
-from stemma.kv_events.subscriber import Follower
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from tests.engine.harness import greedy, prompt
 
@@ -33,7 +34,7 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
     """Prompts that share, overflow and are flushed: after each, the depth is that of the cache."""
     engine = harness(num_blocks=24, block_size=8, index=index)
     holdings = Holdings()
-    engine.cache.watch(Direct(Follower(0, holdings, chain_of), 8))
+    engine.cache.watch(Direct(Follower(0, holdings), 8))
     generator = np.random.default_rng(0)
     prompts: list[TokenArray] = []
     for number in range(30):

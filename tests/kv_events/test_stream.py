@@ -12,12 +12,14 @@ pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 import zmq
 import zmq.asyncio
 
-from stemma.cluster.holdings import Holdings, chain_of
+from stemma.cluster.holdings import Holdings
 from stemma.errors import ConfigError
 from stemma.kv_events import publisher as publisher_module
+from stemma.kv_events.follower import Follower
+from stemma.kv_events.names import chain_of
 from stemma.kv_events.publisher import KVEventPublisher
 from stemma.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
-from stemma.kv_events.subscriber import Follower, Subscription
+from stemma.kv_events.subscriber import Subscription
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.supervision import LoggingSupervisor
@@ -52,7 +54,7 @@ class Following:
 
     def __init__(self, endpoint: str, replay: str | None) -> None:
         self.holdings = Holdings()
-        self.follower = Follower(0, self.holdings, chain_of)
+        self.follower = Follower(0, self.holdings)
         self.subscription = Subscription(self.follower, endpoint, replay)
 
     async def __aenter__(self) -> Following:
@@ -199,7 +201,7 @@ def test_an_address_in_use_is_a_config_error() -> None:
 
 def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
     holdings = Holdings()
-    follower = Follower(0, holdings, chain_of)
+    follower = Follower(0, holdings)
     follower.take([BlockStored([1], 99, [1, 2, 3, 4], 4, None, "GPU", None)])  # unknown predecessor
     follower.take([BlockStored([2, 3], None, [1, 2, 3, 4], 4, None, "GPU", None)])  # too few tokens
     follower.take([BlockStored([4], None, [], 4, None, "CPU", None)])  # no tokens, never seen before
@@ -210,7 +212,7 @@ def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
 
 def test_a_block_is_held_until_it_left_every_tier() -> None:
     holdings = Holdings()
-    follower = Follower(0, holdings, chain_of)
+    follower = Follower(0, holdings)
     chain = chain_of(tokens(3), SIZE)
     follower.take([BlockStored([b"k"], None, [3] * SIZE, SIZE, None, "GPU", None)])
     follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None), BlockRemoved([b"k"], "GPU")])

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask
 from stemma.errors import StemmaError
+from stemma.kv_events.names import chain_of
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of

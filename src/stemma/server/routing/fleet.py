@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.cluster.fleet import Fleet
-from stemma.cluster.holdings import chain_of
+from stemma.cluster.holdings_writer import HoldingsWriter
 from stemma.cluster.routers import ROUTERS
 from stemma.errors import ConfigError
 from stemma.server.routing.app import create_proxy_app
@@ -97,6 +97,7 @@ class FleetProxy:
         self._encoder = None if tokenizer is None else PromptEncoder(tokenizer)
         self._block_size = block_size
         self._followers: list[Any] = []
+        self._writer = HoldingsWriter()
 
     @property
     def block_size(self) -> int:
@@ -124,6 +125,7 @@ class FleetProxy:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._writer.close()
             if self._encoder is not None:
                 self._encoder.close()
 
@@ -131,7 +133,8 @@ class FleetProxy:
         """Follow the servers' KV events until cancelled; one that fails is logged, the others go on."""
         if not any(server.events for server in self.servers):
             return
-        from stemma.kv_events.subscriber import Follower, Subscription  # ZMQ is an extra
+        from stemma.kv_events.follower import Follower  # ZMQ is an extra
+        from stemma.kv_events.subscriber import Subscription
 
         async def one(url: str, follower: Follower, subscription: Subscription) -> None:
             try:
@@ -144,9 +147,11 @@ class FleetProxy:
             for server in self.servers:
                 member = self.fleet.member(server.url)
                 if server.events is not None and member is not None:
-                    follower = Follower(member.place, self.fleet.placements.holdings, chain_of)
+                    follower = Follower(member.place, self.fleet.placements.holdings)
                     self._followers.append(follower)
-                    subscription = Subscription(follower, server.events, server.replay)
+                    subscription = Subscription(
+                        follower, server.events, server.replay, apply=self._writer.apply
+                    )
                     group.create_task(one(server.url, follower, subscription))
 
     async def generate(self, request: Request, content: bytes) -> Response:
