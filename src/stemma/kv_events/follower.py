@@ -14,10 +14,13 @@ import numpy.typing as npt
 
 from stemma.kv_events.names import adapter_root, chain_of, told_words
 from stemma.kv_events.schema import (
+    CPU,
     GPU,
+    MAX_BLOCK_SIZE,
     STORAGE,
     AllBlocksCleared,
     BlockRemoved,
+    BlocksHeld,
     BlockStored,
     Event,
     Hash,
@@ -25,7 +28,8 @@ from stemma.kv_events.schema import (
 from stemma.types import TokenArray
 
 Words = npt.NDArray[np.uint64]
-_MAX_BLOCK_SIZE = 65_536
+_TIERS = {1: GPU, 2: CPU, 4: STORAGE}
+"""By bit in `BlocksHeld.tiers`."""
 
 
 class HoldingsOf(Protocol):
@@ -70,6 +74,9 @@ class Follower:
                 batch.copied(event.medium or GPU).extend(event.block_hashes)
             elif isinstance(event, BlockRemoved):
                 batch.removed(event.medium or GPU).extend(event.block_hashes)
+            elif isinstance(event, BlocksHeld):
+                batch.flush()
+                self._hold(event)
             elif isinstance(event, AllBlocksCleared):
                 batch.flush()
                 self.clear()
@@ -83,6 +90,18 @@ class Follower:
     def restart(self) -> None:
         """Another process has taken over the server's disk tier: only what lay there is still known."""
         self._holdings.clear(self._replica, keep=STORAGE)
+
+    def _hold(self, event: BlocksHeld) -> None:
+        """Store blocks that the server named itself."""
+        self.block_size = event.block_size
+        told, names = (
+            np.frombuffer(data, dtype="<u8").astype(np.uint64) for data in (event.hashes, event.names)
+        )
+        tiers = np.frombuffer(event.tiers, dtype=np.uint8)
+        for bit, tier in _TIERS.items():
+            is_there = (tiers & bit) != 0
+            if is_there.any():
+                self._holdings.store(self._replica, names[is_there], tier, told[is_there])
 
     def _store(self, event: BlockStored, batch: _Batch) -> None:
         tokens = _tokens_of(event)
@@ -155,7 +174,7 @@ class _Batch:
 def _tokens_of(event: BlockStored) -> TokenArray | None:
     """Return the tokens of an event's blocks, [n] int32; None if they don't fit, or can't be ids."""
     count, size = len(event.block_hashes), event.block_size
-    if not 0 < size <= _MAX_BLOCK_SIZE or len(event.token_ids) != count * size:
+    if not 0 < size <= MAX_BLOCK_SIZE or len(event.token_ids) != count * size:
         return None
     try:
         tokens = np.array(event.token_ids, dtype=np.int64)

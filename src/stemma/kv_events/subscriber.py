@@ -1,25 +1,28 @@
 """Receives the KV events of one server, Stemma's or vLLM's, for a `Follower`.
 
-Missed messages are asked for at the replay socket; if they can't be had, all that is known of the server is
-dropped.
+When the connection is made, a server of Stemma's is asked for a snapshot: all blocks that it holds. Missed
+messages are asked for at the replay socket; if they can't be had, a snapshot is; if there is none (vLLM's), all
+that is known of the server is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import zmq
 import zmq.asyncio
 
 from stemma.kv_events.follower import Follower
-from stemma.kv_events.schema import MalformedEvents, decode
+from stemma.kv_events.schema import SNAPSHOT, MalformedEvents, decode
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _REPLAY_TIMEOUT_S = 2.0
+_SNAPSHOT_TIMEOUT_S = 30.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -58,6 +61,9 @@ class Subscription:
         """A message came in order since the last replay."""
         self.num_gaps = 0
         """Times that messages were missing, replayed or not."""
+        self.num_lost = 0
+        """Gaps whose messages couldn't be had any more, nor a snapshot."""
+        self.num_snapshots = 0
         self.num_malformed = 0
 
     async def run(self) -> None:
@@ -87,11 +93,10 @@ class Subscription:
 
     async def _connected(self, context: zmq.asyncio.Context) -> None:
         """Begin anew: the server may be another process, whose numbers look like the next of the last one."""
-        if self._is_restart:
-            self._is_restart = False
-            await self._apply_on(self._follower.restart)
-        else:
-            await self._apply_on(self._follower.clear)
+        is_restart, self._is_restart = self._is_restart, False
+        if await self._snapshot(context):
+            return
+        await self._apply_on(self._follower.restart if is_restart else self._follower.clear)
         self._expected = 0
         await self._replay(context)
 
@@ -104,12 +109,9 @@ class Subscription:
             self._expected = 0
         if sequence > self._expected:
             self.num_gaps += 1
-            await self._replay(context)
+            await self._fill_gap(context, sequence)
             if sequence < self._expected:
                 return
-            if sequence > self._expected:
-                logger.warning("%s: %d messages are lost", self._endpoint, sequence - self._expected)
-                await self._apply_on(self._follower.clear)
         self._is_live = True
         await self._apply(sequence, payload)
 
@@ -122,28 +124,78 @@ class Subscription:
             if self.num_malformed == 1:
                 logger.warning("%s: a message isn't a batch of KV events: %s", self._endpoint, error.reason)
 
-    async def _replay(self, context: zmq.asyncio.Context) -> None:
-        """Ask for the messages from `_expected` on; without an answer in time, go on without them."""
-        if self._replay_endpoint is None:
+    async def _fill_gap(self, context: zmq.asyncio.Context, sequence: int) -> None:
+        """Get the messages before `sequence`, or all live blocks; else drop all that is known."""
+        await self._replay(context, from_here=True)
+        if sequence <= self._expected or await self._snapshot(context):
             return
-        self._is_live = False
+        self.num_lost += 1
+        logger.warning("%s: messages are lost", self._endpoint)
+        await self._replay(context)
+        if sequence > self._expected:
+            await self._apply_on(self._follower.clear)
+            self._expected = sequence
+
+    async def _replay(self, context: zmq.asyncio.Context, *, from_here: bool = False) -> None:
+        """Ask for the messages from `_expected` on; without an answer in time, go on without them.
+
+        `from_here`: if the first of them isn't kept any more, take none.
+        """
+        first = self._expected.to_bytes(8, "big")
+        async with _at_most(_REPLAY_TIMEOUT_S), self._asked(context, first) as answers:
+            async for sequence, payload in answers:
+                if sequence > self._expected and from_here:
+                    return
+                if sequence > self._expected:
+                    await self._apply_on(self._follower.clear)  # what came before isn't kept any more
+                if sequence >= self._expected:
+                    await self._apply(sequence, payload)
+
+    async def _snapshot(self, context: zmq.asyncio.Context) -> bool:
+        """Ask for all live blocks; return whether the server has told them."""
+        is_told = False
+        async with _at_most(_SNAPSHOT_TIMEOUT_S), self._asked(context, SNAPSHOT) as answers:
+            async for sequence, payload in answers:
+                if not is_told:
+                    await self._apply_on(self._follower.clear)
+                is_told = True
+                await self._apply(sequence - 1, payload)
+            self.num_snapshots += is_told
+            return is_told
+        if is_told:  # a part of them, late: what is missing would be taken for evicted
+            await self._apply_on(self._follower.clear)
+        return False
+
+    @asynccontextmanager
+    async def _asked(
+        self, context: zmq.asyncio.Context, question: bytes
+    ) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
+        """Ask the replay socket; yield the messages that it answers with, each with its number."""
         socket = context.socket(zmq.DEALER)  # one request, many answers
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.set_hwm(0)
+
+        async def answers() -> AsyncIterator[tuple[int, bytes]]:
+            while self._replay_endpoint is not None:
+                frames = await socket.recv_multipart()
+                if len(frames) < 3 or len(frames[-2]) != 8 or frames[-2] == _END:
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]
+
         try:
-            socket.connect(self._replay_endpoint)
-            await socket.send_multipart((b"", self._expected.to_bytes(8, "big")))
-            async with asyncio.timeout(_REPLAY_TIMEOUT_S):
-                while True:
-                    frames = await socket.recv_multipart()
-                    if len(frames) < 3 or len(frames[-2]) != 8 or frames[-2] == _END:
-                        return
-                    sequence = int.from_bytes(frames[-2], "big")
-                    if sequence > self._expected:
-                        await self._apply_on(self._follower.clear)  # what came before isn't kept any more
-                    if sequence >= self._expected:
-                        await self._apply(sequence, frames[-1])
-        except TimeoutError:
-            return
+            if self._replay_endpoint is not None:
+                self._is_live = False
+                socket.connect(self._replay_endpoint)
+                await socket.send_multipart((b"", question))
+            yield answers()
         finally:
             socket.close()
+
+
+@asynccontextmanager
+async def _at_most(seconds: float) -> AsyncIterator[None]:
+    """End the block after `seconds`, and go on behind it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            yield
