@@ -100,7 +100,7 @@ def test_servers_flags_are_settings_and_agree_with_the_pod() -> None:
 
 
 def test_router_names_every_server_with_its_ports() -> None:
-    from stemma.server.routing.fleet import FleetServer
+    from stemma.server.routing.server_list import FleetServer
 
     state = manifest("StatefulSet", "stemma")["spec"]
     (container,) = pod("Deployment", "stemma-router")["containers"]

@@ -15,19 +15,11 @@ from stemma.kv_events import publisher as publisher_module
 from stemma.kv_events.follower import Follower
 from stemma.kv_events.live_blocks import LiveBlocks
 from stemma.kv_events.names import chain_of
-from stemma.kv_events.publisher import KVEventPublisher
 from stemma.kv_events.schema import BlocksHeld, MalformedEvents, decode, encode
 from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored
 from stemma.prefix.keys import DEFAULT_NAMESPACE
-from stemma.supervision import LoggingSupervisor
 from stemma.types import Tier
-from tests.kv_events.test_stream import LOOPBACK, SIZE, Following, Relay, held, key, lose, stored, tokens
-
-
-def start(names_path: Path | None = None, endpoint: str = LOOPBACK) -> KVEventPublisher:
-    return KVEventPublisher(
-        endpoint, LOOPBACK, block_size=SIZE, supervisor=LoggingSupervisor(), names_path=names_path
-    )
+from tests.kv_events.publishing import SIZE, Following, Relay, held, key, lose, start, stored, tokens
 
 
 async def test_a_router_that_starts_late_knows_what_happened_long_before(

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from stemma.errors import ConfigError
-from stemma.server.routing.fleet import FleetServer, create_fleet_app
+from stemma.server.routing.fleet import create_fleet_app
 from stemma.server.routing.relay import RouteOptions
+from stemma.server.routing.server_list import FleetServer
 from stemma.types import TokenArray
 from tests.server.upstream import Upstream
 

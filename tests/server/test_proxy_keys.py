@@ -10,8 +10,9 @@ import pytest
 
 from stemma.config.settings import ServerSettings
 from stemma.server.access import Access
-from stemma.server.routing.fleet import FleetServer, create_fleet_app
+from stemma.server.routing.fleet import create_fleet_app
 from stemma.server.routing.relay import RouteOptions
+from stemma.server.routing.server_list import FleetServer
 
 GOOD, WRONG = {"authorization": "Bearer good"}, {"authorization": "Bearer wrong"}
 BODY = {"prompt": "ab"}

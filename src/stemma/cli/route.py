@@ -26,6 +26,10 @@ def command(
             help="One of several equal servers (Stemma, vLLM, ...), with its KV events; may be repeated.",
         ),
     ] = None,
+    servers: Annotated[
+        Path | None,
+        typer.Option(help="File with a server on each line; changes are taken up, at once on SIGHUP."),
+    ] = None,
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Prefill server; may be repeated.")
     ] = None,
@@ -56,9 +60,10 @@ def command(
     from stemma.config.sizes import parse_size
     from stemma.config.words import check_key, read_key
     from stemma.errors import ConfigError
-    from stemma.server.routing.fleet import FleetServer, create_fleet_app
+    from stemma.server.routing.fleet import create_fleet_app
     from stemma.server.routing.relay import RouteOptions
     from stemma.server.routing.route import create_route_app
+    from stemma.server.routing.server_list import ServerList
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = ServerSettings(
@@ -66,11 +71,12 @@ def command(
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
     options = RouteOptions(host, settings.max_body_bytes, key, parse_size(body_memory))
-    if server and (prefill or decode):
-        raise ConfigError("give --server, or --prefill and --decode")
-    if server:
-        fleet = [FleetServer.parse(one) for one in server]
-        app = create_fleet_app(fleet, router, options=options, tokenizer=_tokenizer(tokenizer))
+    is_fleet = bool(server) or servers is not None
+    if is_fleet and (prefill or decode):
+        raise ConfigError("give --server or --servers, or --prefill and --decode")
+    if is_fleet:
+        source = ServerList(server or [], servers)
+        app = create_fleet_app(source, router, options=options, tokenizer=_tokenizer(tokenizer))
     else:
         app = create_route_app(prefill or [], decode or [], options=options)
     serve_proxy(app, settings)

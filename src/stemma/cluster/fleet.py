@@ -107,6 +107,8 @@ class Fleet:
         self.placements = Placements(router, 0, holdings, has_events=has_events)
         self.num_lost_retries = 0
         """Requests that weren't sent again since no server had budget left."""
+        self.num_predicted_tokens = 0
+        """Prompt tokens that servers were expected to have cached, of requests that they answered."""
         self._policy = policy or HealthPolicy()
         self._clock = clock
         self._members: dict[str, FleetMember] = {}
@@ -199,6 +201,7 @@ class Fleet:
         placement = self.placements.begin(ask, member.place)
         num_tokens = self.load(member).num_tokens
         one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
+        one.num_predicted = ask.num_tokens - placement.num_missing
         member.under_way[one] = None
         return one
 
@@ -226,6 +229,7 @@ class Fleet:
         if outcome in _AGAINST:
             failure = member.health.fail(is_probe=one.is_probe)
         elif outcome is Outcome.ANSWERED:
+            self.num_predicted_tokens += one.num_predicted
             member.health.succeed(is_probe=one.is_probe)
         elif one.is_probe:
             member.health.withdraw()
@@ -288,6 +292,8 @@ class Try:
         self.limit_s = member.speed.limit_s(num_tokens) if is_streamed else None
         """How long to wait for the first byte; None: as long as checks find the server alive, since nobody
         knows how long an answer is."""
+        self.num_predicted = 0
+        """Prompt tokens that the server is expected to have cached."""
         self.outcome: Outcome | None = None
         self.failure = 0
         self._fleet = fleet

@@ -1,8 +1,8 @@
 """Receives the KV events of one server, Stemma's or vLLM's, for a `Follower`.
 
 When the connection is made, a server of Stemma's is asked for a snapshot: all blocks that it holds. Missed
-messages are asked for at the replay socket; if they can't be had, a snapshot is; if there is none (vLLM's), all
-that is known of the server is dropped.
+messages are asked for at the replay socket, then a snapshot. If there is none (vLLM's), all that is known of
+the server is dropped.
 """
 
 from __future__ import annotations

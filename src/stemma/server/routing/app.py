@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.errors import StemmaError
 from stemma.server.access import has_key
-from stemma.server.errors import json_response
+from stemma.server.errors import json_response, openai_error
+from stemma.server.routing.metrics import render
 from stemma.server.routing.prompts import GENERATING
 from stemma.server.routing.relay import Relay, RouteOptions
 from stemma.server.transport.headers import Entrance
@@ -37,6 +41,9 @@ class Proxy(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return what is known of the servers, and the counters since the start."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Return what is counted, beside what the relay counts."""
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Return what runs beside the requests."""
@@ -72,10 +79,19 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
             body |= {"budgets": [asdict(proxy.relay.bodies.state())], **proxy.describe()}
         return json_response(body, 200 if is_up else 503)
 
+    async def metrics(request: Request) -> Response:
+        """For whoever has the admin key; without one, for this machine."""
+        try:
+            proxy.relay.check_operator(request, options.admin_key)
+        except StemmaError as error:
+            return openai_error(error)
+        return Response(render(proxy.relay.metrics(), proxy.metrics()), media_type=CONTENT_TYPE_LATEST)
+
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.add_middleware(Entrance)
     app.add_route("/health", health, methods=["GET"])
+    app.add_route("/metrics", metrics, methods=["GET"])
     for path in GENERATING:
         app.add_route(path, generate, methods=["POST"])
     app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import orjson
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -24,13 +25,14 @@ from stemma.budgets import Holding
 from stemma.config.settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, StemmaError
 from stemma.http import async_http_client
-from stemma.server.access import Access
+from stemma.server.access import Access, is_loopback
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
 from stemma.server.requests.body import limited_chunks
 from stemma.server.requests.json_input import parse_json
 from stemma.server.routing.keys import AskedKeys, Keys, OwnKeys
+from stemma.server.routing.metrics import counters
 from stemma.server.transport.disconnect import unless_disconnected
 from stemma.server.transport.planes import Plane, plane_of
 
@@ -142,8 +144,12 @@ class Relay:
     def __init__(self, client: httpx.AsyncClient, options: RouteOptions) -> None:
         self.client = client
         self.num_broken_streams = 0
+        self.num_refused = 0
+        """Requests that were answered here: without a key, malformed, or beyond a budget."""
+        self.num_told_hit_tokens = 0
+        """Prompt tokens that servers said they had cached."""
         self._options = options
-        self._access = Access(ServerSettings(host=options.host))
+        self._access = Access(ServerSettings(host=options.host, admin_key=options.admin_key))
         self.bodies = shared("body_bytes", "bytes of request bodies", options.body_memory)
         self._keys: Keys | None = None if options.access is None else OwnKeys(options.access)
 
@@ -164,12 +170,14 @@ class Relay:
             if not {"authorization", "x-api-key"} & set(request.headers):
                 self._access.check(request)
             if self._keys is not None and (refusal := await self._keys.refusal(request)) is not None:
+                self.num_refused += 1
                 return refusal
             content = await self._read(request, held)
             return await unless_disconnected(request, work(request, content))
         except ClientDisconnected:
             return Response(status_code=STATUS_CLIENT_CLOSED)
         except StemmaError as error:
+            self.num_refused += 1
             return openai_error(error)
         finally:
             held.close()
@@ -200,6 +208,7 @@ class Relay:
             method, url, content=content, headers=headers, extensions=extensions
         )
         upstream = await self.client.send(request, stream=True)
+        self._note_hits(upstream.headers.get("x-stemma-cached-tokens", ""))
         if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
             try:
                 await upstream.aread()
@@ -227,6 +236,26 @@ class Relay:
             if answer.status_code != NOT_FOUND:
                 break
         return answer
+
+    def _note_hits(self, told: str) -> None:
+        if told.isascii() and told.isdecimal() and len(told) < 9:
+            self.num_told_hit_tokens += int(told)
+
+    def check_operator(self, request: Request, admin_key: str | None) -> None:
+        """Raise unless `request` carries the admin key or, if there is none, comes from this machine."""
+        self._access.check_page(request)
+        if admin_key is not None or not is_loopback(self._options.host):
+            self._access.check_admin(request)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Return what is counted here."""
+        return counters(
+            {
+                "refused": ("Requests refused before they reached a server", self.num_refused),
+                "broken_streams": ("Streams that servers broke off", self.num_broken_streams),
+                "told_hit_tokens": ("Prompt tokens that servers had cached", self.num_told_hit_tokens),
+            }
+        )
 
     def _note_broken(self) -> None:
         self.num_broken_streams += 1

@@ -14,7 +14,7 @@ finished.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import orjson
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,6 +33,7 @@ from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import CHARS_PER_TOKEN, number_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.description import describe, num_failures
+from stemma.server.routing.metrics import counters, fleet_metrics
 from stemma.server.routing.prompts import head_of, is_streamed, num_characters, one_token_body
 from stemma.server.routing.relay import (
     Relay,
@@ -146,6 +148,15 @@ class Groups:
             "num_fallbacks": sum(router.num_fallbacks for router in routers),
             "num_broken_streams": self.relay.num_broken_streams,
         }
+
+    def metrics(self) -> Iterable[Metric]:
+        """See `Proxy`."""
+        yield from counters({"requests": ("Requests for text", self.num_requests)})
+        named = [
+            (router, f"-{place}" if place else "") for place, router in enumerate(self._routers.values())
+        ]
+        fleets = {f"prefill{end}": router.prefills for router, end in named}
+        yield from fleet_metrics(fleets | {f"decode{end}": router.decodes for router, end in named})
 
     @property
     def urls(self) -> tuple[str, ...]:
