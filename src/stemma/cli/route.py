@@ -40,6 +40,10 @@ def command(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Checkpoint of the served model; default: ask the servers.")
     ] = None,
+    endpoint_picker: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Answer Envoy's endpoint picker calls (gRPC) there too."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64MiB",
@@ -76,7 +80,9 @@ def command(
         raise ConfigError("give --server or --servers, or --prefill and --decode")
     if is_fleet:
         source = ServerList(server or [], servers)
-        app = create_fleet_app(source, router, options=options, tokenizer=_tokenizer(tokenizer))
+        app = create_fleet_app(
+            source, router, options=options, tokenizer=_tokenizer(tokenizer), endpoint_picker=endpoint_picker
+        )
     else:
         app = create_route_app(prefill or [], decode or [], options=options)
     serve_proxy(app, settings)

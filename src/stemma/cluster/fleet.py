@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 import xxhash
 
@@ -68,7 +69,6 @@ _BEGUN = (Outcome.FAILED, Outcome.LATE, Outcome.LOST)
 """Outcomes after which a server may have computed the request, and nobody has seen a byte."""
 _AGAINST = (Outcome.UNSENT, Outcome.FAILED, Outcome.LATE, Outcome.LOST, Outcome.BROKEN)
 """Outcomes that count against a server."""
-_ASKED = (Standing.HEALTHY, Standing.HALF_OPEN)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +92,9 @@ class FleetMember:
 
 class Fleet:
     """The servers, and the requests under way. For one event loop."""
+
+    ASKED: ClassVar = (Standing.HEALTHY, Standing.HALF_OPEN)
+    """Servers of this standing get requests; the others only if there are none."""
 
     def __init__(
         self,
@@ -129,12 +132,12 @@ class Fleet:
     @property
     def is_up(self) -> bool:
         """Whether any server can be asked now."""
-        return any(one.health.standing in _ASKED for one in self.members)
+        return any(one.health.standing in Fleet.ASKED for one in self.members)
 
     def least_busy(self) -> str | None:
         """Return the server with the fewest requests of those that can be asked now; None: there is none."""
         order = {url: place for place, url in enumerate(self.urls)}
-        asked = [one for one in self.members if one.health.standing in _ASKED] or self.members
+        asked = [one for one in self.members if one.health.standing in Fleet.ASKED] or self.members
         best = min(asked, key=lambda one: (self.load(one).num_requests, order[one.url]), default=None)
         return None if best is None else best.url
 
@@ -348,7 +351,7 @@ class Tries:
         Else a server that is late is better waited for.
         """
         equals = self._best()
-        can_serve = bool(equals) and equals[0].health.standing in _ASKED
+        can_serve = bool(equals) and equals[0].health.standing in Fleet.ASKED
         has_failed = any(one.outcome in _BEGUN for one in self._done)
         return not has_failed and can_serve and any(one.budget.has_room() for one in equals)
 
@@ -360,7 +363,7 @@ class Tries:
     def _best(self) -> list[FleetMember]:
         """Return the servers that may be asked next, best first: a reserve only if there are no others."""
         order = self._fleet.order(self._ask, without=[one.url for one in self._done])
-        return [one for one in order if one.health.standing in _ASKED] or order
+        return [one for one in order if one.health.standing in Fleet.ASKED] or order
 
     def _goes_on(self, last: Try) -> bool:
         assert last.outcome is not None, "end a try before the next one"
@@ -384,6 +387,6 @@ class Tries:
 def _reserve_of(member: FleetMember, now: float) -> int:
     """Return how late a server is asked: 0 for all that may be asked now."""
     standing = member.health.standing
-    if standing in _ASKED:
+    if standing in Fleet.ASKED:
         return 1 if member.busy_until > now else 0
     return {Standing.EJECTED: 2, Standing.DOWN: 3, Standing.DRAINING: 4}[standing]

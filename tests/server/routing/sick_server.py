@@ -16,6 +16,14 @@ def answer(status: int, content: bytes, kind: str = JSON) -> bytes:
     return head.encode() + content
 
 
+async def chunked(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+    return body
+
+
 class SickServer:
     def __init__(self) -> None:
         self.mode = "well"
@@ -26,10 +34,9 @@ class SickServer:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 path = head.split(" ")[1]
-                lengths = [
-                    line[15:] for line in head.lower().split("\r\n") if line.startswith("content-length:")
-                ]
-                body = await reader.readexactly(int(lengths[0])) if lengths else b""
+                length = head.lower().partition("content-length:")[2].split("\r\n")[0]
+                is_chunked = "transfer-encoding: chunked" in head.lower()
+                body = await (chunked(reader) if is_chunked else reader.readexactly(int(length or 0)))
                 if path.startswith("/mode/"):
                     self.mode = path.removeprefix("/mode/")
                     writer.write(answer(200, json.dumps({"generated": self.num_generated}).encode()))
@@ -50,7 +57,7 @@ class SickServer:
     async def generate(self, writer: asyncio.StreamWriter, body: dict[str, object]) -> bool:
         """Answer; return whether the connection stays."""
         self.num_generated += 1
-        said = json.dumps({"pid": os.getpid()}).encode()
+        said = json.dumps({"pid": os.getpid(), "length": len(str(body.get("prompt")))}).encode()
         streams = bool(body.get("stream"))
         if self.mode in ("500", "401", "429", "503"):
             writer.write(answer(int(self.mode), b'{"error": {}}'))

@@ -6,8 +6,10 @@ informed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,9 +18,11 @@ from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.errors import ConfigError
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.description import describe
 from stemma.server.routing.metrics import counters
+from stemma.server.routing.picker.endpoints import check_endpoints
 from stemma.server.routing.prompts import is_streamed
 from stemma.server.routing.relay import (
     Relay,
@@ -36,11 +40,18 @@ if TYPE_CHECKING:  # torch isn't needed to pass requests on
     from stemma.model.tokenizer import Tokenizer
 
 
+_log = logging.getLogger(__name__)
+PickerAddress = tuple[str, int, int]
+"""Address, the largest body, and the memory of all bodies, in bytes."""
+
+
 class FleetProxy:
     """See `Proxy`."""
 
-    def __init__(self, served: ServedFleet, relay: Relay) -> None:
+    def __init__(self, served: ServedFleet, relay: Relay, picker: PickerAddress | None = None) -> None:
+        """`picker`: where Envoy asks; None: nowhere."""
         self.relay = relay
+        self._picker = picker
         self.num_requests = 0
         self._served = served
 
@@ -57,7 +68,14 @@ class FleetProxy:
     async def serving(self) -> AsyncIterator[None]:
         """See `Proxy`."""
         async with self._served.serving():
-            yield
+            if self._picker is None:
+                yield
+                return
+            from stemma.server.routing.picker.serving import serving_picker  # gRPC is an extra
+
+            async with serving_picker(self._served, *self._picker) as port:
+                _log.warning("Envoy's endpoint picker listens on port %d", port)
+                yield
 
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates."""
@@ -93,9 +111,19 @@ def create_fleet_app(
     client: httpx.AsyncClient | None = None,
     options: RouteOptions | None = None,
     tokenizer: Tokenizer | None = None,
+    endpoint_picker: str | None = None,
 ) -> FastAPI:
-    """Return the proxy. Raises ConfigError for an unknown router, or no servers."""
+    """Return the proxy. Raises ConfigError for an unknown router, or no servers.
+
+    `endpoint_picker`: address on which Envoy is answered too; this needs the extra `envoy`.
+    """
     options, client = options or RouteOptions(), client or relay_client()
     source = servers if isinstance(servers, ServerList) else ServerList(servers)
     served = ServedFleet(source, router, client, tokenizer=tokenizer)
-    return create_proxy_app(FleetProxy(served, Relay(client, options)), options)
+    picker = None
+    if endpoint_picker is not None:
+        if find_spec("envoy_data_plane") is None or find_spec("grpc_health") is None:
+            raise ConfigError("an endpoint picker needs gRPC: pip install 'stemma[envoy]'")
+        check_endpoints(server.url for server in source.entries if server.dns_name is None)
+        picker = endpoint_picker, options.max_body_bytes, options.body_memory
+    return create_proxy_app(FleetProxy(served, Relay(client, options), picker), options)

@@ -135,7 +135,7 @@ async def _judged(response: Response, outgoing: Outgoing) -> tuple[Response, Out
         is_gone = status == 400 and outgoing.continues and not isinstance(response, Relayed)
         if is_gone and _NO_RESPONSE in bytes(response.body):
             return response, Outcome.ELSEWHERE
-        return response, _BY_STATUS.get(status, Outcome.FAILED if status >= 500 else Outcome.ANSWERED)
+        return response, outcome_of(status)
     if isinstance(response, Relayed):
         begin = response.first.lstrip(b"\xef\xbb\xbf\r\n\t ")
         is_stream = any(begin.startswith(one) or (begin and one.startswith(begin)) for one in _SSE)
@@ -143,6 +143,11 @@ async def _judged(response: Response, outgoing: Outgoing) -> tuple[Response, Out
     if await _is_readable(bytes(response.body), outgoing.headers):
         return response, Outcome.ANSWERED
     return _unusable(), Outcome.FAILED
+
+
+def outcome_of(status: int) -> Outcome:
+    """Return what an HTTP status says of a try."""
+    return _BY_STATUS.get(status, Outcome.FAILED if status >= 500 else Outcome.ANSWERED)
 
 
 async def _is_readable(content: bytes, headers: Mapping[str, str]) -> bool:
