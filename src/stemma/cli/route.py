@@ -44,6 +44,11 @@ def command(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Answer Envoy's endpoint picker calls (gRPC) there too."),
     ] = None,
+    endpoint_picker_cert: Annotated[
+        Path | None,
+        typer.Option(help="Certificate for these calls; most gateways use TLS."),
+    ] = None,
+    endpoint_picker_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64MiB",
@@ -65,6 +70,7 @@ def command(
     from stemma.config.words import check_key, read_key
     from stemma.errors import ConfigError
     from stemma.server.routing.fleet import create_fleet_app
+    from stemma.server.routing.picker.options import PickerOptions
     from stemma.server.routing.relay import RouteOptions
     from stemma.server.routing.route import create_route_app
     from stemma.server.routing.server_list import ServerList
@@ -80,8 +86,11 @@ def command(
         raise ConfigError("give --server or --servers, or --prefill and --decode")
     if is_fleet:
         source = ServerList(server or [], servers)
+        picker = None
+        if endpoint_picker is not None:
+            picker = PickerOptions(endpoint_picker, endpoint_picker_cert, endpoint_picker_key)
         app = create_fleet_app(
-            source, router, options=options, tokenizer=_tokenizer(tokenizer), endpoint_picker=endpoint_picker
+            source, router, options=options, tokenizer=_tokenizer(tokenizer), endpoint_picker=picker
         )
     else:
         app = create_route_app(prefill or [], decode or [], options=options)

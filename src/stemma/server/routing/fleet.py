@@ -23,6 +23,7 @@ from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.description import describe
 from stemma.server.routing.metrics import counters
 from stemma.server.routing.picker.endpoints import check_endpoints
+from stemma.server.routing.picker.options import PickerOptions
 from stemma.server.routing.prompts import is_streamed
 from stemma.server.routing.relay import (
     Relay,
@@ -41,14 +42,14 @@ if TYPE_CHECKING:  # torch isn't needed to pass requests on
 
 
 _log = logging.getLogger(__name__)
-PickerAddress = tuple[str, int, int]
-"""Address, the largest body, and the memory of all bodies, in bytes."""
+PickerSetup = tuple[PickerOptions, int, int]
+"""With the largest body, and the memory of all bodies, in bytes."""
 
 
 class FleetProxy:
     """See `Proxy`."""
 
-    def __init__(self, served: ServedFleet, relay: Relay, picker: PickerAddress | None = None) -> None:
+    def __init__(self, served: ServedFleet, relay: Relay, picker: PickerSetup | None = None) -> None:
         """`picker`: where Envoy asks; None: nowhere."""
         self.relay = relay
         self._picker = picker
@@ -111,11 +112,11 @@ def create_fleet_app(
     client: httpx.AsyncClient | None = None,
     options: RouteOptions | None = None,
     tokenizer: Tokenizer | None = None,
-    endpoint_picker: str | None = None,
+    endpoint_picker: PickerOptions | None = None,
 ) -> FastAPI:
     """Return the proxy. Raises ConfigError for an unknown router, or no servers.
 
-    `endpoint_picker`: address on which Envoy is answered too; this needs the extra `envoy`.
+    `endpoint_picker`: where Envoy is answered too; this needs the extra `envoy`.
     """
     options, client = options or RouteOptions(), client or relay_client()
     source = servers if isinstance(servers, ServerList) else ServerList(servers)

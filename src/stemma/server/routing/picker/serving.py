@@ -15,6 +15,7 @@ from stemma.errors import ConfigError
 from stemma.server.admission.ledger import shared
 from stemma.server.routing.picker.endpoints import Endpoints
 from stemma.server.routing.picker.exchange import Exchange
+from stemma.server.routing.picker.options import PickerOptions
 from stemma.server.routing.served_fleet import ServedFleet
 
 _log = logging.getLogger(__name__)
@@ -67,9 +68,9 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @asynccontextmanager
 async def serving_picker(
-    served: ServedFleet, address: str, max_body_bytes: int, body_memory: int
+    served: ServedFleet, options: PickerOptions, max_body_bytes: int, body_memory: int
 ) -> AsyncIterator[int]:
-    """Listen on `address` (``127.0.0.1:9002``) meanwhile; yield the port. Raises ConfigError."""
+    """Listen meanwhile; yield the port. Raises ConfigError."""
     picker = Picker(served, max_body_bytes, body_memory)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     handler = grpc.stream_stream_rpc_method_handler(
@@ -80,11 +81,25 @@ async def serving_picker(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
     health_pb2_grpc.add_HealthServicer_to_server(_Health(served), server)
     try:
-        port = server.add_insecure_port(address)
+        port = _listen(server, options)
     except RuntimeError as error:
-        raise ConfigError(f"the endpoint picker can't listen on {address}: {error}") from error
+        raise ConfigError(f"the endpoint picker can't listen on {options.address}: {error}") from error
     await server.start()
     try:
         yield port
     finally:
         await server.stop(_GRACE_S)
+
+
+def _listen(server: grpc.aio.Server, options: PickerOptions) -> int:
+    """Open the port, and return its number."""
+    port: int
+    if options.cert is None or options.key is None:
+        port = server.add_insecure_port(options.address)
+        return port
+    try:
+        pair = (options.key.read_bytes(), options.cert.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"the endpoint picker's certificate can't be read: {error}") from error
+    port = server.add_secure_port(options.address, grpc.ssl_server_credentials([pair]))
+    return port
