@@ -113,7 +113,7 @@ def test_router_names_every_server_with_its_ports() -> None:
 
 
 def test_pickers_before_an_inference_pool() -> None:
-    """Kubernetes' own kinds by its schema. No package has that of the others: only that they meet is checked."""
+    """Kubernetes' own kinds by its schema. No package has that of the others: they only have to meet."""
     validator = pytest.importorskip("kubernetes_validate")
     text = (CLUSTER / "envoy" / "inference-pool.yaml").read_text("utf-8")
     kinds = {one["kind"]: one for one in yaml.safe_load_all(text)}
