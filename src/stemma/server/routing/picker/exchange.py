@@ -138,7 +138,10 @@ class Exchange:
         return self._subset is None or self._endpoints.of(member.url) in self._subset
 
     def _begun(self, member: FleetMember, *, is_retry: bool) -> Try:
-        return self._served.fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=self._is_streamed)
+        if self._try is not None:
+            self._try.end(Outcome.LEFT)  # unless it has ended: there is one try at a time
+        fleet = self._served.fleet
+        return fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=self._is_streamed)
 
     def _answered(self, headers: dict[str, str], served: str | None) -> None:
         """Note how the request was answered, and by whom: Envoy may have gone on to the next endpoint."""
