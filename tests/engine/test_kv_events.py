@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stemma.memory.kv_events import KVEventSink
 from stemma.types import TokenArray
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
@@ -17,7 +16,7 @@ from stemma.kv_events.follower import Follower
 from stemma.kv_events.live_blocks import LiveBlocks
 from stemma.kv_events.names import chain_of
 from stemma.kv_events.publisher import wire_event
-from stemma.memory.kv_events import KVEvent
+from stemma.memory.kv_events import KVEvent, KVEventSink
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from tests.engine.harness import Harness, greedy, prompt
 from tests.engine.tier_rounds import BLOCK_SIZE, PROMPTS, expected, round_of, serve
@@ -59,7 +58,7 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
     assert holdings.num_ids == 0
 
 
-class Kept:
+class Kept(KVEventSink):
     """Notes events as a publisher's thread does."""
 
     def __init__(self, live: LiveBlocks) -> None:

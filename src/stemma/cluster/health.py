@@ -95,9 +95,10 @@ class ServerHealth:
 
     def succeed(self, *, is_probe: bool = False) -> None:
         """Note a good answer. One of a request from before an ejection says nothing."""
-        if is_probe:
-            self._restore()
-        if self._ejected_until is None:
+        if self._ejected_until is not None:
+            if is_probe:
+                self._restore()
+        else:
             self._count(is_good=True)
             self._in_a_row = 0
             if all(is_good for _, is_good in self._outcomes) and len(self._outcomes) == self._policy.window:
