@@ -29,7 +29,7 @@ from stemma.server.access import Access, is_loopback
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
-from stemma.server.requests.body import limited_chunks
+from stemma.server.requests.chunks import limited_chunks
 from stemma.server.requests.json_input import parse_json
 from stemma.server.routing.keys import AskedKeys, Keys, OwnKeys
 from stemma.server.routing.metrics import counters
