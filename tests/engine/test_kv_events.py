@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from stemma.memory.kv_events import KVEventSink
 from stemma.types import TokenArray
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-from stemma.cluster.holdings import Holdings, chain_of
+from stemma.cluster.holdings import Holdings
+from stemma.kv_events.follower import Follower
+from stemma.kv_events.live_blocks import LiveBlocks
+from stemma.kv_events.names import chain_of
 from stemma.kv_events.publisher import wire_event
-from stemma.kv_events.subscriber import Follower
+from stemma.memory.kv_events import KVEvent, KVEventSink
 from stemma.prefix.keys import DEFAULT_NAMESPACE
-from tests.engine.harness import greedy, prompt
+from tests.engine.harness import Harness, greedy, prompt
+from tests.engine.tier_rounds import BLOCK_SIZE, PROMPTS, expected, round_of, serve
+
+__all__ = ["expected", "serve"]  # fixtures
 
 
 class Direct(KVEventSink):
@@ -33,7 +40,7 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
     """Prompts that share, overflow and are flushed: after each, the depth is that of the cache."""
     engine = harness(num_blocks=24, block_size=8, index=index)
     holdings = Holdings()
-    engine.cache.watch(Direct(Follower(0, holdings, chain_of), 8))
+    engine.cache.watch(Direct(Follower(0, holdings), 8))
     generator = np.random.default_rng(0)
     prompts: list[TokenArray] = []
     for number in range(30):
@@ -49,3 +56,37 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
             assert holdings.depths(chain_of(one, 8), 1) == [cached]
     engine.engine.flush_cache()
     assert holdings.num_ids == 0
+
+
+class Kept(KVEventSink):
+    """Notes events as a publisher's thread does."""
+
+    def __init__(self, live: LiveBlocks) -> None:
+        self._live = live
+
+    def put(self, event: KVEvent) -> None:
+        self._live.note(event)
+
+
+def told_by(one: Harness, names: Path) -> Holdings:
+    """Return what a router knows that asks for a snapshot."""
+    live = LiveBlocks(BLOCK_SIZE, names)
+    one.cache.watch(Kept(live))
+    holdings = Holdings()
+    Follower(0, holdings).take(list(live.snapshot()))
+    return holdings
+
+
+def test_a_router_is_told_what_an_engine_found_on_disk(serve, expected, tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    one = serve(disk_cache=tmp_path / "disk", disk_cache_size="10MB")
+    assert told_by(one, names).num_ids == 0
+    round_of(one, expected)
+    one.engine.close()
+    two = serve(disk_cache=tmp_path / "disk", disk_cache_size="10MB")
+    holdings = told_by(two, names)
+    depths = [holdings.depths(chain_of(tokens, BLOCK_SIZE), 1) for tokens in PROMPTS]
+    assert depths == [[6]] * 5
+    two.engine.close()
+    three = serve(disk_cache=tmp_path / "disk", disk_cache_size="10MB")
+    assert told_by(three, names).num_ids == holdings.num_ids, "and once more"

@@ -100,7 +100,7 @@ def test_servers_flags_are_settings_and_agree_with_the_pod() -> None:
 
 
 def test_router_names_every_server_with_its_ports() -> None:
-    from stemma.server.routing.fleet import FleetServer
+    from stemma.server.routing.server_list import FleetServer
 
     state = manifest("StatefulSet", "stemma")["spec"]
     (container,) = pod("Deployment", "stemma-router")["containers"]
@@ -110,6 +110,34 @@ def test_router_names_every_server_with_its_ports() -> None:
         FleetServer(f"http://{host}:8000", f"tcp://{host}:5557", f"tcp://{host}:5558") for host in hosts
     ]
     assert options["port"] == container["ports"][0]["containerPort"]
+
+
+def test_pickers_before_an_inference_pool() -> None:
+    """Kubernetes' own kinds by its schema. No package has that of the others: they only have to meet."""
+    validator = pytest.importorskip("kubernetes_validate")
+    text = (CLUSTER / "envoy" / "inference-pool.yaml").read_text("utf-8")
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(text)}
+    for kind in ("Service", "Deployment", "NetworkPolicy"):
+        validator.validate(kinds[kind], validator.latest_version(), strict=True)
+    pool, service, labels = kinds["InferencePool"]["spec"], kinds["Service"], {"app": "stemma-picker"}
+    assert pool["selector"]["matchLabels"] == {"app": "stemma-server"}
+    assert pool["endpointPickerRef"]["name"] == service["metadata"]["name"]
+    assert pool["endpointPickerRef"]["port"]["number"] == service["spec"]["ports"][0]["port"]
+    assert (
+        kinds["Deployment"]["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"] == labels
+    )
+    backend = kinds["HTTPRoute"]["spec"]["rules"][0]["backendRefs"][0]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", kinds["InferencePool"]["metadata"]["name"])
+    spec = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    options = parsed(container["args"])
+    assert options["endpoint_picker"].endswith(f":{container['ports'][0]['containerPort']}")
+    from stemma.server.routing.server_list import FleetServer
+
+    servers = FleetServer.parse(options["server"][0])
+    assert servers.dns_name == manifest("StatefulSet", "stemma")["spec"]["serviceName"]
+    assert pool["targetPorts"][0]["number"] == 8000
 
 
 def test_dockerfile_passes_hadolint() -> None:

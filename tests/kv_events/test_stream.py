@@ -4,113 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
 
-import zmq
-import zmq.asyncio
-
-from stemma.cluster.holdings import Holdings, chain_of
+from stemma.cluster.holdings import Holdings
 from stemma.errors import ConfigError
 from stemma.kv_events import publisher as publisher_module
-from stemma.kv_events.publisher import KVEventPublisher
+from stemma.kv_events.follower import Follower
+from stemma.kv_events.names import chain_of
 from stemma.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
-from stemma.kv_events.subscriber import Follower, Subscription
-from stemma.memory.kv_events import BlocksRemoved, BlocksStored
-from stemma.prefix.keys import DEFAULT_NAMESPACE
-from stemma.supervision import LoggingSupervisor
-from stemma.types import BlockKey, Tier
-
-SIZE = 4
-LOOPBACK = "tcp://127.0.0.1:*"
-
-
-def start(endpoint: str = LOOPBACK, replay: str | None = LOOPBACK) -> KVEventPublisher:
-    return KVEventPublisher(endpoint, replay, block_size=SIZE, supervisor=LoggingSupervisor())
-
-
-def stored(number: int) -> BlocksStored:
-    return BlocksStored((key(number),), None, tokens(number), DEFAULT_NAMESPACE)
-
-
-def key(number: int) -> BlockKey:
-    return BlockKey(number.to_bytes(32, "big"))
-
-
-def tokens(number: int) -> np.ndarray:
-    return np.full(SIZE, number, dtype=np.int32)
-
-
-def held(holdings: Holdings, numbers: range) -> list[int]:
-    return [n for n in numbers if holdings.depths(chain_of(tokens(n), SIZE), 1) == [1]]
-
-
-class Following:
-    """A subscription that runs for the time of a test."""
-
-    def __init__(self, endpoint: str, replay: str | None) -> None:
-        self.holdings = Holdings()
-        self.follower = Follower(0, self.holdings, chain_of)
-        self.subscription = Subscription(self.follower, endpoint, replay)
-
-    async def __aenter__(self) -> Following:
-        self._task = asyncio.create_task(self.subscription.run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def sees(self, expected: list[int], numbers: range) -> None:
-        async with asyncio.timeout(10):
-            while held(self.holdings, numbers) != expected:
-                await asyncio.sleep(0.01)
-
-
-class Relay:
-    """Passes on the messages of a publisher, or loses them."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.asyncio.Context()
-        self._source = self._context.socket(zmq.SUB)
-        self._source.subscribe(b"")
-        self._source.connect(endpoint)
-        self._out = self._context.socket(zmq.PUB)
-        self._out.bind(LOOPBACK)
-        self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.loses = False
-        self.num_passed = self.num_lost = 0
-
-    async def __aenter__(self) -> Relay:
-        self._task = asyncio.create_task(self._pass_on())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._context.destroy(linger=0)
-
-    async def _pass_on(self) -> None:
-        while True:
-            frames = await self._source.recv_multipart()
-            if self.loses:
-                self.num_lost += 1
-            else:
-                await self._out.send_multipart(frames)
-                self.num_passed += 1
-
-
-async def lose(relay: Relay, publisher: KVEventPublisher, count: int) -> None:
-    """Publish messages that don't arrive, of blocks 1, 2 and so on."""
-    relay.loses = True
-    for number in range(1, count + 1):
-        publisher.put(stored(number))
-        async with asyncio.timeout(20):
-            while relay.num_lost < number:  # one at a time: events that wait together go in one message
-                await asyncio.sleep(0.005)
-    relay.loses = False
+from stemma.memory.kv_events import BlocksRemoved
+from stemma.types import Tier
+from tests.kv_events.publishing import SIZE, Following, Relay, held, key, lose, start, stored, tokens
 
 
 async def test_events_before_and_after_the_subscription_arrive() -> None:
@@ -199,7 +105,7 @@ def test_an_address_in_use_is_a_config_error() -> None:
 
 def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
     holdings = Holdings()
-    follower = Follower(0, holdings, chain_of)
+    follower = Follower(0, holdings)
     follower.take([BlockStored([1], 99, [1, 2, 3, 4], 4, None, "GPU", None)])  # unknown predecessor
     follower.take([BlockStored([2, 3], None, [1, 2, 3, 4], 4, None, "GPU", None)])  # too few tokens
     follower.take([BlockStored([4], None, [], 4, None, "CPU", None)])  # no tokens, never seen before
@@ -210,7 +116,7 @@ def test_a_follower_leaves_out_blocks_that_it_cannot_place() -> None:
 
 def test_a_block_is_held_until_it_left_every_tier() -> None:
     holdings = Holdings()
-    follower = Follower(0, holdings, chain_of)
+    follower = Follower(0, holdings)
     chain = chain_of(tokens(3), SIZE)
     follower.take([BlockStored([b"k"], None, [3] * SIZE, SIZE, None, "GPU", None)])
     follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None), BlockRemoved([b"k"], "GPU")])

@@ -10,8 +10,9 @@ import pytest
 
 from stemma.config.settings import ServerSettings
 from stemma.server.access import Access
-from stemma.server.routing.fleet import FleetServer, create_fleet_app
+from stemma.server.routing.fleet import create_fleet_app
 from stemma.server.routing.relay import RouteOptions
+from stemma.server.routing.server_list import FleetServer
 
 GOOD, WRONG = {"authorization": "Bearer good"}, {"authorization": "Bearer wrong"}
 BODY = {"prompt": "ab"}
@@ -73,7 +74,8 @@ async def test_nothing_of_a_body_with_a_wrong_key_is_read(servers: Servers, is_k
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
     assert upload.num_read == 0
-    assert servers.asked == ([] if is_known else ["/v1/models"]), "neither tokenized nor passed on"
+    asked = [] if is_known else ["/v1/models"] * 2  # a second server confirms a refusal
+    assert servers.asked == asked, "neither tokenized nor passed on"
     assert (await client.post("/v1/completions", json=BODY, headers=GOOD)).status_code == 200
 
 

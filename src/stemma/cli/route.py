@@ -26,6 +26,10 @@ def command(
             help="One of several equal servers (Stemma, vLLM, ...), with its KV events; may be repeated.",
         ),
     ] = None,
+    servers: Annotated[
+        Path | None,
+        typer.Option(help="File with a server on each line; changes are taken up, at once on SIGHUP."),
+    ] = None,
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Prefill server; may be repeated.")
     ] = None,
@@ -36,6 +40,15 @@ def command(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Checkpoint of the served model; default: ask the servers.")
     ] = None,
+    endpoint_picker: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Answer Envoy's endpoint picker calls (gRPC) there too."),
+    ] = None,
+    endpoint_picker_cert: Annotated[
+        Path | None,
+        typer.Option(help="Certificate for these calls; most gateways use TLS."),
+    ] = None,
+    endpoint_picker_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8080,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64MiB",
@@ -56,9 +69,11 @@ def command(
     from stemma.config.sizes import parse_size
     from stemma.config.words import check_key, read_key
     from stemma.errors import ConfigError
-    from stemma.server.routing.fleet import FleetServer, create_fleet_app
+    from stemma.server.routing.fleet import create_fleet_app
+    from stemma.server.routing.picker.options import PickerOptions
     from stemma.server.routing.relay import RouteOptions
     from stemma.server.routing.route import create_route_app
+    from stemma.server.routing.server_list import ServerList
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = ServerSettings(
@@ -66,11 +81,17 @@ def command(
     )
     key = read_key(None if admin_key is None else check_key(admin_key), admin_key_file, "admin_key")
     options = RouteOptions(host, settings.max_body_bytes, key, parse_size(body_memory))
-    if server and (prefill or decode):
-        raise ConfigError("give --server, or --prefill and --decode")
-    if server:
-        fleet = [FleetServer.parse(one) for one in server]
-        app = create_fleet_app(fleet, router, options=options, tokenizer=_tokenizer(tokenizer))
+    is_fleet = bool(server) or servers is not None
+    if is_fleet and (prefill or decode):
+        raise ConfigError("give --server or --servers, or --prefill and --decode")
+    if is_fleet:
+        source = ServerList(server or [], servers)
+        picker = None
+        if endpoint_picker is not None:
+            picker = PickerOptions(endpoint_picker, endpoint_picker_cert, endpoint_picker_key)
+        app = create_fleet_app(
+            source, router, options=options, tokenizer=_tokenizer(tokenizer), endpoint_picker=picker
+        )
     else:
         app = create_route_app(prefill or [], decode or [], options=options)
     serve_proxy(app, settings)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask, Placement, Placements
-from stemma.kv_events.subscriber import Follower
+from stemma.kv_events.follower import Follower
 
 
 class CallRouter(Protocol):
@@ -147,7 +146,7 @@ class Homes:
         home = same or next(iter(free), None)
         if home is None:
             number = self.placements.add_replica()
-            home = Home(number, Follower(number, self.placements.holdings, chain_of), place)
+            home = Home(number, Follower(number, self.placements.holdings), place)
             self.all.append(home)
         elif same is None:
             home.follower.clear()

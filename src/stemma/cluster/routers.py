@@ -215,9 +215,9 @@ class Placements:
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """By replica: block -> requests under way that will leave it there."""
 
-    def add_replica(self) -> int:
-        """Return the number of a further replica."""
-        self.loads.append(ReplicaLoad(number=len(self.loads)))
+    def add_replica(self, number: int | None = None) -> int:
+        """Return the place of a further replica; `number` tells it apart in rendezvous hashing."""
+        self.loads.append(ReplicaLoad(number=len(self.loads) if number is None else number))
         self._expected.append({})
         return len(self.loads) - 1
 

@@ -15,7 +15,8 @@ from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, Reque
 
 from stemma.cluster.replica_calls import Home, Homes, ReplicaPlace, RoutedCall
 from stemma.cluster.routers import ROUTERS, Ask, Placement, Placements
-from stemma.kv_events.subscriber import Follower, Subscription
+from stemma.kv_events.follower import Follower
+from stemma.kv_events.subscriber import Subscription
 
 _log = logging.getLogger(__name__)
 

@@ -42,6 +42,8 @@ from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.device.sizing import DeviceSizes, device_bytes, device_sizes
+from stemma.memory.tiers.block_store import BlockStore
+from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
@@ -197,7 +199,7 @@ def assemble_engine(
     )
     eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
-    publisher = open_kv_events(asked, supervisor)
+    publisher = open_kv_events(asked, supervisor, () if lower is None else lower.stores)
     if publisher is not None:
         cache.watch(publisher)
     own_drafter = make_drafter(settings.speculation, cache.continuation)
@@ -399,8 +401,13 @@ def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | No
     return StreamQueue(device) if is_cuda else ThreadQueue()
 
 
-def open_kv_events(settings: CacheSettings, supervisor: Supervisor) -> KVEventPublisher | None:
-    """Return the publisher that the settings ask for, or None. Raises ConfigError."""
+def open_kv_events(
+    settings: CacheSettings, supervisor: Supervisor, stores: Sequence[BlockStore]
+) -> KVEventPublisher | None:
+    """Return the publisher that the settings ask for, or None. Raises ConfigError.
+
+    Names of blocks on disk are kept in the directory of the disk tier among `stores`.
+    """
     if settings.kv_events is None:
         return None
     try:
@@ -413,6 +420,7 @@ def open_kv_events(settings: CacheSettings, supervisor: Supervisor) -> KVEventPu
         block_size=settings.block_size,
         supervisor=supervisor,
         topic=settings.kv_events_topic,
+        names_path=next((one.path / "block-names" for one in stores if isinstance(one, DiskStore)), None),
     )
 
 

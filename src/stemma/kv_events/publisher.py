@@ -4,6 +4,9 @@ A message has three frames: topic, sequence number (8 bytes, big endian), batch.
 ask the replay socket (ROUTER) with the first number they lack, and get what is kept, then number -1. Where
 events come faster than they can be sent, the oldest are dropped and `AllBlocksCleared` takes their place: who
 believes too little asks for too much to be computed, who believes too much sends requests to the wrong place.
+
+Who asks the replay socket for `SNAPSHOT` gets all live blocks, and with them the number of the first message
+that they don't contain yet.
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ import logging
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 import zmq
 from typing_extensions import override
 
 from stemma.errors import ConfigError
+from stemma.kv_events.live_blocks import LiveBlocks
 from stemma.kv_events.schema import (
     CPU,
     GPU,
+    SNAPSHOT,
     STORAGE,
     AllBlocksCleared,
     BlockRemoved,
@@ -53,8 +59,13 @@ class KVEventPublisher(KVEventSink):
         block_size: int,
         supervisor: Supervisor,
         topic: str = "",
+        names_path: Path | None = None,
     ) -> None:
-        """Listen on the endpoints (``tcp://127.0.0.1:5557``). Raises ConfigError if that isn't possible."""
+        """Listen on the endpoints (``tcp://127.0.0.1:5557``). Raises ConfigError if that isn't possible.
+
+        `names_path`: a file in which names of blocks on disk outlive the process.
+        """
+        self._live = LiveBlocks(block_size, names_path)
         self._block_size = block_size
         self._topic = topic.encode()
         self._queue: deque[KVEvent] = deque()
@@ -115,11 +126,13 @@ class KVEventPublisher(KVEventSink):
             while not self._is_closing or self._queue:
                 self._wake.wait(_POLL_S)
                 self._wake.clear()
-                while events := self._take():
-                    self._publish(events)
+                while self._queue:
+                    if events := self._take():
+                        self._publish(events)
                 if self._replay is not None:
                     self._serve_replays(self._replay)
         finally:
+            self._live.close()
             self._context.destroy(linger=500)
 
     def _take(self) -> list[Event]:
@@ -127,8 +140,12 @@ class KVEventPublisher(KVEventSink):
             count = min(_MAX_BATCH, len(self._queue))
             taken = [self._queue.popleft() for _ in range(count)]
             has_gap, self._has_gap = self._has_gap, False
-        events: list[Event] = [AllBlocksCleared()] if has_gap else []
-        return events + [wire_event(event, self._block_size) for event in taken]
+        events: list[Event] = []
+        if has_gap:
+            self._live.clear()
+            events.append(AllBlocksCleared())
+        told = (self._live.note(event) for event in taken)
+        return events + [wire_event(event, self._block_size) for event in told if event is not None]
 
     def _publish(self, events: list[Event]) -> None:
         payload = encode(time.time(), events)
@@ -142,10 +159,19 @@ class KVEventPublisher(KVEventSink):
             if len(frames) != 3 or len(frames[2]) != 8:
                 continue
             who, first = frames[0], int.from_bytes(frames[2], "big")
+            if frames[2] == SNAPSHOT:
+                self._send_snapshot(socket, who)
+                continue
             for sequence, payload in self._kept:
                 if sequence >= first:
                     socket.send_multipart((who, b"", self._topic, sequence.to_bytes(8, "big"), payload))
             socket.send_multipart((who, b"", b"", _END, b""))
+
+    def _send_snapshot(self, socket: zmq.Socket[bytes], who: bytes) -> None:
+        number = self._sequence.to_bytes(8, "big")
+        for held in self._live.snapshot():
+            socket.send_multipart((who, b"", self._topic, number, encode(time.time(), [held])))
+        socket.send_multipart((who, b"", b"", _END, b""))
 
 
 def wire_event(event: KVEvent, block_size: int) -> Event:

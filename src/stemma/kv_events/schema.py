@@ -28,6 +28,7 @@ _FIELDS = {
     ),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
+    "BlocksHeld": ("hashes", "names", "tiers", "block_size"),
 }
 
 
@@ -55,7 +56,29 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
     """Every tier is empty, or what it holds must be taken as unknown."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+class BlocksHeld(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks that are in tiers now, by 64 bits of the server's hashes and by routers' names."""
+
+    hashes: bytes
+    """Words of 8 bytes, little-endian (`names.told_words`)."""
+    names: bytes
+    """As many words."""
+    tiers: bytes
+    """A byte each: 1 device, 2 host, 4 disk."""
+    block_size: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all parts have the same number of blocks."""
+        num_bytes = 8 * len(self.tiers)
+        return len(self.hashes) == len(self.names) == num_bytes and 0 < self.block_size <= MAX_BLOCK_SIZE
+
+
+MAX_BLOCK_SIZE = 65_536
+SNAPSHOT = b"snapshot"
+"""Asks the replay socket for all live blocks, in place of a number. Other servers take it for a number so
+large that they have nothing from there on."""
+Event = BlockStored | BlockRemoved | AllBlocksCleared | BlocksHeld
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +102,12 @@ def decode(payload: bytes) -> list[Event]:
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
         raise MalformedEvents("a batch is an array of a time, events and a rank")
     try:
-        return [msgspec.convert(event, Event) for event in _known(batch[1])]
+        events = [msgspec.convert(event, Event) for event in _known(batch[1])]
     except msgspec.ValidationError as error:
         raise MalformedEvents(str(error)) from error
+    if any(isinstance(event, BlocksHeld) and not event.is_sound for event in events):
+        raise MalformedEvents("BlocksHeld has parts of different lengths")
+    return events
 
 
 def _known(events: list[Any]) -> Iterator[Mapping[str, Any]]:

@@ -122,7 +122,11 @@ class SlottedStore(BlockStore):
         def changed(key: BlockKey, is_stored: bool) -> None:
             sink.put((BlocksCopied if is_stored else BlocksRemoved)((key,), self.tier))
 
-        self._index.watcher = changed
+        with self._lock:
+            self._index.watcher = changed
+            held = tuple(key for _, key, _ in self._index.live())
+        if held:  # found on disk when it was opened
+            sink.put(BlocksCopied(held, self.tier))
 
     @property
     def reserved_bytes(self) -> int:

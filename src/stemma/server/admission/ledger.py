@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from stemma.budgets import TENANT_SHARE, Budget, BudgetState, Holding
 from stemma.config.settings import Settings
-from stemma.engine.api import GenerationRequest
-from stemma.engine.client import EngineClient
 from stemma.server.admission.rates import RateLimits
 from stemma.server.tenants.keyfile import Tenant
+
+if TYPE_CHECKING:  # proxies need budgets, and no torch
+    from stemma.engine.api import GenerationRequest
+    from stemma.engine.client import EngineClient
 
 
 def shared(name: str, unit: str, limit: int) -> Budget:

@@ -7,15 +7,17 @@ stream ends with an error event (`routing/relay.py`). Nothing is sent twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.cluster.health import Check
 from stemma.cluster.replica_calls import CallRouter, RoutedCall
 from stemma.config.cluster import ClusterFile
 from stemma.http import async_http_client
@@ -25,6 +27,8 @@ from stemma.server.access import Access
 from stemma.server.replicas.transport import CALL, ReplicaTransport
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import PromptEncoder, ask_of
+from stemma.server.routing.checks import check
+from stemma.server.routing.metrics import counters
 from stemma.server.routing.relay import (
     READ_TIMEOUT_S,
     Relay,
@@ -76,6 +80,10 @@ class Ingress:
         """See `Proxy`."""
         return (_BASE,)
 
+    async def is_up(self) -> bool:
+        """See `Proxy`."""
+        return await check(self.relay.client, _BASE) is Check.SERVES
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """See `Proxy`."""
@@ -89,6 +97,15 @@ class Ingress:
         counts = {"num_requests": self.num_requests, "num_retries": self.num_retries}
         counts["num_broken_streams"] = self.relay.num_broken_streams
         return counts if self._router is None else {**counts, **self._router.describe()}
+
+    def metrics(self) -> Iterable[Metric]:
+        """See `Proxy`."""
+        return counters(
+            {
+                "requests": ("Requests for text", self.num_requests),
+                "retries": ("Requests that a second replica got", self.num_retries),
+            }
+        )
 
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates; ask a second replica if the first one fails."""

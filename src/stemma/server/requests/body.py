@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from stemma.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, WrongMediaType
+from stemma.errors import InvalidRequest
 from stemma.server.access import tenant_of
 from stemma.server.admission.caller import caller
 from stemma.server.observe.ignored_hints import count_hint
+from stemma.server.requests.chunks import limited_chunks
 from stemma.server.requests.intake import intake_of
 from stemma.server.requests.json_input import parse_json
 from stemma.server.schemas.base import RequestModel
@@ -50,28 +51,6 @@ async def body_chunks(request: Request) -> AsyncIterator[bytes]:
     async for chunk in limited_chunks(request, limit):
         one.holding.take(bodies, len(chunk), one.tenant)
         yield chunk
-
-
-async def limited_chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body as it comes; raise BodyTooLarge beyond `limit` bytes, at once if it is declared.
-
-    Raises WrongMediaType for a compressed body.
-    """
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("", "identity"):
-        raise WrongMediaType(f"send the body as it is, not with 'Content-Encoding: {coding[:32]}'")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise BodyTooLarge(f"the body has {declared} bytes; the limit is {limit}")
-    size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
-            yield chunk
-    except ClientDisconnect as error:
-        raise ClientDisconnected("the client left while sending its request") from error
 
 
 async def read_object(request: Request) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.errors import StemmaError
 from stemma.server.access import has_key
-from stemma.server.errors import json_response
+from stemma.server.errors import json_response, openai_error
+from stemma.server.routing.metrics import render
 from stemma.server.routing.prompts import GENERATING
 from stemma.server.routing.relay import Relay, RouteOptions
 from stemma.server.transport.headers import Entrance
@@ -30,11 +33,17 @@ class Proxy(Protocol):
     def urls(self) -> tuple[str, ...]:
         """All servers, those first that answer requests that generate nothing."""
 
+    async def is_up(self) -> bool:
+        """Return whether any server can be asked."""
+
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates."""
 
     def describe(self) -> dict[str, Any]:
         """Return what is known of the servers, and the counters since the start."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Return what is counted, beside what the relay counts."""
 
     def serving(self) -> AbstractAsyncContextManager[None]:
         """Return what runs beside the requests."""
@@ -43,7 +52,7 @@ class Proxy(Protocol):
 def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
     """Return the application; it closes the proxy's HTTP client at its end."""
 
-    proxy.relay.ask_for_keys(proxy.urls)
+    proxy.relay.ask_for_keys(lambda: proxy.urls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -63,18 +72,26 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
         return await proxy.relay.answered(request, first_of_all)
 
     async def health(request: Request) -> Response:
-        """Whether any server answers; who has the key sees each of them, and what is known of it."""
-        up = await asyncio.gather(*(proxy.relay.is_healthy(url) for url in proxy.urls))
-        body: dict[str, Any] = {"status": "ok" if any(up) else "down"}
+        """Whether any server can be asked; who has the key sees each of them, and what is known of it."""
+        is_up = await proxy.is_up()
+        body: dict[str, Any] = {"status": "ok" if is_up else "down"}
         if has_key(request, options.admin_key):
-            body["budgets"] = [asdict(proxy.relay.bodies.state())]
-            body |= {"servers": dict(zip(proxy.urls, up, strict=True)), **proxy.describe()}
-        return json_response(body, 200 if any(up) else 503)
+            body |= {"budgets": [asdict(proxy.relay.bodies.state())], **proxy.describe()}
+        return json_response(body, 200 if is_up else 503)
+
+    async def metrics(request: Request) -> Response:
+        """For whoever has the admin key; without one, for this machine."""
+        try:
+            proxy.relay.check_operator(request, options.admin_key)
+        except StemmaError as error:
+            return openai_error(error)
+        return Response(render(proxy.relay.metrics(), proxy.metrics()), media_type=CONTENT_TYPE_LATEST)
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.add_middleware(Entrance)
     app.add_route("/health", health, methods=["GET"])
+    app.add_route("/metrics", metrics, methods=["GET"])
     for path in GENERATING:
         app.add_route(path, generate, methods=["POST"])
     app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from stemma.cluster.holdings import chain_of
 from stemma.cluster.routers import Ask
 from stemma.errors import StemmaError
-from stemma.model.tokenizer import Tokenizer
+from stemma.kv_events.names import chain_of
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
@@ -21,10 +20,13 @@ from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
 
+if TYPE_CHECKING:  # torch isn't needed to pass requests on
+    from stemma.model.tokenizer import Tokenizer
+
 _log = logging.getLogger(__name__)
 
 TOKENIZE_TIMEOUT_S = 5.0
-_CHARS_PER_TOKEN = 4
+CHARS_PER_TOKEN = 4
 """What a prompt costs whose tokens aren't known."""
 _NUM_ENCODERS = 2
 _MAX_WAITING = 256
@@ -32,13 +34,18 @@ _MAX_WAITING = 256
 
 def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) -> Ask:
     """Return the request as a router sees it; without `tokens`, the beginning of the text decides."""
-    head = xxhash.xxh3_64_intdigest(head_of(body)) or 1
+    head = number_of(head_of(body))
     if tokens is None:
-        return Ask((), max(1, num_characters(body) // _CHARS_PER_TOKEN), block_size, head)
+        return Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), block_size, head)
     chain = chain_of(tokens, block_size)
     if chain and messages_of(body) is None:
         head = 0  # the first block, so that a longer prompt has the same home
     return Ask(chain, len(tokens), block_size, head)
+
+
+def number_of(head: bytes) -> int:
+    """Return a hash of a prompt's beginning, for rendezvous hashing; never 0."""
+    return xxhash.xxh3_64_intdigest(head) or 1
 
 
 class PromptEncoder:

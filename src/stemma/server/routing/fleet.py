@@ -1,274 +1,130 @@
 """A proxy in front of equal servers: each request goes where computing it, and waiting, costs least.
 
-The servers may be Stemma, vLLM, or anything that speaks OpenAI's API. Where one publishes KV events, the
-proxy knows which blocks it holds; for the others, the blocks of requests under way and rendezvous hashing of
-the prompt's beginning keep conversations together. Token ids of a prompt come from a local tokenizer, or from
-the servers' own `/tokenize`; without either, the beginning of the text decides.
-
-A server that fails before the client has received a byte is replaced by the next one, once each.
+Where that is, and which server follows if one fails, `cluster/fleet.py` says; `served_fleet.py` keeps it
+informed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import orjson
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stemma.cluster.holdings import chain_of
-from stemma.cluster.routers import ROUTERS, Placement, Placements
 from stemma.errors import ConfigError
-from stemma.model.tokenizer import Tokenizer
 from stemma.server.routing.app import create_proxy_app
-from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of
-from stemma.server.routing.prompts import messages_of, text_of, tokens_of
+from stemma.server.routing.description import describe
+from stemma.server.routing.metrics import counters
+from stemma.server.routing.picker.endpoints import check_endpoints
+from stemma.server.routing.picker.options import PickerOptions
+from stemma.server.routing.prompts import is_streamed
 from stemma.server.routing.relay import (
-    NOT_FOUND,
     Relay,
-    Relayed,
     RouteOptions,
     kept_headers,
-    nobody_answers,
     path_of,
     read_body,
     relay_client,
 )
-from stemma.types import TokenArray
+from stemma.server.routing.sending import Outgoing, send
+from stemma.server.routing.served_fleet import ServedFleet
+from stemma.server.routing.server_list import FleetServer, ServerList
+
+if TYPE_CHECKING:  # torch isn't needed to pass requests on
+    from stemma.model.tokenizer import Tokenizer
+
 
 _log = logging.getLogger(__name__)
-
-_NO_RESPONSE = b"previous_response_id"
-"""Stands in the refusal of a server that hasn't stored that response."""
-DOWN_S = 2.0
-"""How long a server that couldn't be reached is asked last."""
-_DOWN_STATUSES = (502, 503, 504)
-"""Answers of a server that can't serve now: the next one is tried."""
+PickerSetup = tuple[PickerOptions, int, int]
+"""With the largest body, and the memory of all bodies, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetServer:
-    """One server."""
+class FleetProxy:
+    """See `Proxy`."""
 
-    url: str
-    events: str | None = None
-    """ZMQ address of its KV events."""
-    replay: str | None = None
-    """ZMQ address where missed events can be asked for."""
-
-    @classmethod
-    def parse(cls, text: str) -> FleetServer:
-        """Read ``URL[,events=ADDRESS[,replay=ADDRESS]]``. Raises ConfigError."""
-        url, *rest = text.split(",")
-        fields = dict(part.partition("=")[::2] for part in rest)
-        if not url.startswith(("http://", "https://")) or not set(fields) <= {"events", "replay"}:
-            raise ConfigError(f"a server is URL[,events=ADDRESS[,replay=ADDRESS]], not {text!r}")
-        if "replay" in fields and "events" not in fields:
-            raise ConfigError(f"{text!r}: replay needs events")
-        return cls(url.rstrip("/"), fields.get("events"), fields.get("replay"))
-
-
-class Fleet:
-    """Servers, what they hold, and what they are doing. For one event loop."""
-
-    def __init__(
-        self,
-        servers: Sequence[FleetServer],
-        router: str,
-        relay: Relay,
-        *,
-        tokenizer: Tokenizer | None = None,
-        block_size: int = 64,
-    ) -> None:
-        """`block_size` names blocks until a server's events tell its own. Raises ConfigError."""
-        if not servers:
-            raise ConfigError("name at least one server")
-        if router not in ROUTERS:
-            raise ConfigError(f"unknown router {router!r}; known: {', '.join(ROUTERS)}")
-        self.servers = tuple(servers)
+    def __init__(self, served: ServedFleet, relay: Relay, picker: PickerSetup | None = None) -> None:
+        """`picker`: where Envoy asks; None: nowhere."""
         self.relay = relay
-        has_events = any(server.events is not None for server in servers)
-        self.placements = Placements(ROUTERS[router](), len(servers), has_events=has_events)
+        self._picker = picker
         self.num_requests = 0
-        self.num_retries = 0
-        """Attempts that failed before a byte was sent, after which another server was asked."""
-        self._encoder = None if tokenizer is None else PromptEncoder(tokenizer)
-        self._block_size = block_size
-        self._followers: list[Any] = []
-        self._down_until: dict[int, float] = {}
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of the blocks that holdings are kept in."""
-        sizes = (follower.block_size for follower in self._followers)
-        return next((size for size in sizes if size is not None), self._block_size)
+        self._served = served
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """All servers."""
-        return tuple(server.url for server in self.servers)
+        """All servers, those first that can be asked now."""
+        return self._served.fleet.urls
+
+    async def is_up(self) -> bool:
+        """Return whether any server can be asked."""
+        return self._served.fleet.is_up
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Follow the servers' KV events meanwhile."""
-        following = asyncio.create_task(self.follow())
-        try:
-            yield
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-            if self._encoder is not None:
-                self._encoder.close()
+        """See `Proxy`."""
+        async with self._served.serving():
+            if self._picker is None:
+                yield
+                return
+            from stemma.server.routing.picker.serving import serving_picker  # gRPC is an extra
 
-    async def follow(self) -> None:
-        """Follow the servers' KV events until cancelled; one that fails is logged, the others go on."""
-        if not any(server.events for server in self.servers):
-            return
-        from stemma.kv_events.subscriber import Follower, Subscription  # ZMQ is an extra
-
-        async def one(url: str, follower: Follower, subscription: Subscription) -> None:
-            try:
-                await subscription.run()
-            except Exception:  # noqa: BLE001 - logged with its traceback
-                follower.clear()
-                _log.exception("%s: its KV events aren't followed any more", url)
-
-        async with asyncio.TaskGroup() as group:
-            for number, server in enumerate(self.servers):
-                if server.events is not None:
-                    follower = Follower(number, self.placements.holdings, chain_of)
-                    self._followers.append(follower)
-                    subscription = Subscription(follower, server.events, server.replay)
-                    group.create_task(one(server.url, follower, subscription))
+            async with serving_picker(self._served, *self._picker) as port:
+                _log.warning("Envoy's endpoint picker listens on port %d", port)
+                yield
 
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates."""
         self.num_requests += 1
         body = await read_body(request, content)
         headers, path = kept_headers(request), path_of(request)
-        ask = ask_of(body, await self._tokens(body, headers), self.block_size)
-        now = time.monotonic()
-        order = self.placements.order(ask)
-        order.sort(key=lambda replica: self._down_until.get(replica, 0.0) > now)  # else as it was
-        for replica in order:
-            placement = self.placements.begin(ask, replica)
-            try:
-                answer = await self.relay.ask(self.servers[replica].url + path, content, headers)
-            except httpx.HTTPError as error:
-                self.placements.end(placement)
-                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    self._down_until[replica] = time.monotonic() + DOWN_S
-                self.num_retries += 1
-                _log.warning("%s: %s", self.servers[replica].url, str(error) or type(error).__name__)
-                continue
-            except BaseException:  # the client left
-                self.placements.end(placement)
-                raise
-            if isinstance(answer, Relayed) and answer.status_code < 400:
-                self.placements.note_first_token(placement)
-                answer.when_over = _Ended(self.placements, placement)
-                return answer
-            self.placements.end(placement)
-            if replica != order[-1] and _may_be_elsewhere(body, answer):
-                continue
-            if answer.status_code in _DOWN_STATUSES and replica != order[-1]:
-                self.num_retries += 1
-                continue
-            return answer
-        return nobody_answers()
-
-    async def _tokens(self, body: dict[str, Any], headers: dict[str, str]) -> TokenArray | None:
-        """Return the prompt's token ids; None if they can't be had."""
-        if self._encoder is not None:
-            return await self._encoder.tokens(body)
-        given = tokens_of(body)
-        if given is not None:
-            return as_tokens(given)
-        text, messages = text_of(body), messages_of(body)
-        if text is None and messages is None:
-            return None
-        fields: dict[str, Any] = {"prompt": text} if messages is None else {"messages": messages}
-        for name in ("model", "tools", "chat_template_kwargs"):
-            if name in body:
-                fields[name] = body[name]
-        return await self._tokenized_by_a_server(orjson.dumps(fields), headers)
-
-    async def _tokenized_by_a_server(self, content: bytes, headers: dict[str, str]) -> TokenArray | None:
-        loads = self.placements.loads
-        idle = min(range(len(loads)), key=lambda replica: loads[replica].num_requests)
-        try:
-            answer = await self.relay.client.post(
-                f"{self.servers[idle].url}/tokenize",
-                content=content,
-                headers=headers,
-                timeout=TOKENIZE_TIMEOUT_S,
-            )
-            tokens = answer.json()["tokens"] if answer.status_code == 200 else None
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return None
-        if not isinstance(tokens, list) or not all(isinstance(one, int) for one in tokens):
-            return None
-        return as_tokens(tokens)
+        ask = await self._served.ask(body, headers)
+        streams = is_streamed(request.scope["path"], body)
+        outgoing = Outgoing(path, content, headers, streams, continues="previous_response_id" in body)
+        answer, _ = await send(self._served.fleet, self.relay, ask, outgoing)
+        return answer
 
     def describe(self) -> dict[str, Any]:
         """Return what is known of each server."""
         return {
             "num_requests": self.num_requests,
-            "num_retries": self.num_retries,
             "num_broken_streams": self.relay.num_broken_streams,
-            "num_known_blocks": self.placements.holdings.num_ids,
-            "block_size": self.block_size,
-            "loads": {
-                server.url: {
-                    "requests": load.num_requests,
-                    "tokens_to_compute": load.num_tokens,
-                    "answers": load.num_running,
-                }
-                for server, load in zip(self.servers, self.placements.loads, strict=True)
-            },
+            "num_known_blocks": self._served.fleet.placements.holdings.num_ids,
+            "block_size": self._served.block_size,
+            **describe(self._served.fleet),
         }
 
-
-def _may_be_elsewhere(body: dict[str, Any], answer: Response) -> bool:
-    """Whether another server may have what this one hasn't: an adapter, or a stored conversation."""
-    if answer.status_code == NOT_FOUND:
-        return True
-    return answer.status_code == 400 and "previous_response_id" in body and _NO_RESPONSE in bytes(answer.body)
-
-
-class _Ended:
-    """Ends a placement, once."""
-
-    def __init__(self, placements: Placements, placement: Placement) -> None:
-        self._placements = placements
-        self._placement: Placement | None = placement
-
-    def __call__(self) -> None:
-        placement, self._placement = self._placement, None
-        if placement is not None:
-            self._placements.end(placement)
+    def metrics(self) -> Iterable[Metric]:
+        """See `Proxy`."""
+        yield from counters({"requests": ("Requests for text", self.num_requests)})
+        yield from self._served.metrics()
 
 
 def create_fleet_app(
-    servers: Sequence[FleetServer],
+    servers: Sequence[FleetServer] | ServerList,
     router: str = "cache-aware",
     *,
     client: httpx.AsyncClient | None = None,
     options: RouteOptions | None = None,
     tokenizer: Tokenizer | None = None,
+    endpoint_picker: PickerOptions | None = None,
 ) -> FastAPI:
-    """Return the proxy. Raises ConfigError for an unknown router, no servers, or events without ZMQ."""
-    if any(server.events for server in servers) and find_spec("zmq") is None:
-        raise ConfigError("KV events need ZMQ: pip install 'stemma[events]'")
-    options = options or RouteOptions()
-    fleet = Fleet(servers, router, Relay(client or relay_client(), options), tokenizer=tokenizer)
-    return create_proxy_app(fleet, options)
+    """Return the proxy. Raises ConfigError for an unknown router, or no servers.
+
+    `endpoint_picker`: where Envoy is answered too; this needs the extra `envoy`.
+    """
+    options, client = options or RouteOptions(), client or relay_client()
+    source = servers if isinstance(servers, ServerList) else ServerList(servers)
+    served = ServedFleet(source, router, client, tokenizer=tokenizer)
+    picker = None
+    if endpoint_picker is not None:
+        if find_spec("envoy_data_plane") is None or find_spec("grpc_health") is None:
+            raise ConfigError("an endpoint picker needs gRPC: pip install 'stemma[envoy]'")
+        check_endpoints(server.url for server in source.entries if server.dns_name is None)
+        picker = endpoint_picker, options.max_body_bytes, options.body_memory
+    return create_proxy_app(FleetProxy(served, Relay(client, options), picker), options)

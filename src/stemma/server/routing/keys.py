@@ -1,4 +1,7 @@
-"""Keys come first: a proxy reads no body before it knows that the servers take the request's key."""
+"""Keys come first: a proxy reads no body before it knows that the servers take the request's key.
+
+A refusal counts once a second server repeats it: one that has lost its keys refuses everybody.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,14 @@ class AskedKeys:
     """Asks a server with the key, and remembers the answer by the key's digest. For one event loop."""
 
     def __init__(
-        self, client: httpx.AsyncClient, urls: Sequence[str], clock: Callable[[], float] = time.monotonic
+        self,
+        client: httpx.AsyncClient,
+        urls: Callable[[], Sequence[str]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`urls` returns the servers, those first that can be asked now."""
         self._client = client
-        self._urls = tuple(urls)
+        self._urls = urls
         self._clock = clock
         self._secret = secrets.token_bytes(32)
         self._known: OrderedDict[bytes, tuple[float, Response | None]] = OrderedDict()
@@ -80,19 +87,24 @@ class AskedKeys:
         return hashlib.blake2b(text.encode("latin-1"), key=self._secret, digest_size=16).digest()
 
     async def _ask(self, digest: bytes, given: dict[str, str]) -> Response | None:
-        for url in self._urls:
+        refusal: httpx.Response | None = None
+        for url in self._urls():
             try:
                 answer = await self._client.get(f"{url}/v1/models", headers=given, timeout=_ASK_TIMEOUT_S)
             except httpx.HTTPError as error:
                 _log.warning("%s: %s", url, str(error) or type(error).__name__)
                 continue
+            if answer.status_code >= 500:
+                continue
             if answer.status_code not in _REFUSALS:
                 return self._note(digest, GOOD_FOR_S, None)
-            kind = answer.headers.get("content-type")
-            return self._note(
-                digest, BAD_FOR_S, Response(answer.content, answer.status_code, media_type=kind)
-            )
-        return json_response({"error": {"message": "no server answers", "type": "server_error"}}, 503)
+            if refusal is not None:
+                break
+            refusal = answer
+        if refusal is None:
+            return json_response({"error": {"message": "no server answers", "type": "server_error"}}, 503)
+        kind = refusal.headers.get("content-type")
+        return self._note(digest, BAD_FOR_S, Response(refusal.content, refusal.status_code, media_type=kind))
 
     def _note(self, digest: bytes, for_s: float, answer: Response | None) -> Response | None:
         self._known[digest] = (self._clock() + for_s, answer)

@@ -78,6 +78,11 @@ def num_characters(body: Mapping[str, Any]) -> int:
     return len(orjson.dumps(body.get("prompt", body.get("inputs", "")) if given is None else given))
 
 
+def is_streamed(path: str, body: Mapping[str, Any]) -> bool:
+    """Return whether an answer comes as it is generated, so that its first byte ends the prefill."""
+    return body.get("stream") is True or path.endswith("_stream")
+
+
 def one_token_body(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a request that computes the same prompt and generates one token, without streaming."""
     short = {**body, "stream": False}

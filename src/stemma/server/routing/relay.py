@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import orjson
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -24,22 +25,27 @@ from stemma.budgets import Holding
 from stemma.config.settings import ServerSettings
 from stemma.errors import ClientDisconnected, InvalidRequest, StemmaError
 from stemma.http import async_http_client
-from stemma.server.access import Access
+from stemma.server.access import Access, is_loopback
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.errors import STATUS_CLIENT_CLOSED, json_response, openai_error
-from stemma.server.requests.body import limited_chunks
+from stemma.server.requests.chunks import limited_chunks
 from stemma.server.requests.json_input import parse_json
 from stemma.server.routing.keys import AskedKeys, Keys, OwnKeys
+from stemma.server.routing.metrics import counters
 from stemma.server.transport.disconnect import unless_disconnected
 from stemma.server.transport.planes import Plane, plane_of
 
 _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-READ_TIMEOUT_S = 600.0
+READ_TIMEOUT_S = 3600.0
+"""Without a byte of an answer. Servers that hang are found by checks, long before."""
+_OTHER_TIMEOUT_S = 30.0
+"""For an answer to a request that generates nothing."""
+_MOST_BEGUN = 2
 NOT_FOUND = 404
-_BINARY = "inference-header-content-length"
+BINARY_HEADER = "inference-header-content-length"
 """Where JSON ends in a body of Triton's binary tensors."""
 _KEPT_HEADERS = frozenset(
     {
@@ -49,13 +55,13 @@ _KEPT_HEADERS = frozenset(
         "accept",
         "anthropic-version",
         "anthropic-beta",
-        _BINARY,
+        BINARY_HEADER,
         "traceparent",
         "tracestate",
         "x-stemma-explain",
     }
 )
-_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", _BINARY, "x-stemma-cached-tokens"})
+_KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, "x-stemma-cached-tokens"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +84,61 @@ class Relayed(StreamingResponse):
 
     when_over: Callable[[], None] = staticmethod(lambda: None)
 
+    def __init__(
+        self,
+        upstream: httpx.Response,
+        first: bytes,
+        rest: AsyncIterator[bytes],
+        on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(self._passed_on(), upstream.status_code, _answer_headers(upstream))
+        self.first = first
+        self.is_broken = False
+        """The server broke off; the client was told so."""
+        self._on_broken = on_broken
+        self._upstream = upstream
+        self._rest = rest
+        self._reading: asyncio.Timeout | None = None
+        self._is_lost = False
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.when_over()
+
+    async def drop(self) -> None:
+        """Close the connection to the server; nothing is passed on."""
+        await self._upstream.aclose()
+
+    def lose(self) -> None:
+        """Break off: the server is gone, though its connection may be open still."""
+        self._is_lost = True
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(asyncio.get_running_loop().time())
+
+    async def _passed_on(self) -> AsyncIterator[bytes]:
+        try:
+            yield self.first
+            while (chunk := await self._next()) is not None:
+                yield chunk
+        except (httpx.HTTPError, TimeoutError) as error:
+            self.is_broken = True
+            self._on_broken()
+            _log.warning("a server broke off: %s", str(error) or type(error).__name__)
+            message = "the server that generated this answer went away; what came so far is incomplete"
+            event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
+            yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
+        finally:
+            await self._upstream.aclose()
+
+    async def _next(self) -> bytes | None:
+        """Return the next bytes, or None at the end. Raises TimeoutError if the server is lost."""
+        if self._is_lost:
+            raise TimeoutError("it fell silent")
+        async with asyncio.timeout(None) as self._reading:
+            return await anext(self._rest, None)
 
 
 class Relay:
@@ -92,12 +147,16 @@ class Relay:
     def __init__(self, client: httpx.AsyncClient, options: RouteOptions) -> None:
         self.client = client
         self.num_broken_streams = 0
+        self.num_refused = 0
+        """Requests that were answered here: without a key, malformed, or beyond a budget."""
+        self.num_told_hit_tokens = 0
+        """Prompt tokens that servers said they had cached."""
         self._options = options
-        self._access = Access(ServerSettings(host=options.host))
+        self._access = Access(ServerSettings(host=options.host, admin_key=options.admin_key))
         self.bodies = shared("body_bytes", "bytes of request bodies", options.body_memory)
         self._keys: Keys | None = None if options.access is None else OwnKeys(options.access)
 
-    def ask_for_keys(self, urls: Sequence[str]) -> None:
+    def ask_for_keys(self, urls: Callable[[], Sequence[str]]) -> None:
         """Ask these servers for keys, where the proxy doesn't know them."""
         self._keys = self._keys or AskedKeys(self.client, urls)
 
@@ -114,12 +173,14 @@ class Relay:
             if not {"authorization", "x-api-key"} & set(request.headers):
                 self._access.check(request)
             if self._keys is not None and (refusal := await self._keys.refusal(request)) is not None:
+                self.num_refused += 1
                 return refusal
             content = await self._read(request, held)
             return await unless_disconnected(request, work(request, content))
         except ClientDisconnected:
             return Response(status_code=STATUS_CLIENT_CLOSED)
         except StemmaError as error:
+            self.num_refused += 1
             return openai_error(error)
         finally:
             held.close()
@@ -150,6 +211,7 @@ class Relay:
             method, url, content=content, headers=headers, extensions=extensions
         )
         upstream = await self.client.send(request, stream=True)
+        self._note_hits(upstream.headers.get("x-stemma-cached-tokens", ""))
         if not upstream.headers.get("content-type", "").startswith("text/event-stream"):
             try:
                 await upstream.aread()
@@ -162,44 +224,51 @@ class Relay:
         except BaseException:  # it broke off, or the client left
             await upstream.aclose()
             raise
-        return Relayed(self._stream(upstream, first, chunks), upstream.status_code, _answer_headers(upstream))
-
-    async def is_healthy(self, url: str) -> bool:
-        """Return whether a server says that it serves."""
-        try:
-            return (await self.client.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return Relayed(upstream, first, chunks, self._note_broken)
 
     async def first_of(self, request: Request, content: bytes, urls: tuple[str, ...]) -> Response:
-        """Send any request to the first server that answers; one that hasn't the thing isn't the last."""
+        """Send a request that generates nothing to the first server that answers it in time.
+
+        One that hasn't the thing isn't the last. What a server may have begun goes to one other at most.
+        """
         headers, path = kept_headers(request), path_of(request)
-        answer = nobody_answers()
+        answer, num_begun = nobody_answers(), 0
         for url in urls:
             try:
-                answer = await self.ask(url + path, content, headers, method=request.method)
-            except httpx.HTTPError as error:
+                async with asyncio.timeout(_OTHER_TIMEOUT_S):
+                    answer = await self.ask(url + path, content, headers, method=request.method)
+            except (httpx.HTTPError, TimeoutError) as error:
                 _log.warning("%s: %s", url, str(error) or type(error).__name__)
+                num_begun += not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if num_begun == _MOST_BEGUN:
+                    break
                 continue
             if answer.status_code != NOT_FOUND:
                 break
         return answer
 
-    async def _stream(
-        self, upstream: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
-    ) -> AsyncIterator[bytes]:
-        try:
-            yield first
-            async for chunk in rest:
-                yield chunk
-        except httpx.HTTPError as error:
-            self.num_broken_streams += 1
-            _log.warning("a server broke off: %s", str(error) or type(error).__name__)
-            message = "the server that generated this answer went away; what came so far is incomplete"
-            event = {"error": {"message": message, "type": "server_error", "code": "stream_broken"}}
-            yield b"\n\ndata: " + orjson.dumps(event) + b"\n\n"
-        finally:
-            await upstream.aclose()
+    def _note_hits(self, told: str) -> None:
+        if told.isascii() and told.isdecimal() and len(told) < 9:
+            self.num_told_hit_tokens += int(told)
+
+    def check_operator(self, request: Request, admin_key: str | None) -> None:
+        """Raise unless `request` carries the admin key or, if there is none, comes from this machine."""
+        self._access.check_page(request)
+        if admin_key is not None or not is_loopback(self._options.host):
+            self._access.check_admin(request)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Return what is counted here."""
+        return counters(
+            {
+                "refused": ("Requests refused before they reached a server", self.num_refused),
+                "broken_streams": ("Streams that servers broke off", self.num_broken_streams),
+                "told_hit_tokens": ("Prompt tokens that servers had cached", self.num_told_hit_tokens),
+            }
+        )
+
+    def _note_broken(self) -> None:
+        self.num_broken_streams += 1
 
 
 def relay_client() -> httpx.AsyncClient:
@@ -242,7 +311,7 @@ def _answer_headers(upstream: httpx.Response) -> dict[str, str]:
 
 async def read_body(request: Request, content: bytes) -> dict[str, Any]:
     """Return a request's body; an empty one for Triton's binary tensors. Raises InvalidRequest."""
-    if _BINARY in request.headers:
+    if BINARY_HEADER in request.headers:
         return {}
     return await asyncio.to_thread(_json_object, content)
 

@@ -5,16 +5,16 @@ is in the pool that both share. Then a decode server gets the request as it came
 pool and generates; its answer passes through unchanged.
 
 The first step affects only speed, not correctness. If no prefill server answers, the decode server computes
-the prompt. If a decode server is down or fails before the client has received a byte, the next one gets the
-request, and finally a prefill server, which can also decode. If a stream breaks off in the middle, the answer
-ends with an error event: it can't be continued, and must not look finished.
+the prompt. If a decode server is down, or fails once before the client has received a byte, the next one gets
+the request, and finally a prefill server, which can also decode (`cluster/fleet.py` has the rules). If a
+stream breaks off in the middle, the answer ends with an error event: it can't be continued, and must not look
+finished.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -22,13 +22,19 @@ from typing import Any
 import httpx
 import orjson
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stemma.cluster.fleet import Fleet, Outcome
+from stemma.cluster.routers import Ask, Rendezvous
 from stemma.errors import ConfigError
 from stemma.server.routing.app import create_proxy_app
-from stemma.server.routing.balance import Balance
-from stemma.server.routing.prompts import head_of, one_token_body
+from stemma.server.routing.asking import CHARS_PER_TOKEN, number_of
+from stemma.server.routing.checks import keep_checking
+from stemma.server.routing.description import describe, num_failures
+from stemma.server.routing.metrics import counters, fleet_metrics
+from stemma.server.routing.prompts import head_of, is_streamed, num_characters, one_token_body
 from stemma.server.routing.relay import (
     Relay,
     Relayed,
@@ -39,109 +45,56 @@ from stemma.server.routing.relay import (
     read_body,
     relay_client,
 )
-
-_log = logging.getLogger(__name__)
+from stemma.server.routing.sending import Outgoing, send
 
 ServerGroup = tuple[Sequence[str], Sequence[str]]
 """URLs of prefill servers and of decode servers that share a pool."""
-_NOBODY = 503
 _GROUP_HEAD = 256
 """Bytes of the beginning that choose a group: few, so that the second round of a dialogue that was sent as
 plain text finds the pool of its first. Within a group the pool has what another server computed."""
 
 
-class RouteStats:
-    """Counters since the start, for `/health`."""
-
-    def __init__(self) -> None:
-        self.num_requests = 0
-        self.num_prefill_failures = 0
-        """Number of failed attempts at a prefill server."""
-        self.num_decode_failures = 0
-        """Number of attempts at a decode server that failed or broke off."""
-        self.num_fallbacks = 0
-        """Requests that a prefill server answered in place of a decode server."""
-
-
 class Router:
-    """Chooses servers by the beginning of the prompt and by load, and tries the next if one fails."""
+    """Two fleets with one pool: the beginning of the prompt and the load choose a server of each."""
 
-    def __init__(
-        self,
-        prefills: Sequence[str],
-        decodes: Sequence[str],
-        relay: Relay,
-    ) -> None:
+    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], relay: Relay) -> None:
         if not prefills or not decodes:
             raise ConfigError("name at least one prefill server and one decode server")
-        self.prefills = tuple(url.rstrip("/") for url in prefills)
-        self.decodes = tuple(url.rstrip("/") for url in decodes)
-        self.stats = RouteStats()
-        self.relay = relay
-        self._prefill_balance = Balance(self.prefills)
-        self._decode_balance = Balance(self.decodes)
+        self.prefills = Fleet(Rendezvous(), [url.rstrip("/") for url in prefills], has_events=False)
+        self.decodes = Fleet(Rendezvous(), [url.rstrip("/") for url in decodes], has_events=False)
+        self.num_fallbacks = 0
+        """Requests that a prefill server answered in place of a decode server."""
+        self._relay = relay
 
-    async def generate(self, request: Request, content: bytes) -> Response:
-        """Prefill on one server, decode on another. A client that leaves ends the work on both."""
-        self.stats.num_requests += 1
-        headers = kept_headers(request)
-        body = await read_body(request, content)
-        head = head_of(body)
+    async def generate(self, request: Request, content: bytes, body: dict[str, Any]) -> tuple[Response, bool]:
+        """Prefill on one server, decode on another. A client that leaves ends the work on both.
+
+        Returns what `send` does.
+        """
+        path, headers = request.scope["path"], kept_headers(request)
+        ask = Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), 1, number_of(head_of(body)))
         if body:
-            await self._prefill(request.scope["path"], body, headers, head)
-        answer = await self._first_answer(request, content, headers, head)
-        if answer is None:
-            return nobody_answers()
-        return answer
+            await self._prefill(path, body, headers, ask)
+        outgoing = Outgoing(path_of(request), content, headers, is_streamed(path, body))
+        answer, may_go_on = await send(self.decodes, self._relay, ask, outgoing)
+        if not may_go_on:
+            return answer, False
+        self.num_fallbacks += 1
+        return await send(self.prefills, self._relay, ask, outgoing)
 
-    def under_way(self) -> dict[str, int]:
-        """Return the number of requests that each server works on."""
-        return self._prefill_balance.under_way() | self._decode_balance.under_way()
+    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], ask: Ask) -> None:
+        """Have the prompt computed and put into the pool; a failure only costs time.
 
-    async def _prefill(self, path: str, body: dict[str, Any], headers: dict[str, str], head: bytes) -> None:
-        """Have the prompt computed and put into the pool; a failure only costs time."""
+        What is wrong with the request the decode server reports.
+        """
         content = orjson.dumps(one_token_body(path, body))
         path = path.removesuffix("_stream")  # where it is computed without streaming
-        for url in self._prefill_balance.order(head):
-            self._prefill_balance.begin(url)
-            try:
-                answer = await self.relay.client.post(url + path, content=content, headers=headers)
-            except httpx.HTTPError as error:
-                self.stats.num_prefill_failures += 1
-                _log.warning("prefill server %s: %s", url, str(error) or type(error).__name__)
-                continue
-            finally:
-                self._prefill_balance.end(url)
-            if answer.status_code < 500:
-                return  # the decode server reports what is wrong with the request
-            self.stats.num_prefill_failures += 1
-
-    async def _first_answer(
-        self, request: Request, content: bytes, headers: dict[str, str], head: bytes
-    ) -> Response | None:
-        tries = [(self._decode_balance, url) for url in self._decode_balance.order(head)]
-        tries += [(self._prefill_balance, url) for url in self._prefill_balance.order(head)]
-        for balance, url in tries:
-            is_fallback = balance is self._prefill_balance
-            balance.begin(url)
-            try:
-                answer = await self.relay.ask(url + path_of(request), content, headers)
-            except httpx.HTTPError as error:
-                balance.end(url)
-                if not is_fallback:
-                    self.stats.num_decode_failures += 1
-                _log.warning("decode server %s: %s", url, str(error) or type(error).__name__)
-                continue
-            except BaseException:  # the client went away
-                balance.end(url)
-                raise
-            if isinstance(answer, Relayed):
-                answer.when_over = partial(balance.end, url)
-            else:
-                balance.end(url)
-            self.stats.num_fallbacks += is_fallback
-            return answer
-        return None
+        # One token: the answer comes once the prompt is computed.
+        outgoing = Outgoing(path, content, headers, is_streamed=True)
+        answer, _ = await send(self.prefills, self._relay, ask, outgoing)
+        if isinstance(answer, Relayed):  # it wasn't asked for a stream
+            await answer.drop()
+            answer.when_over()
 
 
 class Groups:
@@ -157,51 +110,77 @@ class Groups:
         if not routers:
             raise ConfigError("name at least one prefill server and one decode server")
         self.relay = relay
-        self._routers = {router.decodes[0]: router for router in routers}
-        self._balance = Balance(tuple(self._routers))
+        self._routers = {router.decodes.members[0].url: router for router in routers}
+        self._groups = Fleet(Rendezvous(), self._routers, has_events=False)
+        self.num_requests = 0
 
     async def generate(self, request: Request, content: bytes) -> Response:
         """Prefill on one server of a group, decode on another. A client that leaves ends the work on both."""
+        self.num_requests += 1
+        body = await read_body(request, content)
+        head = head_of(body)[:_GROUP_HEAD]
+        tries = self._groups.tries(Ask((), 1, 1, number_of(head)), is_streamed=False)
         answer = nobody_answers()
-        head = head_of(await read_body(request, content))[:_GROUP_HEAD]
-        for name in self._balance.order(head):
-            ended = partial(self._balance.end, name)
-            self._balance.begin(name)
+        while (one := tries.next()) is not None:
             try:
-                answer = await self._routers[name].generate(request, content)
+                answer, may_go_on = await self._routers[one.url].generate(request, content, body)
             except BaseException:
-                ended()
+                one.end(Outcome.LEFT)
                 raise
             if isinstance(answer, Relayed):
-                answer.when_over = _both(answer.when_over, ended)
+                answer.when_over = _both(answer.when_over, partial(one.end, Outcome.ANSWERED))
                 return answer
-            ended()
-            if answer.status_code != _NOBODY:
-                break
+            one.end(Outcome.BUSY if may_go_on else Outcome.ANSWERED)
         return answer
 
     def describe(self) -> dict[str, Any]:
         """Return the counters since the start, and the requests that each server works on."""
-        broken = self.relay.num_broken_streams
-        under_way: dict[str, int] = {}
-        counts: Counter[str] = Counter()
-        for router in self._routers.values():
-            under_way |= router.under_way()
-            counts.update(vars(router.stats))
-        counts["num_decode_failures"] += broken
-        return {"under_way": under_way, **counts, "num_broken_streams": broken}
+        routers = self._routers.values()
+        prefills = [member for router in routers for member in router.prefills.members]
+        decodes = [member for router in routers for member in router.decodes.members]
+        servers = [describe(fleet) for router in routers for fleet in (router.decodes, router.prefills)]
+        return {
+            "servers": {url: standing for one in servers for url, standing in one["servers"].items()},
+            "under_way": {member.url: len(member.under_way) for member in (*prefills, *decodes)},
+            "num_requests": self.num_requests,
+            "num_prefill_failures": sum(map(num_failures, prefills)),
+            "num_decode_failures": sum(map(num_failures, decodes)),
+            "num_fallbacks": sum(router.num_fallbacks for router in routers),
+            "num_broken_streams": self.relay.num_broken_streams,
+        }
+
+    def metrics(self) -> Iterable[Metric]:
+        """See `Proxy`."""
+        yield from counters({"requests": ("Requests for text", self.num_requests)})
+        named = [
+            (router, f"-{place}" if place else "") for place, router in enumerate(self._routers.values())
+        ]
+        fleets = {f"prefill{end}": router.prefills for router, end in named}
+        yield from fleet_metrics(fleets | {f"decode{end}": router.decodes for router, end in named})
 
     @property
     def urls(self) -> tuple[str, ...]:
         """All servers, those first that answer requests that generate nothing."""
         routers = self._routers.values()
-        decodes = [url for router in routers for url in router.decodes]
-        return (*decodes, *(url for router in routers for url in router.prefills))
+        decodes = [url for router in routers for url in router.decodes.urls]
+        return (*decodes, *(url for router in routers for url in router.prefills.urls))
+
+    async def is_up(self) -> bool:
+        """Return whether any server can be asked."""
+        return any(router.decodes.is_up or router.prefills.is_up for router in self._routers.values())
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Nothing runs beside the requests."""
-        yield
+        """Check the servers meanwhile."""
+        routers = self._routers.values()
+        fleets = [fleet for router in routers for fleet in (router.prefills, router.decodes)]
+        tasks = [asyncio.create_task(keep_checking(fleet, self.relay.client)) for fleet in fleets]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

@@ -1,0 +1,392 @@
+"""Servers behind one router: which of them gets a request, given what each holds, does, and how it fares.
+
+Nothing here knows HTTP. A front (a proxy, Envoy's endpoint picker) asks for the tries of a request, sends it,
+and tells how each try ended:
+
+- what never reached a server, and what a server refuses to begin (429, 503), goes to the next one at once;
+- what failed after it was sent is sent once more, within the budget of the server that gets it;
+- what has answered a byte is never sent again.
+
+Failures count against a server (`health.py`), and so do answers that come far later than those of others. A
+failure that a second server repeats is the request's own, and taken back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+import xxhash
+
+from stemma.cluster.health import Check, HealthPolicy, ServerHealth, Standing
+from stemma.cluster.holdings import Holdings
+from stemma.cluster.prefill_speed import PrefillSpeed
+from stemma.cluster.retry_budget import RetryBudget
+from stemma.cluster.routers import Ask, Placement, Placements, ReplicaLoad, Router
+
+_MAX_REFUSALS = 3
+"""Servers that a request is sent to which are too busy for whoever sent it: they may all be."""
+_SLOW_FACTOR = 5.0
+"""A server is ejected whose first bytes take this many times as long as those of the median of the others."""
+_SLOW_SAMPLES = 10
+_SLOW_LEAST_S = 1.0
+"""And at least this much longer, for a thousand tokens."""
+_THOUSAND = 1000
+
+
+class Outcome(StrEnum):
+    """How a try ended."""
+
+    ANSWERED = "answered"
+    """With an answer that is the client's, errors of its own included."""
+    UNSENT = "unsent"
+    """The server couldn't be reached."""
+    BUSY = "busy"
+    """It drains or is overloaded (503): it didn't begin."""
+    REFUSED = "refused"
+    """It takes no more of this client's (429), or doesn't know its key (401, 403)."""
+    ELSEWHERE = "elsewhere"
+    """It hasn't what the request names; another one may."""
+    FAILED = "failed"
+    """An error of the server, or no answer at all: 500, a reset, garbage, an empty body."""
+    LATE = "late"
+    """No first byte in time."""
+    LOST = "lost"
+    """Checks found the server down meanwhile."""
+    BROKEN = "broken"
+    """It failed after its first byte."""
+    LEFT = "left"
+    """The client left."""
+
+
+_UNBEGUN = (Outcome.UNSENT, Outcome.BUSY, Outcome.REFUSED, Outcome.ELSEWHERE)
+_BEGUN = (Outcome.FAILED, Outcome.LATE, Outcome.LOST)
+"""Outcomes after which a server may have computed the request, and nobody has seen a byte."""
+_AGAINST = (Outcome.UNSENT, Outcome.FAILED, Outcome.LATE, Outcome.LOST, Outcome.BROKEN)
+"""Outcomes that count against a server."""
+
+
+@dataclass(eq=False, slots=True)
+class FleetMember:
+    """One server of a fleet. Its fields are for reading; `Fleet` changes them."""
+
+    url: str
+    place: int
+    """Number of its load and its holdings."""
+    health: ServerHealth
+    budget: RetryBudget
+    speed: PrefillSpeed = field(default_factory=PrefillSpeed)
+    under_way: dict[Try, None] = field(default_factory=dict)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    num_retries: int = 0
+    """Requests that it got after another server."""
+    busy_until: float = 0.0
+    is_leaving: bool = False
+    """It was taken from the fleet, and ends what it has."""
+
+
+class Fleet:
+    """The servers, and the requests under way. For one event loop."""
+
+    ASKED: ClassVar = (Standing.HEALTHY, Standing.HALF_OPEN)
+    """Servers of this standing get requests; the others only if there are none."""
+
+    def __init__(
+        self,
+        router: Router,
+        urls: Iterable[str] = (),
+        *,
+        holdings: Holdings | None = None,
+        policy: HealthPolicy | None = None,
+        has_events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`has_events`: see `Placements`."""
+        self.placements = Placements(router, 0, holdings, has_events=has_events)
+        self.num_lost_retries = 0
+        """Requests that weren't sent again since no server had budget left."""
+        self.num_predicted_tokens = 0
+        """Prompt tokens that servers were expected to have cached, of requests that they answered."""
+        self._policy = policy or HealthPolicy()
+        self._clock = clock
+        self._members: dict[str, FleetMember] = {}
+        self._free_places: list[int] = []
+        self.set_servers(urls)
+
+    @property
+    def members(self) -> tuple[FleetMember, ...]:
+        """All servers, those included that leave."""
+        return tuple(self._members.values())
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All servers, those first that can be asked now."""
+        now = self._clock()
+        return tuple(one.url for one in sorted(self.members, key=lambda one: _reserve_of(one, now)))
+
+    @property
+    def is_up(self) -> bool:
+        """Whether any server can be asked now."""
+        return any(one.health.standing in Fleet.ASKED for one in self.members)
+
+    def least_busy(self) -> str | None:
+        """Return the server with the fewest requests of those that can be asked now; None: there is none."""
+        order = {url: place for place, url in enumerate(self.urls)}
+        asked = [one for one in self.members if one.health.standing in Fleet.ASKED] or self.members
+        best = min(asked, key=lambda one: (self.load(one).num_requests, order[one.url]), default=None)
+        return None if best is None else best.url
+
+    def member(self, url: str) -> FleetMember | None:
+        """Return the server with this URL; None: there is none."""
+        return self._members.get(url)
+
+    def load(self, member: FleetMember) -> ReplicaLoad:
+        """Return the work that was sent to a server and isn't done."""
+        return self.placements.loads[member.place]
+
+    def set_servers(self, urls: Iterable[str]) -> None:
+        """Make these the servers. New ones are taken up; missing ones get no more requests and then leave."""
+        wanted = dict.fromkeys(urls)
+        for url in wanted:
+            if url not in self._members:
+                self._members[url] = self._new_member(url)
+            self._members[url].is_leaving = self._members[url].health.is_draining = False
+        for member in self.members:
+            if member.url not in wanted:
+                self.drain(member.url)
+                member.is_leaving = True
+                self._leave_if_done(member)
+
+    def drain(self, url: str) -> None:
+        """Send a server no more requests; what it has it ends. An unknown one is ignored."""
+        if url in self._members:
+            self._members[url].health.is_draining = True
+
+    def note_check(self, url: str, found: Check) -> None:
+        """Note a check. The requests of a server that fell silent are told so (`Try.on_lost`)."""
+        member = self._members.get(url)
+        if member is not None and member.health.check(found):
+            for one in tuple(member.under_way):
+                one.on_lost()
+
+    def order(self, ask: Ask, without: Iterable[str] = ()) -> list[FleetMember]:
+        """Return the servers for a request, best first.
+
+        Those that can't be asked now come last, in case that nobody else is left; those that drain, at the
+        very end.
+        """
+        dropped = set(without)
+        members = [one for one in self.members if one.url not in dropped and not one.is_leaving]
+        if not members:
+            return []
+        now = self._clock()
+        by_place = {one.place: one for one in members}
+        ordered = [by_place[place] for place in self.placements.order(ask, list(by_place))]
+        return sorted(ordered, key=lambda one: _reserve_of(one, now))  # keeps the router's order of equals
+
+    def tries(self, ask: Ask, *, is_streamed: bool) -> Tries:
+        """Return the tries of a request. `is_streamed`: its first byte comes once its prompt is computed."""
+        return Tries(self, ask, is_streamed=is_streamed)
+
+    # -- what tries tell ------------------------------------------------------------------------------------
+
+    def begin(self, member: FleetMember, ask: Ask, *, is_retry: bool, is_streamed: bool) -> Try:
+        """Note that a request goes to a server."""
+        if is_retry:
+            member.num_retries += 1
+        else:
+            member.budget.note_request()
+        placement = self.placements.begin(ask, member.place)
+        num_tokens = self.load(member).num_tokens
+        one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
+        one.num_predicted = ask.num_tokens - placement.num_missing
+        member.under_way[one] = None
+        return one
+
+    def note_first_byte(self, one: Try) -> None:
+        """See `Try.first_byte`."""
+        member = one.member
+        if one.placement.has_first_token:
+            return
+        self.placements.note_first_token(one.placement)
+        if one.is_probe:
+            one.is_probe = False
+            member.health.succeed(is_probe=True)
+        elif one.is_streamed:
+            member.speed.observe(one.num_tokens, self._clock() - one.begun_at)
+            if self._is_slow(member):
+                member.speed = PrefillSpeed()
+                member.health.eject()
+
+    def end(self, one: Try, outcome: Outcome, retry_after_s: float) -> int:
+        """See `Try.end`. Return the number of the failure, for `pardon`; 0: it is none."""
+        member, failure = one.member, 0
+        del member.under_way[one]
+        member.outcomes[outcome] += 1
+        self.placements.end(one.placement)
+        if outcome in _AGAINST:
+            failure = member.health.fail(is_probe=one.is_probe)
+        elif outcome is Outcome.ANSWERED:
+            self.num_predicted_tokens += one.num_predicted
+            member.health.succeed(is_probe=one.is_probe)
+        elif one.is_probe:
+            member.health.withdraw()
+        if outcome in (Outcome.BUSY, Outcome.UNSENT):
+            member.busy_until = self._clock() + retry_after_s
+        self._leave_if_done(member)
+        return failure
+
+    def _is_slow(self, member: FleetMember) -> bool:
+        others = [
+            one.speed.mean_s
+            for one in self.members
+            if one is not member and one.speed.num_samples >= _SLOW_SAMPLES
+        ]
+        if not others or member.speed.num_samples < _SLOW_SAMPLES:
+            return False
+        median = statistics.median(others)
+        is_far = (member.speed.mean_s - median) * _THOUSAND > _SLOW_LEAST_S
+        return is_far and member.speed.mean_s > _SLOW_FACTOR * median
+
+    def _new_member(self, url: str) -> FleetMember:
+        # By its name, so that several routers, whatever the order of their lists, agree on homes.
+        number = xxhash.xxh3_64_intdigest(url.encode())
+        if self._free_places:
+            place = self._free_places.pop()
+            self.placements.loads[place] = ReplicaLoad(number=number)
+        else:
+            place = self.placements.add_replica(number)
+        return FleetMember(url, place, ServerHealth(self._policy, self._clock), RetryBudget(self._clock))
+
+    def _leave_if_done(self, member: FleetMember) -> None:
+        if member.is_leaving and not member.under_way and member.url in self._members:
+            del self._members[member.url]
+            self.placements.holdings.clear(member.place)
+            self._free_places.append(member.place)
+
+
+class Try:
+    """A request that was sent to one server. `end` it once."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        member: FleetMember,
+        placement: Placement,
+        num_tokens: int,
+        begun_at: float,
+        is_probe: bool,
+        is_streamed: bool,
+    ) -> None:
+        self.member = member
+        self.placement = placement
+        self.num_tokens = num_tokens
+        """Prompt tokens that the server has to compute until its first byte, as far as this router knows."""
+        self.begun_at = begun_at
+        self.is_probe = is_probe
+        self.is_streamed = is_streamed
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called if checks find that the server fell silent: end the try, as LOST before its first byte."""
+        self.limit_s = member.speed.limit_s(num_tokens) if is_streamed else None
+        """How long to wait for the first byte; None: as long as checks find the server alive, since nobody
+        knows how long an answer is."""
+        self.num_predicted = 0
+        """Prompt tokens that the server is expected to have cached."""
+        self.outcome: Outcome | None = None
+        self.failure = 0
+        self._fleet = fleet
+
+    @property
+    def url(self) -> str:
+        """The server's."""
+        return self.member.url
+
+    def first_byte(self) -> None:
+        """The answer begins: the request isn't sent again. A second call does nothing."""
+        self._fleet.note_first_byte(self)
+
+    def end(self, outcome: Outcome, retry_after_s: float = 1.0) -> None:
+        """The try is over. `retry_after_s`: of a server that didn't begin, how long it is asked last."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.failure = self._fleet.end(self, outcome, retry_after_s)
+
+
+class Tries:
+    """The servers that one request is sent to, one after the other, as long as `next` returns one."""
+
+    def __init__(self, fleet: Fleet, ask: Ask, *, is_streamed: bool) -> None:
+        self._fleet = fleet
+        self._ask = ask
+        self._is_streamed = is_streamed
+        self._done: list[Try] = []
+
+    def next(self) -> Try | None:
+        """Return the next try, begun; None: the last one's answer is the client's, or there is no server.
+
+        Call it again once that try has ended.
+        """
+        last = self._done[-1] if self._done else None
+        if last is not None and not self._goes_on(last):
+            self._pardon(last)
+            return None
+        is_free = last is None or last.outcome in _UNBEGUN or last.outcome is Outcome.LOST
+        equals = self._best()
+        member = next((one for one in equals if is_free or one.budget.take()), None)
+        if member is None:
+            self._fleet.num_lost_retries += bool(equals)
+            return None
+        one = self._fleet.begin(member, self._ask, is_retry=last is not None, is_streamed=self._is_streamed)
+        self._done.append(one)
+        return one
+
+    def can_move(self) -> bool:
+        """Return whether another server that can be asked now would get the request, had this try failed.
+
+        Else a server that is late is better waited for.
+        """
+        equals = self._best()
+        can_serve = bool(equals) and equals[0].health.standing in Fleet.ASKED
+        has_failed = any(one.outcome in _BEGUN for one in self._done)
+        return not has_failed and can_serve and any(one.budget.has_room() for one in equals)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another server could get the request, if there were one. For after the last try's end."""
+        return not self._done or self._goes_on(self._done[-1])
+
+    def _best(self) -> list[FleetMember]:
+        """Return the servers that may be asked next, best first: a reserve only if there are no others."""
+        order = self._fleet.order(self._ask, without=[one.url for one in self._done])
+        return [one for one in order if one.health.standing in Fleet.ASKED] or order
+
+    def _goes_on(self, last: Try) -> bool:
+        assert last.outcome is not None, "end a try before the next one"
+        if last.outcome is Outcome.REFUSED:
+            return sum(one.outcome is Outcome.REFUSED for one in self._done) < _MAX_REFUSALS
+        if last.outcome in _UNBEGUN:
+            return True
+        if last.outcome not in _BEGUN:
+            return False
+        failed = [one for one in self._done if one.outcome in _BEGUN]
+        return len(failed) == 1
+
+    def _pardon(self, last: Try) -> None:
+        """Take back two equal failures on two servers: they are the request's own fault."""
+        failed = [one for one in self._done if one.outcome is Outcome.FAILED]
+        if last.outcome is Outcome.FAILED and len(failed) == 2:
+            for one in failed:
+                one.member.health.pardon(one.failure)
+
+
+def _reserve_of(member: FleetMember, now: float) -> int:
+    """Return how late a server is asked: 0 for all that may be asked now."""
+    standing = member.health.standing
+    if standing in Fleet.ASKED:
+        return 1 if member.busy_until > now else 0
+    return {Standing.EJECTED: 2, Standing.DOWN: 3, Standing.DRAINING: 4}[standing]

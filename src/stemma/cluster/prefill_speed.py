@@ -1,0 +1,42 @@
+"""How long a server takes to its first byte, measured; and from that, how long to wait for one.
+
+Seconds are divided by the prompt tokens that the server had to compute until then, those that waited before
+included, and a few that stand for what a request costs anyway. Mean and deviation follow as TCP's do for
+round trips (RFC 6298).
+"""
+
+from __future__ import annotations
+
+_BASE_TOKENS = 64
+"""What a request costs whose prompt is cached, as prompt tokens."""
+_MEAN_GAIN, _DEVIATION_GAIN, _DEVIATIONS = 1 / 8, 1 / 4, 4
+_SLACK = 4.0
+"""Requests that other routers sent wait there too, and answers under way take their part."""
+_LEAST_S = 5.0
+_UNKNOWN_S_PER_TOKEN = 0.02
+"""Of a server that wasn't measured yet: a large model on a few cores."""
+
+
+class PrefillSpeed:
+    """Measured seconds for each prompt token of one server."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.mean_s = _UNKNOWN_S_PER_TOKEN
+        """Seconds for each token."""
+        self._deviation_s = _UNKNOWN_S_PER_TOKEN / 4
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Note that `num_tokens` were computed, and the first byte came, after `seconds`."""
+        sample = seconds / (num_tokens + _BASE_TOKENS)
+        if self.num_samples == 0:
+            self.mean_s, self._deviation_s = sample, sample / 2
+        else:
+            self._deviation_s += _DEVIATION_GAIN * (abs(sample - self.mean_s) - self._deviation_s)
+            self.mean_s += _MEAN_GAIN * (sample - self.mean_s)
+        self.num_samples += 1
+
+    def limit_s(self, num_tokens: int) -> float:
+        """Return how long to wait for the first byte after `num_tokens` prompt tokens."""
+        slowest_s = self.mean_s + _DEVIATIONS * self._deviation_s
+        return _LEAST_S + _SLACK * slowest_s * (num_tokens + _BASE_TOKENS)

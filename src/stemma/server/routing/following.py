@@ -1,0 +1,93 @@
+"""Follows the KV events of a fleet's servers, as these come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from stemma.cluster.fleet import Fleet
+from stemma.cluster.holdings_writer import HoldingsWriter
+from stemma.errors import ConfigError
+from stemma.server.routing.server_list import FleetServer
+
+if TYPE_CHECKING:  # ZMQ is an extra
+    from stemma.kv_events.follower import Follower
+    from stemma.kv_events.subscriber import Subscription
+
+_log = logging.getLogger(__name__)
+COUNTERS = ("events", "unplaced", "gaps", "lost", "snapshots", "malformed")
+
+
+class Following:
+    """One task for each server with events. For one event loop."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._writer = HoldingsWriter()
+        self._tasks: dict[FleetServer, asyncio.Task[None]] = {}
+        self._followed: dict[FleetServer, tuple[Follower, Subscription]] = {}
+        self._left: Counter[str] = Counter()
+        """Counters of servers that are gone."""
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a block, as the first server says that has told; None: none has."""
+        sizes = (follower.block_size for follower, _ in self._followed.values())
+        return next((size for size in sizes if size is not None), None)
+
+    def counters(self) -> Counter[str]:
+        """Return what happened to events since the start, by `COUNTERS`."""
+        total = Counter(self._left)
+        for follower, subscription in self._followed.values():
+            total += _counters(follower, subscription)
+        return total
+
+    def follow(self, servers: Iterable[FleetServer]) -> None:
+        """Follow these servers, and no others. Raises ConfigError without ZMQ."""
+        wanted = [server for server in servers if server.events is not None]
+        if wanted and find_spec("zmq") is None:
+            raise ConfigError("KV events need ZMQ: pip install 'stemma[events]'")
+        for server in [server for server in self._tasks if server not in wanted]:
+            self._tasks.pop(server).cancel()
+            self._left += _counters(*self._followed.pop(server))
+        for server in wanted:
+            if server not in self._tasks:
+                self._tasks[server] = asyncio.create_task(self._follow_one(server))
+
+    async def close(self) -> None:
+        """Follow nobody any more."""
+        tasks = list(self._tasks.values())
+        self.follow(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._writer.close()
+
+    async def _follow_one(self, server: FleetServer) -> None:
+        from stemma.kv_events.follower import Follower
+        from stemma.kv_events.subscriber import Subscription
+
+        member = self._fleet.member(server.url)
+        assert member is not None, "a server of the fleet"
+        assert server.events is not None, "one with events"
+        follower = Follower(member.place, self._fleet.placements.holdings)
+        subscription = Subscription(follower, server.events, server.replay, apply=self._writer.apply)
+        self._followed[server] = follower, subscription
+        try:
+            await subscription.run()
+        except Exception:  # noqa: BLE001 - logged with its traceback
+            await self._writer.apply(follower.clear)
+            _log.exception("%s: its KV events aren't followed any more", server.url)
+
+
+def _counters(follower: Follower, subscription: Subscription) -> Counter[str]:
+    return Counter(
+        events=follower.num_events,
+        unplaced=follower.num_unplaced,
+        gaps=subscription.num_gaps,
+        lost=subscription.num_lost,
+        snapshots=subscription.num_snapshots,
+        malformed=subscription.num_malformed,
+    )

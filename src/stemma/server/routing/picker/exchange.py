@@ -1,0 +1,162 @@
+"""One request of Envoy's: its headers and body come, the choice goes back, and then how it was answered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
+
+from stemma.budgets import Budget, Holding
+from stemma.cluster.fleet import FleetMember, Outcome, Try
+from stemma.cluster.routers import Ask
+from stemma.errors import BodyTooLarge, InvalidRequest, OverBudget
+from stemma.server.requests.json_input import parse_json
+from stemma.server.routing.picker.endpoints import Endpoints
+from stemma.server.routing.picker.messages import (
+    BUFFERED,
+    FULL_DUPLEX,
+    body_pieces,
+    go_on,
+    headers_of,
+    picked,
+    refused,
+    served_by,
+    subset_of,
+)
+from stemma.server.routing.prompts import is_streamed
+from stemma.server.routing.sending import outcome_of
+from stemma.server.routing.served_fleet import ServedFleet
+
+_MOST_ENDPOINTS = 3
+"""The best server, and those that Envoy may try after it."""
+_PASSED_ON = ("authorization", "x-api-key", "content-type", "x-request-id")
+"""Headers that a server needs to tokenize for whoever asks."""
+
+
+class Exchange:
+    """The life of one HTTP request, as Envoy tells it. `close` it at the end."""
+
+    def __init__(
+        self, served: ServedFleet, endpoints: Endpoints, bodies: Budget, max_body_bytes: int
+    ) -> None:
+        self._served = served
+        self._endpoints = endpoints
+        self._bodies = bodies
+        self._max_body_bytes = max_body_bytes
+        self._holding = Holding()
+        self._headers: dict[str, str] = {}
+        self._subset: list[str] | None = None
+        self._content: list[bytes] | None = []
+        """The body so far; None: it went on."""
+        self._num_bytes = 0
+        self._mode: object = BUFFERED
+        self._ask = Ask((), 1, 1)
+        self._is_streamed = False
+        self._try: Try | None = None
+        self._status = 0
+
+    async def answers(self, message: ProcessingRequest) -> AsyncIterator[ProcessingResponse]:
+        """Yield what goes back for a message."""
+        if message.protocol_config is not None:
+            self._mode = message.protocol_config.request_body_mode
+        if message.request_headers is not None:
+            self._headers = headers_of(message.request_headers.headers)
+            self._subset = subset_of(message)
+            is_whole = message.request_headers.end_of_stream
+            if is_whole or self._mode not in (BUFFERED, FULL_DUPLEX):
+                self._content = None
+                yield self._picked(at_headers=True)
+                return
+            if self._mode == FULL_DUPLEX:
+                return  # the choice goes into these headers: Envoy waits for the body
+        elif message.request_body is not None and self._content is not None:
+            async for answer in self._body(message.request_body.body, message.request_body.end_of_stream):
+                yield answer
+            return
+        elif message.request_trailers is not None and self._content is not None:
+            async for answer in self._body(b"", True):
+                yield answer
+        elif message.response_headers is not None:
+            self._answered(headers_of(message.response_headers.headers), served_by(message))
+        for answer in go_on(message, pass_bodies=self._mode == FULL_DUPLEX):
+            yield answer
+
+    def close(self) -> None:
+        """Envoy has ended the exchange: the answer is over, or never came."""
+        self._holding.close()
+        if self._try is not None:
+            self._try.end(outcome_of(self._status) if self._status else Outcome.LEFT)
+
+    async def _body(self, piece: bytes, is_last: bool) -> AsyncIterator[ProcessingResponse]:
+        """Take a piece of a request's body; with the last one choose."""
+        assert self._content is not None
+        self._num_bytes += len(piece)
+        try:
+            if self._num_bytes > self._max_body_bytes:
+                raise BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
+            self._holding.take(self._bodies, len(piece))
+            self._content.append(piece)
+            if not is_last and self._mode == FULL_DUPLEX:
+                return
+            content = b"".join(self._content)
+            await self._read(content)
+        except OverBudget as error:
+            yield refused(429, str(error), 1)
+            return
+        except InvalidRequest as error:
+            yield refused(413 if isinstance(error, BodyTooLarge) else 400, str(error))
+            return
+        self._content = None
+        self._holding.close()
+        yield self._picked(at_headers=self._mode == FULL_DUPLEX)
+        if self._mode == FULL_DUPLEX and self._try is not None:
+            for answer in body_pieces(content, of_request=True, is_last=is_last):
+                yield answer
+
+    async def _read(self, content: bytes) -> None:
+        """Learn what the prompt is; what isn't JSON is placed without one."""
+        if not content or "json" not in self._headers.get("content-type", "application/json"):
+            return
+        body = parse_json(content)
+        if isinstance(body, dict):
+            headers = {name: self._headers[name] for name in _PASSED_ON if name in self._headers}
+            self._is_streamed = is_streamed(self._headers.get(":path", "").partition("?")[0], body)
+            self._ask = await self._served.ask(body, headers)
+
+    def _picked(self, *, at_headers: bool) -> ProcessingResponse:
+        fleet = self._served.fleet
+        allowed = [one for one in fleet.order(self._ask) if self._is_allowed(one)]
+        usable = [one for one in allowed if one.health.standing in fleet.ASKED] or allowed
+        if not usable:
+            return refused(503, "no server answers", 1)
+        self._try = self._begun(usable[0], is_retry=False)
+        return picked(
+            [self._endpoints.of(one.url) for one in usable[:_MOST_ENDPOINTS]], at_headers=at_headers
+        )
+
+    def _is_allowed(self, member: FleetMember) -> bool:
+        return self._subset is None or self._endpoints.of(member.url) in self._subset
+
+    def _begun(self, member: FleetMember, *, is_retry: bool) -> Try:
+        if self._try is not None:
+            self._try.end(Outcome.LEFT)  # unless it has ended: there is one try at a time
+        fleet = self._served.fleet
+        return fleet.begin(member, self._ask, is_retry=is_retry, is_streamed=self._is_streamed)
+
+    def _answered(self, headers: dict[str, str], served: str | None) -> None:
+        """Note how the request was answered, and by whom: Envoy may have gone on to the next endpoint."""
+        one = self._try
+        status = headers.get(":status", "")
+        self._status = int(status) if status.isascii() and status.isdecimal() and len(status) == 3 else 0
+        if one is None:
+            return
+        if served is not None and served != self._endpoints.of(one.url):
+            one.end(Outcome.UNSENT)
+            member = next(
+                (m for m in self._served.fleet.members if self._endpoints.of(m.url) == served), None
+            )
+            one = self._try = None if member is None else self._begun(member, is_retry=True)
+        elif served is None and self._status == 503:  # Envoy's own: it reached nobody
+            one.end(Outcome.UNSENT)
+        if one is not None and outcome_of(self._status) is Outcome.ANSWERED:
+            one.first_byte()

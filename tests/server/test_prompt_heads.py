@@ -1,0 +1,21 @@
+"""Prompts that begin alike, in every protocol, have one beginning: where the proxies send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stemma.server.routing.prompts import head_of
+
+
+def test_all_turns_of_a_conversation_begin_alike() -> None:
+    system = {"role": "system", "content": "Answer in one sentence."}
+    question = {"role": "user", "content": "Why?"}
+    first = {"messages": [system, question]}
+    later = {"messages": [system, question, {"role": "assistant", "content": "So."}, question]}
+    assert head_of(first) == head_of(later) != head_of({"messages": [question]})
+    assert head_of({"prompt": list(range(3000))}) == head_of({"prompt": list(range(1500))})
+    assert head_of({"inputs": "x"}) != head_of({"inputs": "y"})
+    assert head_of(first) != head_of({"messages": [system, {"role": "user", "content": "How?"}]})
+    odd: dict[str, Any] | None
+    for odd in (None, {}, {"messages": []}, {"messages": [1]}, {"prompt": 3}, {"prompt": [["a"], ["b"]]}):
+        assert isinstance(head_of(odd), bytes)
