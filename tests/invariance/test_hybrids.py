@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stemma.config.settings import ModelSettings
+from stemma.engine.sampling.params import SamplingParams
 from stemma.model.loading import load_model
 from stemma.native.library import load_kernels
+from stemma.types import Tier
 from tests import hybrids
+from tests.checkpoints import build
 from tests.invariance.schedules import check_schedules
-from tests.invariance.serving import check_family
+from tests.invariance.serving import NO_CACHE, answer_of, check_family, engine
 from tests.native.isa import level_params
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
@@ -46,6 +51,30 @@ def test_any_schedule(family: str, dtype: str, root: Path) -> None:
 @pytest.mark.parametrize("family", ENGINES)
 def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), "float32", tmp_path, 3)
+
+
+@pytest.mark.parametrize("roles", [("both", "both"), ("prefill", "decode")], ids="-".join)
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss"])
+def test_checkpoints_travel_through_a_pool(
+    family: str, roles: tuple[str, str], root: Path, tmp_path: Path
+) -> None:
+    """gpt-oss: pages of windows."""
+    path = checkpoint(family, root) if family in hybrids.FAMILIES else build(family, tmp_path / family)
+    config = tmp_path / "pool.json"
+    (tmp_path / "pool").mkdir()
+    config.write_text(json.dumps({"path": str(tmp_path / "pool")}))
+    pool = {"pool": "directory", "pool_config": str(config), "load_when": "always"}
+    prompt = [3 + 11 * number % 480 for number in range(300)]
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
+    with engine(path, "float32", **NO_CACHE) as llm:
+        expected = answer_of(llm.generate([prompt], params)[0])
+    with engine(path, "float32", **pool, role=roles[0]) as llm:
+        llm.generate([prompt], params if roles[0] == "both" else replace(params, max_tokens=1))
+    with engine(path, "float32", **pool, role=roles[1]) as llm:
+        generation = llm.generate([prompt], params)[0]
+    assert answer_of(generation) == expected
+    assert generation.cache.cached_by_tier == {Tier.POOL: 256}
+    assert generation.cache.miss_reason == "no_state"
 
 
 @pytest.mark.slow

@@ -321,7 +321,10 @@ class PrefixCache:
         """Let the lower tiers look for the blocks of a queued prompt that the device lacks."""
         if self._loads is None:
             return None
-        return self._loads.prefetch(namespace, tokens, self._match(namespace, tokens))
+        found = self._match(namespace, tokens)
+        if self._states is None:
+            return self._loads.prefetch(namespace, tokens, found)
+        return self._loads.prefetch(namespace, tokens, found, self._states.likely_pieces)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Report that a step took `seconds` for `num_tokens` prompt tokens."""
@@ -340,6 +343,8 @@ class PrefixCache:
         found = Match(lease.num_cached_tokens, lease.block_table[:num_held])
         if num_held < num_asked:
             lease.miss = load_failed(num_asked - num_held, lease.num_cached_tokens)
+        elif lease.state is not None and lease.state.branch > lease.num_cached_tokens:
+            lease.miss = no_state(lease.state.branch, lease.num_cached_tokens)
         else:
             lease.miss = self._explain(lease, found, 0)
 

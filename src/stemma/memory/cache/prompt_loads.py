@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stemma.errors import StorageError
 from stemma.memory.cache.lease import Lease, PendingLoad
@@ -31,17 +31,28 @@ class PromptLoads:
         keys += self._tail_key(lease.key_before(last), lease.tokens, found)
         return tuple(self._lower.match(keys)), keys
 
-    def prefetch(self, namespace: Namespace, tokens: TokenArray, found: Match) -> Prefetch | None:
-        """Let the lower tiers look for the blocks of a queued prompt beyond `found` on the device."""
+    def prefetch(
+        self,
+        namespace: Namespace,
+        tokens: TokenArray,
+        found: Match,
+        pieces_of: Callable[[Sequence[BlockKey]], Sequence[BlockKey]] = lambda _keys: (),
+    ) -> Prefetch | None:
+        """Let the lower tiers look for the blocks of a queued prompt beyond `found` on the device.
+
+        `pieces_of` takes the keys of its full blocks; returns those of checkpoints to look for too.
+        """
         wanted = tokens[: (len(tokens) - 1) // self._block_size * self._block_size]
         roots = self._key_space.roots(namespace)
         keys = roots.chain(wanted)
+        pieces = pieces_of(keys)
         keys += self._tail_key(roots.before(len(keys), keys[-1] if keys else roots.first), tokens, found)
         num_full = found.num_full_blocks(self._block_size)
         parent = roots.before(num_full, keys[num_full - 1] if num_full else roots.first)
         owner = owner_tag(namespace.owner)
         owners = ["" if i < roots.num_public else owner for i in range(num_full, len(keys))]
-        return self._lower.prefetch(parent, keys[num_full:], owners)
+        owners += [owner] * len(pieces)
+        return self._lower.prefetch(parent, [*keys[num_full:], *pieces], owners)
 
     def passed_over(self, lease: Lease, num_held: int) -> Miss | None:
         """Return why blocks after the first `num_held` are not loaded though lower tiers have them, if so."""

@@ -29,6 +29,7 @@ from stemma.types import BlockKey
 CHECKPOINT_TOKENS = 64
 """Checkpoints lie at multiples of this number of tokens, or of a larger block."""
 _WINDOWS_APART = 16
+_NEAR, _MOST_PIECES = 4, 4096
 _STATE, _PAGE = b"stemma.state", b"stemma.window"
 
 
@@ -247,7 +248,23 @@ class CachedStates:
 
     def piece_keys(self, lease: Lease, position: int) -> list[BlockKey]:
         """Return the keys of the blocks that hold the checkpoint of a sequence at `position`."""
-        return [piece for piece, _ in self._chain(lease, position)]
+        return [piece for piece, _ in self._chain(lease.key, position)]
+
+    def likely_pieces(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return keys to ask a pool for before a prompt is admitted, whose full blocks have these keys.
+
+        Those of the deepest positions first, then of every `interval`: where prompts end, and where long ones
+        leave checkpoints. A few thousand at most.
+        """
+        deepest = len(keys) * self._block_size // self.unit * self.unit
+        near = range(deepest, max(0, deepest - _NEAR * self.unit), -self.unit)
+        far = range(deepest // self._interval * self._interval, 0, -self._interval)
+        pieces: list[BlockKey] = []
+        for position in dict.fromkeys((*near, *far)):
+            if len(pieces) > _MOST_PIECES:
+                break
+            pieces += [piece for piece, _ in self._chain(lambda block: keys[block], position)]
+        return pieces
 
     def blocks_of(self, lease: Lease) -> list[int]:
         """Return the ids of the blocks of a sequence's state and pages."""
@@ -385,7 +402,7 @@ class CachedStates:
         if self._lower is not None and self._lower.stores:
             self._lower.on_hit(found.blocks)
 
-    def _chain(self, lease: Lease, position: int) -> list[tuple[BlockKey, BlockKey]]:
+    def _chain(self, key_of: Callable[[int], BlockKey], position: int) -> list[tuple[BlockKey, BlockKey]]:
         """Return key and parent of each block of a checkpoint: its state's, then its pages'."""
         chain: list[tuple[BlockKey, BlockKey]] = []
 
@@ -397,9 +414,9 @@ class CachedStates:
                 parent = piece
 
         if self._states.count:
-            add(_STATE, self._key_at(lease, position), len(self._places.state_blocks(0)))
+            add(_STATE, key_of(position // self._block_size - 1), len(self._places.state_blocks(0)))
         for block in self._window_blocks(position):
-            add(_PAGE, lease.key(block), len(self._places.page_blocks(0)))
+            add(_PAGE, key_of(block), len(self._places.page_blocks(0)))
         return chain
 
     def _describe(
@@ -412,7 +429,7 @@ class CachedStates:
         return tuple(
             DeviceBlock(block_id, piece, parent, self._block_size, owner=owner)
             for block_id, (piece, parent) in zip(
-                self._blocks_of(state, pages), self._chain(lease, position), strict=True
+                self._blocks_of(state, pages), self._chain(lease.key, position), strict=True
             )
         )
 
