@@ -355,7 +355,9 @@ def kv_bytes() -> Table:
     num_tokens = 32_768
     for name, (layers, heads, dim, windowed, window) in shapes.items():
         whole = KVLayout(layers, 2, 64, heads, dim, "bfloat16")
-        freed = replace(whole, num_layers=layers - len(windowed), windows=WindowGroup(windowed, window))
+        freed = replace(
+            whole, num_layers=layers - len(windowed), windows=WindowGroup(windowed, window, heads, dim)
+        )
         num_pages = window // 64 + 1
         kept_bytes = num_tokens * whole.bytes_per_token
         page_bytes = freed.blocks_per_page * freed.block_bytes

@@ -21,7 +21,6 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
-    MambaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -167,12 +166,6 @@ def build(
             raise AttributeError(f"{type(config).__name__} has no field {name}")
         setattr(config, name, value)
     return save_checkpoint(make_model(config, seed).to(dtype), tokenizer(), path, generation)
-
-
-def build_mamba(path: Path) -> Path:
-    """Write a state-space model: it has no per-token KV and must be refused."""
-    config = MambaConfig(vocab_size=len(tokenizer()), hidden_size=32, num_hidden_layers=2, state_size=4)
-    return save_checkpoint(make_model(config, 0), tokenizer(), path)
 
 
 def build_masked_lm(path: Path) -> Path:

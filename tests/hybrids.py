@@ -1,4 +1,4 @@
-"""Tiny seeded checkpoints of models with recurrent layers, one of each kind that transformers has."""
+"""Tiny seeded checkpoints of models whose layers keep different things: recurrent ones, two shapes of KV."""
 
 from __future__ import annotations
 
@@ -92,13 +92,28 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: fields in which a tiny model differs from `base_fields`."""
 FAMILIES = tuple(FIELDS)
+TWO_SHAPES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **{"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+        **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24},
+        **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 512},
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        **{"head_dim": 16, "v_head_dim": 12, "swa_head_dim": 24, "swa_v_head_dim": 16},
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "sliding_window": 24},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    },
+}
+"""Layers with sliding windows keep KV of another shape than the others."""
 REFUSED: dict[str, dict[str, Any]] = {"minimax": {"num_local_experts": 2, "head_dim": 16}}
 """Recurrent, and not served."""
 
 
 def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the tiny config of a `model_type`."""
-    fields = base_fields() | (FIELDS | REFUSED)[family] | overrides
+    fields = base_fields() | (FIELDS | TWO_SHAPES | REFUSED)[family] | overrides
     if family in ("mamba", "falcon_mamba", "mamba2"):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             fields.pop(name, None)

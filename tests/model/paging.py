@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from stemma.config.settings import KVDtype
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import StoredAs
-from stemma.model.batch import ForwardBatch, StateMoves
+from stemma.model.batch import ForwardBatch, PageTables, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.kv_format import decode, encode
 from stemma.model.lora.adapter import AdapterRows
@@ -87,7 +87,9 @@ class PagedSequences:
         layout = model.layout(block_size, kv_dtype)
         self.has_states = layout.state is not None
         num_blocks = layout.aligned(num_blocks)
-        self.kv = DeviceKV(layout, num_blocks, num_states=len(prompts) if self.has_states else 0)
+        num_states = len(prompts) if self.has_states else 0
+        num_pages = 0 if layout.windows is None else num_blocks
+        self.kv = DeviceKV(layout, num_blocks, num_states=num_states, num_pages=num_pages)
         # Whatever other requests left behind must not shine through.
         self.kv.data.fill_(1e3 if kv_dtype == "auto" else 0x47)
         self.free = list(range(num_blocks))
@@ -106,6 +108,8 @@ class PagedSequences:
         if rest:
             block = self.free.pop()
             self.kv.copy_block_head(self.tables[source][full], block, rest)
+            if self.kv.num_pages:
+                self.kv.copy_page(self.tables[source][full], block)
             self.tables[target].append(block)
         self.done[target] = num_tokens
         self.logits[target][:num_tokens] = self.logits[source][:num_tokens]
@@ -147,6 +151,8 @@ class PagedSequences:
             adapters=self._adapter_rows(plan, starts),
             states=self._state_moves(plan) if self.has_states else None,
         )
+        if self.kv.num_pages:
+            batch.pages = PageTables(batch.slots, batch.block_tables)  # a page for each block
         decoder = self.model.decoder
         if isinstance(decoder, PredictingDecoder):
             zeros = torch.zeros(decoder.hidden_size, dtype=decoder.dtype)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import ConfigError, ModelError, UnsupportedModel
+from stemma.errors import ConfigError, ModelError
 from stemma.model.loading import load_model
 from stemma.model.tiny import write_tiny_model
 from stemma.model.tokenizer import Tokenizer
@@ -85,12 +85,6 @@ def test_broken_config(tmp_path: Path, content: str) -> None:
 def test_not_a_causal_lm(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="BertForMaskedLM, which is no causal"):
         load(checkpoints.build_masked_lm(tmp_path))
-
-
-def test_state_space_model_is_refused(tmp_path: Path) -> None:
-    """One clear error at load that names what is supported."""
-    with pytest.raises(UnsupportedModel, match=r"Mamba.*Qwen3.*DeepSeek"):
-        load(checkpoints.build_mamba(tmp_path))
 
 
 def test_no_weights(qwen2: Path, tmp_path: Path) -> None:

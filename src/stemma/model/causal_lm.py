@@ -33,6 +33,13 @@ class KVShape:
     windows: WindowGroup | None = None
     """Layers whose KV may lie in pages; None: there are none, or all are."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether layers with windows keep KV of another shape than the others."""
+        if self.windows is None:
+            return False
+        return (self.windows.num_kv_heads, self.windows.head_dim) != (self.num_kv_heads, self.head_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -144,7 +151,8 @@ class CausalLM:
     ) -> KVLayout:
         """Return what this rank's part of a block of `block_size` tokens looks like for this model.
 
-        With `frees_windows`, layers with sliding windows lie in pages of their own, where that saves memory.
+        With `frees_windows`, layers with sliding windows lie in pages of their own, where that saves memory;
+        those of another shape always do.
 
         Raises ConfigError for a KV dtype or an arrangement that the model can't attend over.
         """
@@ -159,7 +167,12 @@ class CausalLM:
             dtype,
             state=shape.state,
         )
-        if frees_windows and shape.windows is not None and self.device.type == "cpu":
+        if shape.is_mixed and self.device.type != "cpu":
+            raise ConfigError(
+                f"{self.info.architecture} keeps KV of two shapes, which runs on CPU only; set device cpu"
+            )
+        frees_windows = shape.is_mixed or (frees_windows and self.device.type == "cpu")
+        if frees_windows and shape.windows is not None:
             num_layers = shape.num_layers - len(shape.windows.layers)
             plain = replace(plain, num_layers=num_layers, windows=shape.windows)
         if shape.state is not None and self.device.type != "cpu":

@@ -17,7 +17,7 @@ import torch
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import SUPPORTED
-from stemma.model.batch import ForwardBatch, StateMoves
+from stemma.model.batch import ForwardBatch, PageTables, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.foreign_code import foreign_code
 
@@ -85,7 +85,13 @@ def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torc
     block_size = _BLOCK_SIZE * model.context_size
     num_blocks = -(-len(tokens) // block_size)
     layout = model.layout(block_size)
-    kv = DeviceKV(layout, num_blocks + 1, model.device, num_states=0 if layout.state is None else 1)
+    kv = DeviceKV(
+        layout,
+        layout.aligned(num_blocks + 1),
+        model.device,
+        num_states=0 if layout.state is None else 1,
+        num_pages=0 if layout.windows is None else num_blocks + 1,
+    )
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     logits: list[torch.Tensor] = []
     start = 0
@@ -102,6 +108,8 @@ def _run(model: CausalLM, tokens: torch.Tensor, chunks: tuple[int, ...]) -> torc
             logits_rows=torch.arange(length, device=model.device),
             states=None if layout.state is None else StateMoves((0 if start else None,), (0,), ()),
         )
+        if layout.windows is not None:
+            batch.pages = PageTables(batch.slots, batch.block_tables)  # a page for each block
         logits.append(model.forward(batch, kv).cpu())
         start += length
     return torch.cat(logits)

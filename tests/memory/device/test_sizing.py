@@ -44,7 +44,7 @@ def test_states_take_their_share() -> None:
 
 
 def test_pages_are_fewer_than_blocks_and_enough_for_a_step() -> None:
-    layout = replace(LAYOUT, windows=WindowGroup((0, 2, 3), 40))
+    layout = replace(LAYOUT, windows=WindowGroup((0, 2, 3), 40, 2, 8))
     assert layout.page.num_layers == 3
     assert [layout.place_of(number) for number in range(5)] == [
         *((True, 0), (False, 0), (True, 1), (True, 2), (False, 1))
@@ -61,7 +61,7 @@ def test_pages_are_fewer_than_blocks_and_enough_for_a_step() -> None:
     assert float(kv.data[: sizes.num_blocks].abs().sum()) == 0.0
 
 
-WINDOWED = replace(LAYOUT, windows=WindowGroup((0,), 40))
+WINDOWED = replace(LAYOUT, windows=WindowGroup((0,), 40, 2, 8))
 
 
 @pytest.mark.parametrize(

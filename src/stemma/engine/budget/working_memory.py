@@ -20,7 +20,7 @@ from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
-from stemma.model.batch import ForwardBatch, StateMoves
+from stemma.model.batch import ForwardBatch, PageTables, StateMoves
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.weights import PREPARED_BYTES
 from stemma.native.process_memory import large_blocks_apart, peak_bytes, reset_peak, resident_bytes, trim_heap
@@ -104,9 +104,13 @@ def step_bytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_logits: i
         # Blocks of one token: no more KV than tokens, which for a large model is much.
         num_states = 0 if layout.state is None else len(lengths)
         layout = replace(layout, block_size=1)
-        kv = DeviceKV(layout, layout.aligned(sum(lengths)), num_states=num_states)
+        num_tokens = sum(lengths)
+        num_pages = 0 if layout.windows is None else num_tokens
+        kv = DeviceKV(layout, layout.aligned(num_tokens), num_states=num_states, num_pages=num_pages)
     kv.data.zero_()
     batch = _batch(lengths)
+    if num_pages:
+        batch.pages = PageTables(batch.slots, batch.block_tables)
     if num_states:
         batch.states = StateMoves((None,) * num_states, tuple(range(num_states)), ())
     before = resident_bytes()

@@ -72,6 +72,8 @@ class WindowGroup:
     """Their numbers among the layers with KV, ascending."""
     window: int
     """Tokens: the largest."""
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,14 @@ class KVLayout:
     def page(self) -> KVLayout:
         """The layout of a page."""
         assert self.windows is not None
-        return replace(self, num_layers=len(self.windows.layers), state=None, windows=None)
+        return replace(
+            self,
+            num_layers=len(self.windows.layers),
+            num_kv_heads=self.windows.num_kv_heads,
+            head_dim=self.windows.head_dim,
+            state=None,
+            windows=None,
+        )
 
     @property
     def blocks_per_page(self) -> int:
@@ -189,7 +198,9 @@ class KVLayout:
             ).replace(" ", "")
             plain += f":states {parts}"
         if self.windows is not None:
-            plain += f":windows of {self.windows.window} in layers {self.windows.layers}".replace(" ", "_")
+            group = self.windows
+            shape = f"{group.num_kv_heads}x{group.head_dim}"
+            plain += f":windows of {group.window} in layers {group.layers} of {shape}".replace(" ", "_")
         if self.stored == "plain":
             return plain
         return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

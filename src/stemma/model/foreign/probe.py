@@ -63,22 +63,27 @@ def probe(
     _number_layers(hf_model, sorted(calls))
     ordered = [calls[index][0] for index in sorted(calls)]
     _check_windows(name, config, {layer: calls[layer][0].sliding_window for layer in sorted(calls)})
-    shapes = {(heads, max(dim, value), call.latent is None) for call, heads, dim, value in calls.values()}
-    if len(shapes) != 1:
+    shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
+    windows = _windows(ordered, shapes)
+    in_pages = () if windows is None else windows.layers
+    in_blocks = {shape for number, shape in enumerate(shapes) if number not in in_pages}
+    apart = {shape for number, shape in enumerate(shapes) if number in in_pages}
+    has_value = {call.latent is None for call in ordered}
+    if len(in_blocks) != 1 or len(apart) > 1 or len(has_value) != 1:
         raise UnsupportedModel(f"{name}: layers keep KV of different shapes. {SUPPORTED}")
-    heads, dim, has_value = shapes.pop()
-    latent = ordered[0].latent
+    (heads, dim), latent = in_blocks.pop(), ordered[0].latent
     rank = 0 if latent is None else latent.rank
-    windows = None if latent is not None else _windows(ordered)
-    return KVShape(len(calls), 2 if has_value else 1, heads, dim, rank, state, windows), ordered
+    num_parts = 2 if latent is None else 1
+    return KVShape(len(calls), num_parts, heads, dim, rank, state, windows), ordered
 
 
-def _windows(calls: list[AttentionCall]) -> WindowGroup | None:
-    """Return the layers with sliding windows; None: there are none, or all are."""
+def _windows(calls: list[AttentionCall], shapes: list[tuple[int, int]]) -> WindowGroup | None:
+    """Return the layers with sliding windows; None: there are none, or all are, or they keep latents."""
     sizes = {number: call.sliding_window for number, call in enumerate(calls) if call.sliding_window}
-    if not 0 < len(sizes) < len(calls):
+    if not 0 < len(sizes) < len(calls) or calls[0].latent is not None:
         return None
-    return WindowGroup(tuple(sizes), max(size for size in sizes.values() if size))
+    heads, dim = shapes[next(iter(sizes))]
+    return WindowGroup(tuple(sizes), max(size for size in sizes.values() if size), heads, dim)
 
 
 def _without_kv(config: Any, with_state: set[int]) -> set[int]:
