@@ -161,3 +161,6 @@ class EngineStats:
     """Times that an eviction policy of the device tier raised and LRU ranked instead."""
     num_regretted_blocks: int = 0
     """Evicted device blocks that were computed or loaded again within a minute."""
+    num_checkpoints: int = 0
+    """Recurrent states and windows of KV that are kept on the device for later prompts."""
+    num_evicted_checkpoints: int = 0

@@ -23,7 +23,10 @@ from stemma.model.llama_config import read_llama_config
 
 _GENERATION = "generation_config.json"
 _SERVED_LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "moe", "mlp"}
+    {
+        *("full_attention", "sliding_attention", "chunked_attention"),
+        *("linear_attention", "conv", "hybrid", "moe", "mlp"),
+    }
 )
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Of plain weights in safetensors, and what holds them in memory."""
@@ -162,6 +165,8 @@ def context_limit(config: Any) -> int | None:
     whole = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [] if whole is None else [int(whole)]
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(int(config.attention_chunk_size))  # within the first chunk a token sees all before it
     for parameters in _rope_parameters(rope):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             trained = parameters.get("original_max_position_embeddings")

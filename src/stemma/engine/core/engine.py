@@ -313,6 +313,8 @@ class Engine:
             num_evicted_blocks=cache.num_evicted_blocks,
             num_policy_failures=cache.num_policy_failures,
             num_regretted_blocks=cache.num_regretted_blocks,
+            num_checkpoints=cache.num_checkpoints,
+            num_evicted_checkpoints=cache.num_evicted_checkpoints,
             transfer=self.cache.below.stats(),
             misses_by_reason=dict(self._tally.misses_by_reason),
             num_draft_tokens=sum(count.num_proposed for count in drafts.values()),

@@ -66,6 +66,9 @@ class CacheStats:
     """How often the eviction policy raised and LRU took over: 0, or 1."""
     num_regretted_blocks: int = 0
     """Evicted blocks that came back within a minute."""
+    num_checkpoints: int = 0
+    """Recurrent states and windows of KV that are kept on the device."""
+    num_evicted_checkpoints: int = 0
 
 
 class PrefixCache:
@@ -500,6 +503,8 @@ class PrefixCache:
             num_ghosts=self._cached.num_ghosts if self._cached else 0,
             num_policy_failures=self._cached.index.num_policy_failures if self._cached else 0,
             num_regretted_blocks=self._cached.num_regretted if self._cached else 0,
+            num_checkpoints=0 if self._states is None else self._states.num_checkpoints,
+            num_evicted_checkpoints=0 if self._states is None else self._states.num_evicted,
         )
 
     def check(self) -> None:

@@ -41,6 +41,11 @@ class _EngineCollector(Collector):
             ("stemma_device_blocks", "Blocks of the device tier", stats.num_blocks),
             ("stemma_device_blocks_free", "Blocks that hold nothing", stats.num_free_blocks),
             ("stemma_device_blocks_cached", "Blocks in the prefix index", stats.num_cached_blocks),
+            (
+                "stemma_device_checkpoints",
+                "States of recurrent layers and windows of KV that are kept for later prompts",
+                stats.num_checkpoints,
+            ),
         ):
             yield GaugeMetricFamily(name, text, value=gauge)
         for name, text, count in (
@@ -52,6 +57,11 @@ class _EngineCollector(Collector):
                 "stemma_regretted_blocks",
                 "Evicted blocks that came back within a minute",
                 stats.num_regretted_blocks,
+            ),
+            (
+                "stemma_evicted_checkpoints",
+                "Kept states and windows that were dropped to make room",
+                stats.num_evicted_checkpoints,
             ),
             (
                 "stemma_policy_failures",
