@@ -92,7 +92,11 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: fields in which a tiny model differs from `base_fields`."""
 FAMILIES = tuple(FIELDS)
-TWO_SHAPES: dict[str, dict[str, Any]] = {
+MIXED_ATTENTION: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        **{"num_hidden_layers": 4, "head_dim": 16, "attention_chunk_size": 1024},
+        **{"num_local_experts": 2, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 96},
+    },
     "gemma4_text": {
         **{"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
         **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24},
@@ -106,14 +110,14 @@ TWO_SHAPES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     },
 }
-"""Layers with sliding windows keep KV of another shape than the others."""
+"""Layers of two kinds of attention, that keep KV of two shapes or see only a chunk of the context."""
 REFUSED: dict[str, dict[str, Any]] = {"minimax": {"num_local_experts": 2, "head_dim": 16}}
 """Recurrent, and not served."""
 
 
 def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the tiny config of a `model_type`."""
-    fields = base_fields() | (FIELDS | TWO_SHAPES | REFUSED)[family] | overrides
+    fields = base_fields() | (FIELDS | MIXED_ATTENTION | REFUSED)[family] | overrides
     if family in ("mamba", "falcon_mamba", "mamba2"):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             fields.pop(name, None)

@@ -53,7 +53,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
 
 
-EVERY = (*hybrids.FAMILIES, *hybrids.TWO_SHAPES)
+EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION)
 
 
 @pytest.mark.parametrize(("family", "way"), [(f, way) for f in EVERY for way in ways_of(f)])
