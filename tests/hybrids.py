@@ -86,6 +86,11 @@ FIELDS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "minimax": {
+        "num_hidden_layers": 3,
+        "layer_types": _MIXED,
+        **{"num_local_experts": 2, "head_dim": 16},
+    },
     "mamba": {"num_hidden_layers": 2, "state_size": 8},
     "falcon_mamba": {"num_hidden_layers": 2, "state_size": 8},
     "mamba2": {"num_hidden_layers": 2, "state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2},
@@ -111,7 +116,9 @@ MIXED_ATTENTION: dict[str, dict[str, Any]] = {
     },
 }
 """Layers of two kinds of attention, that keep KV of two shapes or see only a chunk of the context."""
-REFUSED: dict[str, dict[str, Any]] = {"minimax": {"num_local_experts": 2, "head_dim": 16}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64}
+}
 """Recurrent, and not served."""
 
 

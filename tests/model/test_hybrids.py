@@ -88,7 +88,6 @@ def test_rounded_weights(family: str, quantize: str, root: Path) -> None:
 
 
 def test_a_recurrence_that_isnt_known_is_refused_by_name(tmp_path: Path) -> None:
-    layer_types = ["linear_attention", "full_attention"]
-    path = hybrids.build("minimax", tmp_path, layer_types=layer_types)
-    with pytest.raises(UnsupportedModel, match=r"MiniMaxForCausalLM.*Qwen3.*DeepSeek"):
+    path = hybrids.build("recurrent_gemma", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"RecurrentGemmaForCausalLM.*Qwen3.*DeepSeek"):
         load_model(ModelSettings(path=path, device="cpu"))

@@ -170,6 +170,13 @@ def divert(model: nn.Module) -> bool:
             found = True
             if not hasattr(own, "stemma_own"):
                 setattr(file, function, _diverted(own, replacement))
+        for kind, replacement in _REPLACED_FORWARDS.items():
+            layer = getattr(file, kind, None)
+            if layer is None:
+                continue
+            found = True
+            if not hasattr(layer.forward, "stemma_own"):
+                layer.forward = _diverted(layer.forward, replacement)
     return found
 
 
@@ -317,6 +324,27 @@ def _mamba(
     return (scanned, None) if return_last_state else scanned
 
 
+def _lightning(
+    step: StateStep, layer: Any, hidden_states: torch.Tensor, *_place: Any, **_options: Any
+) -> tuple[torch.Tensor, None]:
+    """Replace the forward of MiniMax's lightning attention: hidden states [1, T, H] -> [1, T, H].
+
+    A state decays by one factor a head; transformers computes it in blocks of 256 tokens.
+    """
+    step.layer = layer.layer_idx
+    heads, dim = layer.num_attention_heads, layer.head_dim
+    joined = layer.act_fn(layer.qkv_proj(hidden_states))[0].float().view(-1, heads, 3 * dim)
+    query, key, value = (part.contiguous() for part in joined.split(dim, dim=-1))
+    decay = -layer.slope_rate.float().view(1, heads).expand(len(joined), heads).contiguous()
+    sequences = step.sequences(RECURRENT, (heads, dim, dim))
+    output = step.recurrence.scan(sequences, query, key, value, decay, None)
+    attended = layer.norm(output.flatten(1).to(hidden_states.dtype)[None])
+    gated = F.sigmoid(layer.output_gate(hidden_states)) * attended
+    return layer.out_proj(gated), None
+
+
+_REPLACED_FORWARDS: dict[str, Function] = {"MiniMaxLightningAttention": _lightning}
+"""Classes whose recurrence stands in their forward -> what replaces it."""
 _REPLACED: dict[str, Function] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _delta_rule,
