@@ -102,6 +102,15 @@ MIXED_ATTENTION: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 4, "head_dim": 16, "attention_chunk_size": 1024},
         **{"num_local_experts": 2, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 96},
     },
+    "gemma3_text": {
+        **{"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+        **{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    },
+    "gpt_oss": {
+        **_MOE,
+        **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        **{"head_dim": 16, "sliding_window": 24, "num_local_experts": 4},
+    },
     "gemma4_text": {
         **{"num_hidden_layers": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
         **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24},
