@@ -76,17 +76,18 @@ def build(
     *,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, npt.NDArray[Any]] | None = None,
+    tensors_a_part: int = 0,
     **overrides: Any,
 ) -> TinyGGUF:
     """Write `model.gguf` and `plain/` into `folder`; `metadata` and `extra` tensors are added or replace
-    others; None removes."""
+    others; None removes. With `tensors_a_part` the file is cut, and the path is that of the first part."""
     config = make_config(family, **overrides)
     plain = save_checkpoint(checkpoints.make_model(config, 0), checkpoints.tokenizer(), folder / "plain")
     weights = load_file(plain / "model.safetensors")
     rounded = {name: _rounded(name, tensor, kind) for name, tensor in weights.items()}
     save_file(rounded, plain / "model.safetensors", metadata={"format": "pt"})
     path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[family])
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[family], split_max_tensors=tensors_a_part)
     fields = _fields(family, config) | _tokenizer_fields() | (metadata or {})
     for key, value in fields.items():
         if value is not None:
@@ -101,7 +102,7 @@ def build(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return TinyGGUF(path, plain)
+    return TinyGGUF(path if not tensors_a_part else min(folder.glob("model-*.gguf")), plain)
 
 
 def _bytes(data: npt.NDArray[Any], kind: Kind) -> npt.NDArray[Any]:

@@ -99,6 +99,18 @@ def test_a_gguf_file(hub: Hub, tmp_path: Path) -> None:
     assert "has no tiny-Q8_0.gguf" in locate(hub, tmp_path / "home", f"{REPO}:tiny-Q8_0.gguf")
 
 
+def test_all_parts_of_a_gguf_file(hub: Hub, tmp_path: Path) -> None:
+    names = [f"big-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
+    for name in names:
+        (hub.folder / name).write_bytes(b"GGUF")
+    path = Path(locate(hub, tmp_path / "home", f"{REPO}:{names[1]}").partition(" ")[2])
+    assert path.name == names[1]
+    assert all(path.with_name(name).is_file() for name in names)
+    path.with_name(names[2]).unlink()
+    assert locate(hub, tmp_path / "home", f"{REPO}:{names[1]}").endswith(str(path))
+    assert path.with_name(names[2]).is_file()
+
+
 def test_a_repository_of_gguf_files_says_how_to_name_one(hub: Hub, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "consolidated.safetensors"):
         (hub.folder / name).unlink()

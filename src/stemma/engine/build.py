@@ -51,6 +51,7 @@ from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
 from stemma.model.checkpoint_config import load_config
 from stemma.model.directory import check_directory, is_gguf
+from stemma.model.gguf_parts import whole_stem
 from stemma.model.loading import load_model, resolve_device
 from stemma.model.located import located_model, other_names, present_path
 from stemma.model.parallel.cutting import check_cut
@@ -367,7 +368,7 @@ def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) 
 
 def served_name(path: Path) -> str:
     """Return the model's name in the API: of its directory, or of its file without the ending."""
-    return path.resolve().stem if is_gguf(path) else path.resolve().name
+    return whole_stem(path.resolve()) if is_gguf(path) else path.resolve().name
 
 
 def make_runner(

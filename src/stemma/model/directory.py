@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from stemma.errors import ModelError, UnsupportedModel
+from stemma.model.gguf_parts import part_files
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -93,7 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def weight_files(path: Path) -> list[Path]:
     """Return the files that hold weights, of safetensors as transformers chooses them; raise ModelError."""
     if is_gguf(path):
-        return [path]
+        return part_files(path)
     single, index = (SINGLE, INDEX) if description_file(path) is None else _described_files(path)
     if has_file(path, single):
         return [path / single]
@@ -187,7 +188,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
 
         in_file = read_header(path).tensors
         return [
-            StoredTensor(name, path, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes)
+            StoredTensor(name, tensor.file, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes)
             for name, tensor in sorted(in_file.items())
         ]
     found: dict[str, StoredTensor] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from stemma.errors import ModelError
 from stemma.model.gguf_keys import shown
+from stemma.model.gguf_parts import part_files
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -45,6 +46,7 @@ MAX_METADATA_BYTES = 1 << 28
 class GGUFTensor:
     """A tensor as a GGUF file holds it."""
 
+    file: Path
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -56,9 +58,10 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file says of itself."""
+    """What a GGUF file, or all parts of a model in several, say of themselves."""
 
     path: Path
+    """As the user gave it."""
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
@@ -74,7 +77,7 @@ class _Kept:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.num_keepers = 0
-        self.headers: dict[tuple[Path, int, int, int], GGUFHeader] = {}
+        self.headers: dict[tuple[Path, tuple[tuple[int, int, int], ...]], GGUFHeader] = {}
 
 
 _kept = _Kept()
@@ -95,17 +98,17 @@ def headers_kept() -> Iterator[None]:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return metadata and tensors of a GGUF file.
+    """Return metadata and tensors of a GGUF file, and of the other parts of its model if there are any.
 
-    Raises ModelError if it can't be read, is cut short, contradicts itself or is one part of several.
+    Raises ModelError if a file can't be read, is cut short, contradicts itself or the others, or is lacking.
     """
     if not _kept.num_keepers:
         return _read(path)
     try:
-        found = path.stat()
+        found = [file.stat() for file in part_files(path)]
     except OSError:
         return _read(path)
-    key = (path, found.st_ino, found.st_size, found.st_mtime_ns)
+    key = (path, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found))
     with _kept.lock:
         if key not in _kept.headers:
             _kept.headers[key] = _read(path)
@@ -113,20 +116,39 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def _read(path: Path) -> GGUFHeader:
+    files = part_files(path)
+    parts = [_read_file(file) for file in files]
+    _check_parts(path, [each.metadata for each in parts])
+    if type(parts[0].metadata.get("general.architecture")) is not str:
+        raise ModelError(f"{files[0]} names no general.architecture; download it again")
+    tensors: dict[str, GGUFTensor] = {}
+    for part in parts:
+        if twice := part.tensors.keys() & tensors.keys():
+            raise ModelError(f"{part.path} has the tensor {min(twice)}, as another part does")
+        tensors |= part.tensors
+    num_tensors = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if num_tensors != len(tensors):
+        raise ModelError(f"{path}: its parts hold {len(tensors)} tensors and tell of {shown(num_tensors)}")
+    return parts[0] if len(parts) == 1 else GGUFHeader(path, parts[0].metadata, tensors)
+
+
+def _check_parts(path: Path, metadata: Sequence[dict[str, Any]]) -> None:
+    """Raise ModelError unless each file says that it is the part that its name says."""
+    for number, each in enumerate(metadata):
+        told = each.get("split.count", 1), each.get("split.no", 0)
+        if told != (len(metadata), number) and (len(metadata) > 1 or told[0] not in (0, 1)):
+            raise ModelError(
+                f"part {number + 1} of {len(metadata)} of {path} says that it is one of {shown(told[0])} "
+                f"parts, {shown(told[1])} before it; give the files the names that they were downloaded with"
+            )
+
+
+def _read_file(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _parse(path, data)
+            return _parse(path, data)
     except (OSError, ValueError, struct.error, OverflowError) as error:
         raise ModelError(f"can't read {path} as GGUF: {error}; download it again") from error
-    if type(header.metadata.get("general.architecture")) is not str:
-        raise ModelError(f"{path} names no general.architecture; download it again")
-    num_parts = header.metadata.get("split.count", 1)
-    if num_parts != 1:
-        raise ModelError(
-            f"{path} is one of {shown(num_parts)} parts of a model; join them with llama.cpp's "
-            "`llama-gguf-split --merge` and serve the whole file"
-        )
-    return header
 
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
@@ -159,7 +181,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
         raise ValueError(f"general.alignment is {alignment!r}, must be a power of two")
     origin = -(-cursor.position // alignment) * alignment
     tensors = {
-        name: _tensor(name, *entry, origin=origin, file_bytes=len(data)) for name, entry in entries.items()
+        name: _tensor(path, name, *entry, origin=origin, file_bytes=len(data))
+        for name, entry in entries.items()
     }
     _check_apart(tensors.values())
     return GGUFHeader(path, metadata, tensors)
@@ -246,7 +269,7 @@ def _entries(cursor: _Cursor, count: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], kind: int, offset: int, *, origin: int, file_bytes: int
+    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, *, origin: int, file_bytes: int
 ) -> GGUFTensor:
     try:
         type_ = GGMLQuantizationType(kind)
@@ -258,4 +281,4 @@ def _tensor(
     num_bytes = prod(shape) // block * block_bytes
     if origin + offset + num_bytes > file_bytes:
         raise ValueError(f"it ends before its tensor {name}")
-    return GGUFTensor(name, type_, shape, origin + offset, num_bytes)
+    return GGUFTensor(path, name, type_, shape, origin + offset, num_bytes)

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from stemma.config.sizes import format_size
 from stemma.errors import ModelError
 from stemma.model.directory import CONFIG, GGUF_SUFFIX, INDEX, SINGLE, check_directory, weight_files
+from stemma.model.gguf_parts import part_files, part_names
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -41,7 +42,7 @@ class HubName:
     repo: str
     """``org/repo``."""
     file: str | None = None
-    """A GGUF file of it; None: the checkpoint in safetensors."""
+    """A GGUF file of it, or one of several parts; None: the checkpoint in safetensors."""
     revision: str | None = None
     """Branch, tag or commit; None: the default branch."""
 
@@ -72,8 +73,17 @@ def cached_model(name: HubName) -> Path | None:
     if not isinstance(found, str):
         return None
     if name.file is not None:
-        return Path(found)
+        return Path(found) if _is_complete(Path(found)) else None
     return Path(found).parent if _is_whole(Path(found).parent) else None
+
+
+def _is_complete(file: Path) -> bool:
+    """Whether the other parts of a GGUF file are beside it, if it is one of several."""
+    try:
+        part_files(file)
+    except ModelError:
+        return False
+    return True
 
 
 def _is_whole(folder: Path) -> bool:
@@ -99,7 +109,8 @@ def download(name: HubName, *, with_code: bool = False) -> Path:
         missing = [_dry_run(name, file) for file in files]
         _check_space(name, [info for info in missing if info.will_download])
         if name.file is not None:
-            return Path(hf_hub_download(name.repo, name.file, revision=name.revision))
+            parts = {file: hf_hub_download(name.repo, file, revision=name.revision) for file in files}
+            return Path(parts[name.file])
         return Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=_literal(files)))
 
 
@@ -113,7 +124,8 @@ def _listed(name: HubName) -> list[str]:
 def _chosen(name: HubName, files: Sequence[str], with_code: bool) -> list[str]:
     """Return those of `files` that loading reads. Raises ModelError if there are no weights to serve."""
     if name.file is not None:
-        return [name.file]
+        folder = PurePosixPath(name.file).parent
+        return [str(folder / part) for part in part_names(PurePosixPath(name.file).name)]
     weights = [file for file in files if "/" not in file and file.endswith(".safetensors")]
     described = SINGLE in weights or INDEX in files
     if described:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stemma import LLM, SamplingParams
 from stemma.config.settings import ModelSettings
+from stemma.engine.build import served_name
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model import gguf_header, loading
 from stemma.model.causal_lm import CausalLM
@@ -322,7 +323,7 @@ def test_fingerprint_names_weights_and_metadata(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "with experts"),
         ({"llama.attention.sliding_window": 8}, "sliding window"),
         ({"general.alignment": 3}, "alignment"),
-        ({"split.count": 2}, "one of 2 parts"),
+        ({"split.count": 2}, "says that it is one of 2 parts"),
         ({"tokenizer.ggml.pre": "unheard-of"}, "unheard-of"),
         ({"tokenizer.ggml.model": "bert"}, "kind 'bert'"),
         ({"tokenizer.ggml.tokens": ["a"] * 512}, "alike"),
@@ -424,6 +425,47 @@ def test_a_kept_header_is_read_once_until_the_file_changes(tmp_path: Path) -> No
         gguf_files.build("qwen2", tmp_path / "b", Kind.Q4_0).path.replace(path)
         assert read_header(path).tensors != first.tensors
     assert read_header(path) is not read_header(path)
+
+
+def test_a_model_in_several_parts_is_the_whole_one(tmp_path: Path) -> None:
+    whole = gguf_files.build("qwen3", tmp_path / "whole", Kind.Q8_0)
+    first = gguf_files.build("qwen3", tmp_path / "parts", Kind.Q8_0, tensors_a_part=7).path
+    parts = sorted(first.parent.glob("*.gguf"))
+    assert len(parts) > 2
+    prompt = prompt_of(20)
+    expected = logits_of(load(whole.path), prompt)
+    for path in (parts[0], parts[-1]):
+        torch.testing.assert_close(logits_of(load(path), prompt), expected, rtol=0, atol=0)
+        assert model_fingerprint(path) == model_fingerprint(whole.path)
+        assert list(Tokenizer(path).encode("parts")) == list(Tokenizer(whole.path).encode("parts"))
+        assert served_name(path) == "model"
+    data = bytearray(parts[1].read_bytes())
+    data[-1] ^= 1
+    parts[1].write_bytes(data)
+    assert model_fingerprint(parts[0]) != model_fingerprint(whole.path)
+
+
+@pytest.mark.parametrize("case", ["lacking", "swapped", "twice", "cut short", "alone"])
+def test_parts_that_are_no_whole_are_refused(case: str, tmp_path: Path) -> None:
+    gguf_files.build("llama", tmp_path, Kind.Q8_0, tensors_a_part=7)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    path, message = parts[0], "says that it is one of"
+    if case == "lacking":
+        parts[1].unlink()
+        message = f"lacking beside it: {parts[1].name}; is the download complete"
+    elif case == "swapped":
+        parts[1].rename(tmp_path / "aside")
+        parts[2].rename(parts[1])
+        (tmp_path / "aside").rename(parts[2])
+    elif case == "twice":
+        parts[2].write_bytes(parts[1].read_bytes())
+    elif case == "cut short":
+        parts[-1].write_bytes(parts[-1].read_bytes()[:-100])
+        message = "ends before its tensor"
+    else:
+        path = parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelError, match=message):
+        load_all(path)
 
 
 def test_starting_an_engine_reads_the_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

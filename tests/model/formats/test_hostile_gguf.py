@@ -194,7 +194,7 @@ LIES = {
     ),
     "counts 1000000000000 tensors": lambda p: replace(p, num_entries=10**12),
     "counts 1000000000000 metadata": lambda p: replace(p, num_fields=10**12),
-    "one of 'zzz": lambda p: p.with_field("split.count", Value(STRING, b"z" * 10_000)),
+    "says that it is one of 'zzz": lambda p: p.with_field("split.count", Value(STRING, b"z" * 10_000)),
     "the architecture 'zzz": lambda p: p.with_field("general.architecture", Value(STRING, b"z" * 10_000)),
 }
 

@@ -42,5 +42,5 @@ def read_config(header: GGUFHeader) -> PreTrainedConfig:
 
 def _floats(header: GGUFHeader, name: str) -> list[float]:
     tensor = header.tensors[name]
-    numbers: list[float] = dequantize(raw_data(header.path, tensor), tensor.type).reshape(-1).tolist()
+    numbers: list[float] = dequantize(raw_data(tensor), tensor.type).reshape(-1).tolist()
     return numbers

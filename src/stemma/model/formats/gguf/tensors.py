@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,7 @@ _PLAIN = {
 }
 
 
-def raw_data(path: Path, tensor: GGUFTensor, expert: int | None = None) -> npt.NDArray[np.uint8]:
+def raw_data(tensor: GGUFTensor, expert: int | None = None) -> npt.NDArray[np.uint8]:
     """Return the bytes of a tensor, uint8 [..., bytes of a row], or of one `expert` of those it stacks.
 
     Raises ModelError if the file ends before.
@@ -42,11 +41,11 @@ def raw_data(path: Path, tensor: GGUFTensor, expert: int | None = None) -> npt.N
         start += expert * num_bytes
         shape = shape[1:]
     try:
-        data = np.fromfile(path, np.uint8, num_bytes, offset=start)
+        data = np.fromfile(tensor.file, np.uint8, num_bytes, offset=start)
     except OSError as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        raise ModelError(f"can't read {tensor.file}: {error}") from error
     if data.size != num_bytes:
-        raise ModelError(f"{path} ends before its tensor {tensor.name}; download it again")
+        raise ModelError(f"{tensor.file} ends before its tensor {tensor.name}; download it again")
     block, block_bytes = GGML_QUANT_SIZES[tensor.type]
     return data.reshape(*shape[:-1], shape[-1] // block * block_bytes)
 

@@ -105,7 +105,7 @@ def find_broken(header: GGUFHeader, name: str) -> GGUFTensor | None:
         for part, expert in _names(header, tensor):
             wide = torch.float64 if tensor.type.name == "F64" else torch.float32
             if part.startswith(module) and not bool(
-                torch.isfinite(widen(raw_data(header.path, tensor, expert), tensor.type, wide)).all()
+                torch.isfinite(widen(raw_data(tensor, expert), tensor.type, wide)).all()
             ):
                 return tensor
     return None
@@ -134,12 +134,12 @@ def _names(header: GGUFHeader, tensor: GGUFTensor) -> Iterator[tuple[str, int | 
 def _parts(header: GGUFHeader, tensor: GGUFTensor, config: Any) -> Iterator[tuple[str, _Read]]:
     """Yield name and reader of each weight that a tensor holds: one, or one per expert."""
     for name, expert in _names(header, tensor):
-        read: _Read = partial(raw_data, header.path, tensor, expert)
+        read: _Read = partial(raw_data, tensor, expert)
         projection = name.split(".")[-2]
         if form_of(header).pairs_rotate and projection in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if projection == "q_proj" else config.num_key_value_heads
             _check_heads(header, tensor, heads)
-            read = partial(_half_rotated, header, tensor, heads)
+            read = partial(_half_rotated, tensor, heads)
         yield name, read
 
 
@@ -148,12 +148,12 @@ def _check_heads(header: GGUFHeader, tensor: GGUFTensor, num_heads: int) -> None
         raise ModelError(f"{header.path}: {tensor.name} has {tensor.shape[0]} rows for {num_heads} heads")
 
 
-def _half_rotated(header: GGUFHeader, tensor: GGUFTensor, num_heads: int) -> npt.NDArray[np.uint8]:
+def _half_rotated(tensor: GGUFTensor, num_heads: int) -> npt.NDArray[np.uint8]:
     """Read the rows of a query or key weight or bias, num_heads * dim of them, in transformers' order.
 
     llama.cpp stores rows that rotate together next to each other; transformers half a head apart.
     """
-    data = raw_data(header.path, tensor)
+    data = raw_data(tensor)
     rows = data if data.ndim == 2 else data.reshape(tensor.shape[0], -1)
     order = np.arange(rows.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return rows[order].reshape(data.shape)
