@@ -16,8 +16,10 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
+from stemma.model.abilities import Abilities
 from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.checkpoint import Checkpoint, open_checkpoint
+from stemma.model.checkpoint_abilities import read_abilities
 from stemma.model.checkpoint_config import load_config, load_generation, max_model_len, runs_remote_code
 from stemma.model.cpu.packing import Packing
 from stemma.model.directory import check_directory
@@ -76,6 +78,8 @@ def load_model(
         if group is not None:
             check_cut(settings, config, group.share)
         checkpoint = open_checkpoint(settings, config)
+        abilities = read_abilities(settings, checkpoint)
+        _check_ranks(abilities, group)
         kernels = compiling.result() if compiling and checkpoint.dtype in _NATIVE_DTYPES else None
         how = _rounding(settings, checkpoint, kernels)
         packing = None if kernels is None else Packing(kernels, checkpoint.dtype, how)
@@ -93,6 +97,7 @@ def load_model(
         fingerprint=fingerprint if how is None else how.fingerprint(fingerprint),
         weight_bytes=loaded.num_bytes - (0 if packing is None else packing.saved_bytes),
         formats=_formats(checkpoint, loaded, packing),
+        abilities=abilities,
         numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
     context_size = 1 if group is None else group.share.context_size
@@ -104,6 +109,15 @@ def load_model(
         check_served(model, loaded.reference, None if packing is None else packing.fewest_bits)
     report("ready", 1.0)
     return model
+
+
+def _check_ranks(abilities: Abilities, group: RankGroup | None) -> None:
+    """Raise ConfigError where no rank has the hidden states of all tokens."""
+    if group is not None and group.share.context_size > 1 and abilities.needs_hidden:
+        raise ConfigError(
+            "context_parallel_size doesn't go with embeddings and heads of scores: no rank has all hidden "
+            "states; take tensor_parallel_size"
+        )
 
 
 def _load(load: Load) -> Loaded:

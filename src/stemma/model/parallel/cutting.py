@@ -53,7 +53,7 @@ def read_share(path: Path, share: Share, num_experts: int) -> dict[str, torch.Te
             files[tensor.file] = safe_open(tensor.file, framework="pt")
         file = files[tensor.file]
         if cut.axis is None:
-            whole = file.get_tensor(tensor.name)
+            whole = file.get_tensor(tensor.stored_name)
             weights[cut.name] = torch.zeros_like(whole) if cut.is_zero else whole
             continue
         if not len(cut.part) or tensor.shape[cut.axis] % len(cut.part):
@@ -61,7 +61,7 @@ def read_share(path: Path, share: Share, num_experts: int) -> dict[str, torch.Te
                 f"{path}: {tensor.name} {list(tensor.shape)} can't be cut for {share.size} ranks"
             )
         rows = slice(cut.part.start, cut.part.stop)
-        stored = file.get_slice(tensor.name)
+        stored = file.get_slice(tensor.stored_name)
         weights[cut.name] = (stored[rows] if cut.axis == 0 else stored[:, rows]).contiguous()
     return weights
 
