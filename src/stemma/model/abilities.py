@@ -93,7 +93,7 @@ class ScoreTokens:
     false_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScoreHead:
     """The head of a sequence classifier with one label: a score from the last token's hidden state."""
 

@@ -69,7 +69,10 @@ class Decoder(Protocol):
     """Computes logits. The implementation depends on architecture and machine."""
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab]."""
+        """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab].
+
+        Sets `batch.hidden` if the batch wants that.
+        """
 
     def adaptable(self) -> Mapping[str, LinearShape]:
         """Return the linear layers that adapters may add to, by their names in transformers."""

@@ -16,7 +16,6 @@ import torch
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
-from stemma.model.abilities import Abilities
 from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.checkpoint import Checkpoint, open_checkpoint
 from stemma.model.checkpoint_abilities import read_abilities
@@ -79,7 +78,6 @@ def load_model(
             check_cut(settings, config, group.share)
         checkpoint = open_checkpoint(settings, config)
         abilities = read_abilities(settings, checkpoint)
-        _check_ranks(abilities, group)
         kernels = compiling.result() if compiling and checkpoint.dtype in _NATIVE_DTYPES else None
         how = _rounding(settings, checkpoint, kernels)
         packing = None if kernels is None else Packing(kernels, checkpoint.dtype, how)
@@ -109,15 +107,6 @@ def load_model(
         check_served(model, loaded.reference, None if packing is None else packing.fewest_bits)
     report("ready", 1.0)
     return model
-
-
-def _check_ranks(abilities: Abilities, group: RankGroup | None) -> None:
-    """Raise ConfigError where no rank has the hidden states of all tokens."""
-    if group is not None and group.share.context_size > 1 and abilities.needs_hidden:
-        raise ConfigError(
-            "context_parallel_size doesn't go with embeddings and heads of scores: no rank has all hidden "
-            "states; take tensor_parallel_size"
-        )
 
 
 def _load(load: Load) -> Loaded:

@@ -30,6 +30,7 @@ _OLD_KINDS = {
 }
 """How older versions name the kinds, a switch each."""
 _MAX_JSON_BYTES = 1 << 20
+_MAX_SHOWN = 200
 
 
 def read_modules(path: Path, size: int) -> EmbeddingFormat | ScoreTokens | None:
@@ -87,9 +88,11 @@ def _kind_of(file: Path) -> PoolingKind:
     if given is None:
         given = [name for switch, name in _OLD_KINDS.items() if raw.get(switch) is True]
     names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _KINDS:
-        raise UnsupportedModel(f"{file} pools by {names!r}; served is one of {', '.join(_KINDS)}")
-    kind = _KINDS[names[0]]
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        shown = str(names)[:_MAX_SHOWN]
+        raise UnsupportedModel(f"{file} pools by {shown}; served is one of {', '.join(_KINDS)}")
     if kind == "mean" and raw.get("include_prompt", True) is not True:
         raise UnsupportedModel(f"{file} leaves prompts out of the mean (include_prompt), which isn't served")
     return kind
