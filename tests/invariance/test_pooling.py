@@ -12,6 +12,8 @@ import torch
 
 from stemma import LLM, SamplingParams
 from stemma.engine.pooling import Vector
+from tests import checkpoints, hybrids
+from tests.adapters import build_adapter
 from tests.invariance.serving import NO_CACHE, engine, small_device
 from tests.pooled_checkpoints import build_embedding, build_reranker
 
@@ -78,6 +80,41 @@ def test_embeddings_beside_answers(tmp_path: Path, dtype: str) -> None:
             again = llm.embed(prompts)
             _check_all("beside answers", vectors, range(len(prompts)), [one.vector for one in again])
         assert all(one.cache.num_cached_tokens == len(p) - 1 for one, p in zip(again, prompts, strict=True))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mistral-sliding", "deepseek-v3"])
+def test_other_kinds_of_layers(tmp_path: Path, family: str, pooling: str) -> None:
+    """Recurrent states, windows and latents: what is cached of them are other things than keys and values."""
+    path = (checkpoints if family in checkpoints.FAMILIES else hybrids).build(family, tmp_path / "model")
+    prompts = prompts_of()
+    with engine(path, "float32", **NO_CACHE, pooling=pooling) as llm:
+        expected = [llm.embed([prompt])[0].vector for prompt in prompts]
+        ways = ways_of(llm, tmp_path / "disk")
+    for way in ("device", "small chunks, two threads", "preempted"):
+        with engine(path, "float32", **ways[way], pooling=pooling) as llm:
+            for _ in range(ROUNDS):
+                found = [one.vector for one in llm.embed(prompts)]
+                _check_all(way, expected, range(len(prompts)), found)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_adapters(tmp_path: Path, pooling: str) -> None:
+    """Prompts with an adapter and without one, in turn: each shares with its own."""
+    path = build_reranker(tmp_path / "model")
+    adapter = build_adapter(path, tmp_path / "adapter", seed=3)
+    prompts = prompts_of()
+    lora: dict[str, Any] = {"lora": {"one": adapter}, "pooling": pooling}
+    with engine(path, "float32", **NO_CACHE, **lora) as llm:
+        expected = {
+            name: [llm.embed([prompt], lora=name)[0].vector for prompt in prompts] for name in (None, "one")
+        }
+    assert not np.array_equal(expected[None][0], expected["one"][0])
+    with engine(path, "float32", max_batch_tokens=64, **lora) as llm:
+        for _ in range(ROUNDS):
+            for name, wanted in expected.items():
+                found = [one.vector for one in llm.embed(prompts, lora=name)]
+                _check_all(str(name), wanted, range(len(prompts)), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
