@@ -30,6 +30,7 @@ from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, ShuttingDown
+from stemma.model.abilities import Abilities
 from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
 from stemma.supervision import LoggingSupervisor, Supervisor
@@ -74,6 +75,7 @@ class ScriptedEngine(EngineClient):
         )
     )
     supervisor: Supervisor = LoggingSupervisor()  # noqa: RUF009 - it holds nothing
+    abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)

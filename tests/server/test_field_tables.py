@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
 from stemma.server.schemas.base import RequestModel
@@ -23,6 +24,7 @@ from stemma.server.schemas.mindie import (
     TritonTensor,
 )
 from stemma.server.schemas.openai import ChatRequest, CompletionRequest
+from stemma.server.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from stemma.server.schemas.responses import ResponsesRequest
 from stemma.server.schemas.shared import StructuredOutputs
 from stemma.server.schemas.tgi import TGIParameters, TGIRequest, VLLMGenerateRequest
@@ -44,6 +46,7 @@ SECTIONS: list[tuple[str, tuple[type[RequestModel], ...]]] = [
             TritonGenerateRequest,
         ),
     ),
+    ("Embeddings, reranking and scores", (EmbeddingRequest, RerankRequest, ScoreRequest)),
     ("Fields of vLLM's /generate", (VLLMGenerateRequest,)),
     ("Fields of the tokenizer's endpoints", (TokenizerRequest, TokenizeRequest, DetokenizeRequest)),
 ]
@@ -109,7 +112,7 @@ def rows(title: str) -> dict[str, str]:
     for line in text.splitlines():
         if line.startswith("| `"):
             fields, says = line.strip("| ").split(" | ", 1)
-            for field in re.findall(r"`([a-z_.]+)`", fields):
+            for field in re.findall(r"`([a-z0-9_.]+)`", fields):
                 found.setdefault(field, says)
                 found.setdefault(field.partition(".")[0], says)
     return found
@@ -136,7 +139,12 @@ def test_every_field_of_the_schemas_is_in_its_table(
 
 @pytest.mark.parametrize(
     ("params", "model"),
-    [(ChatParams, ChatRequest), (CompletionParams, CompletionRequest), (ResponseParams, ResponsesRequest)],
+    [
+        (ChatParams, ChatRequest),
+        (CompletionParams, CompletionRequest),
+        (ResponseParams, ResponsesRequest),
+        (EmbeddingCreateParams, EmbeddingRequest),
+    ],
 )
 def test_every_field_of_openais_client_is_known(params: type, model: type[RequestModel]) -> None:
     """A new version of the client with a new field: decide what it does here, and say so."""

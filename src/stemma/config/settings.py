@@ -69,6 +69,15 @@ class ModelSettings(SettingsModel):
     Default: 128 for `int8`, 32 for `int4`."""
     cuda_graphs: bool = True
     """On CUDA, record decode steps as graphs; off saves their memory."""
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
+    """Which hidden states make an embedding: the last token's, the mean of all, or the first token's. `auto`:
+    as the checkpoint's modules.json says; without one it makes no embeddings."""
+    matryoshka: bool = False
+    """Let requests cut embeddings to any `dimensions`: for models that were trained for it, but whose
+    config.json doesn't say so."""
+    rerank_tokens: Annotated[Words, Field(min_length=2, max_length=2)] = ("yes", "no")
+    """Reranking by a model that generates: the token that says that a document answers the query, and the one
+    that says that it doesn't."""
 
 
 class PoolSettings(SettingsModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from stemma.engine.pooling import Pooling, Vector
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
@@ -28,6 +29,9 @@ class GenerationRequest:
     """Hints of how long the blocks that it commits should stay."""
     beam: BeamParams | None = None
     """Search instead of sampling. For `beam_search.run_beam_search`: engines refuse it."""
+    pooling: Pooling | None = None
+    """One vector of the prompt is wanted and no answer, whatever `params` say of its length. None: an answer
+    is."""
     adapter: Adapter | None = None
     """Adapter to answer with; `namespace.adapter` becomes its key. None: the base model."""
     is_continuation: bool = False
@@ -123,6 +127,8 @@ class RequestOutput:
     """Type of `error`."""
     prompt_logprobs: PromptLogprobs | None = None
     """On every output of a request that wants them, unless it failed early."""
+    pooled: Vector | None = None
+    """On the last output of a request with `pooling`, unless it failed: hidden states [H] or logits [K]."""
 
     def raise_error(self) -> None:
         """Raise `error`, if it is set."""

@@ -127,6 +127,7 @@ class AsyncEngine(EngineClient):
         self.tokenizer = self.parts.tokenizer
         self.adapters = self.parts.adapters
         self.default_sampling: Mapping[str, float | int] = self.parts.model.default_sampling
+        self.abilities = self.parts.model.abilities
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
         self.cache_control = CacheControl(

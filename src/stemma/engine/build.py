@@ -225,6 +225,7 @@ def assemble_engine(
             max_bytes=settings.scheduler.grammar_memory,
         ),
         max_adapters=settings.lora.max_loras,
+        generates=model.abilities.generates,
         on_close=_closing(publisher, ranks),
     )
     return EngineParts(

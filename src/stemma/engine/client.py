@@ -11,6 +11,7 @@ from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
+from stemma.model.abilities import Abilities
 from stemma.model.tokenizer import Tokenizer
 from stemma.supervision import Supervisor
 
@@ -31,6 +32,8 @@ class EngineClient(Protocol):
     """Ids that end an answer."""
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
+    abilities: Abilities
+    """What the model gives beside text, or instead."""
     pool: PoolAttachment | None
     """None: the prefix cache is off."""
     supervisor: Supervisor

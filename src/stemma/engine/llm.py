@@ -17,9 +17,11 @@ from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
 from stemma.engine.core.validation import CheckedRequest
 from stemma.engine.output.output import OutputProcessor
+from stemma.engine.pooling import Pooling, Vector
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
+from stemma.engine.scoring import pairs_of, scoring_of
 from stemma.engine.step_thread import StepThread
 from stemma.engine.supervisor import EngineSupervisor
 from stemma.errors import ConfigError, EngineFailed, Overloaded
@@ -60,11 +62,33 @@ class Generation:
     cache: CacheReport
     prompt_logprobs: PromptLogprobs | None = None
     """None unless `SamplingParams.prompt_logprobs` is set."""
+    pooled: Vector | None = None
+    """What `embed` and `score` are made of; None for prompts that are answered."""
 
     @property
     def text(self) -> str:
         """Text of the first answer."""
         return self.completions[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The embedding of a prompt, and what was reused."""
+
+    prompt_token_ids: TokenArray
+    vector: Vector
+    """[D], float32."""
+    cache: CacheReport
+
+
+@dataclass(frozen=True, slots=True)
+class PairScore:
+    """How well a document answers a query."""
+
+    score: float
+    """Of a reranker a probability, of an embedding model the cosine."""
+    caches: tuple[CacheReport, ...]
+    """What was reused for the prompt of the pair, or for those of the query and of the document."""
 
 
 class LLM:
@@ -84,6 +108,9 @@ class LLM:
         self.engine = parts.engine
         """Its steps run on the thread of this object: read its state, but run requests with `generate`."""
         self.tokenizer = parts.tokenizer
+        self.abilities = parts.model.abilities
+        """What the model gives beside text, or instead."""
+        self._rerank_tokens = checked.model.rerank_tokens
         self.adapters = parts.adapters
         """Adapters (LoRA) by name; they may be loaded and unloaded at any time."""
         self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
@@ -176,6 +203,63 @@ class LLM:
             for request, search in zip(requests, searches, strict=True)
         ]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        lora: str | None = None,
+    ) -> list[Embedding]:
+        """Return the embedding of each prompt, in their order.
+
+        `dimensions`: cut to so many numbers; None: whole. `normalize` None: to length 1 if the checkpoint
+        says so. `prompt_name`: what the checkpoint puts before a text, by name; token ids are taken as they
+        are.
+
+        Raises InvalidRequest if the model makes no embeddings, or not such; further errors as `generate`.
+        """
+        embedding = self.abilities.embedding_format()
+        embedding.check_dimensions(dimensions)
+        before = embedding.prompt(prompt_name)
+        batch: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        texts = [before + prompt if isinstance(prompt, str) else prompt for prompt in batch]
+        found = self._pool(self._encode(texts), Pooling(embedding.kind), namespace, lora)
+        return [
+            Embedding(one.prompt_token_ids, embedding.finish(vector, dimensions, normalize), one.cache)
+            for one, vector in found
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        lora: str | None = None,
+    ) -> list[PairScore]:
+        """Score pairs: each query with the document of the same place, or one query with all documents.
+
+        `instruction` says what to look for; None: what the model was trained with. Raises InvalidRequest if
+        the model can't rerank, or the numbers of texts differ; further errors as `generate`.
+        """
+        scoring = scoring_of(self.abilities, self.tokenizer, self._rerank_tokens)
+        read = [scoring.texts(query, text, instruction) for query, text in pairs_of(queries, documents)]
+        unique = list(dict.fromkeys(text for texts in read for text in texts))
+        special = scoring.adds_special_tokens
+        tokens = [self.tokenizer.encode(text, add_special_tokens=special) for text in unique]
+        found = dict(zip(unique, self._pool(tokens, scoring.pooling, namespace, lora), strict=True))
+        return [
+            PairScore(
+                scoring.score([found[text][1] for text in texts]),
+                tuple(found[text][0].cache for text in texts),
+            )
+            for texts in read
+        ]
+
     def stats(self) -> EngineStats:
         """Return the engine's counters and gauges."""
         return self.engine.stats()
@@ -197,6 +281,19 @@ class LLM:
                 for prompt, one, name in zip(prompts, params, lora, strict=True)
             ]
         )
+
+    def _pool(
+        self, prompts: list[TokenArray], pooling: Pooling, namespace: Namespace, lora: str | None
+    ) -> list[tuple[Generation, Vector]]:
+        """Return the vector of each prompt."""
+        params, adapter = SamplingParams(max_tokens=1, temperature=0.0), self._adapter(lora)
+        found = self._run_requests(
+            [
+                GenerationRequest(self._new_id(), prompt, params, namespace, pooling=pooling, adapter=adapter)
+                for prompt in prompts
+            ]
+        )
+        return [(one, one.pooled) for one in found if one.pooled is not None]
 
     def _adapter(self, name: str | None) -> Adapter | None:
         return None if name is None else self.adapters.get(name)
@@ -291,6 +388,7 @@ def _merge(result: Generation, output: RequestOutput) -> None:
     output.raise_error()
     result.cache = output.cache
     result.prompt_logprobs = output.prompt_logprobs
+    result.pooled = output.pooled
     for delta in output.deltas:
         completion = result.completions[delta.index]
         completion.text += delta.text

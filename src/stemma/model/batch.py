@@ -71,6 +71,11 @@ class ForwardBatch:
     pages: PageTables | None = None
     """None: all KV lies in blocks."""
 
+    wants_hidden: bool = False
+    """Whether decoders set `hidden`."""
+    hidden: torch.Tensor | None = None
+    """[T, H] in the model's dtype: what the step found as hidden states behind the final norm."""
+
     on_launch: Callable[[], None] = _nothing
     """Decoders call it once they are about to compute outside Python: from then on the step leaves the
     interpreter to other threads. Those that compute in one native call do so right before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from stemma.config.settings import KVArrangement, KVDtype
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import COLUMNS, KVLayout, StateLayout, WindowGroup
+from stemma.model.abilities import Abilities
 from stemma.model.batch import ForwardBatch
 from stemma.model.lora.adapter import Adapter, LinearShape
 
@@ -58,6 +59,8 @@ class ModelInfo:
     weight_bytes: int
     formats: str = ""
     """What became of the weights of a quantized checkpoint, for people: ``210 Q4_1 kept quantized``."""
+    abilities: Abilities = field(default_factory=Abilities)
+    """What it gives beside text, or instead."""
     numeric_path: str = "torch"
     """Names the order of sums: machines on which it is equal compute the same bits."""
 
@@ -66,7 +69,10 @@ class Decoder(Protocol):
     """Computes logits. The implementation depends on architecture and machine."""
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab]."""
+        """Write the KV of the batch's tokens; return logits of its `logits_rows`, [L, vocab].
+
+        Sets `batch.hidden` if the batch wants that.
+        """
 
     def adaptable(self) -> Mapping[str, LinearShape]:
         """Return the linear layers that adapters may add to, by their names in transformers."""
@@ -125,6 +131,11 @@ class CausalLM:
     def numeric_path(self) -> str:
         """Names the order of sums: machines on which it is equal compute the same bits."""
         return self.info.numeric_path
+
+    @property
+    def abilities(self) -> Abilities:
+        """What it gives beside text, or instead."""
+        return self.info.abilities
 
     @property
     def weight_bytes(self) -> int:

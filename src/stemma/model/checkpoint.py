@@ -87,7 +87,7 @@ def read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:
     files: dict[Path, Any] = {
         file: safe_open(file, framework="pt") for file in {tensor.file for tensor in stored}
     }
-    return {tensor.name: files[tensor.file].get_tensor(tensor.name) for tensor in stored}
+    return {tensor.name: files[tensor.file].get_tensor(tensor.stored_name) for tensor in stored}
 
 
 def _check_method(path: Path, quantization: dict[str, Any]) -> str | None:

@@ -28,6 +28,8 @@ _SERVED_LAYER_TYPES = frozenset(
         *("linear_attention", "conv", "hybrid", "moe", "mlp"),
     }
 )
+SCORE_WEIGHT = "score.weight"
+"""Of a sequence classifier's head, in all families of transformers."""
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Of plain weights in safetensors, and what holds them in memory."""
 
@@ -97,6 +99,8 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
 
     architectures = list(getattr(config, "architectures", None) or [])
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if _is_headless(settings.path, config) or is_classifier(config):
+        architectures = [name for name in (causal,) if name is not None]
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not remote and (causal is None or (architectures and causal not in architectures)):
         named = ", ".join(architectures) or config.model_type
@@ -111,6 +115,22 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
         named = str((architectures or [config.model_type])[0])
         other = ", ".join(sorted(layer_types - _SERVED_LAYER_TYPES))
         raise UnsupportedModel(f"{named} has layers of type {other}. {SUPPORTED}")
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether the checkpoint holds a causal model with a head of scores, as transformers names them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    return named is not None and list(getattr(config, "architectures", None) or []) == [named]
+
+
+def _is_headless(path: Path, config: Any) -> bool:
+    """Whether the checkpoint holds a model without an output head, for embeddings."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    named = MODEL_MAPPING_NAMES.get(config.model_type)
+    return list(getattr(config, "architectures", None) or []) == [named] and has_file(path, "modules.json")
 
 
 def quantization_of(config: Any) -> dict[str, Any]:

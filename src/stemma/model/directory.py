@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,8 @@ GGUF_SUFFIX = ".gguf"
 FileStates: TypeAlias = dict[Path, tuple[int, ...]]
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+_HEADLESS = "embed_tokens.weight"
+"""Where a file names the embedding so, it holds a model without its head (Qwen3-Embedding)."""
 _MAX_SHOWN = 200
 _MAX_TENSOR_NAME_CHARS = 1000
 _MAX_NAME_CHARS = 255
@@ -45,6 +47,8 @@ class StoredTensor:
     start: int
     """Offset in the file."""
     num_bytes: int
+    stored_name: str
+    """As the file has it; `name` is that of the model with its output head."""
 
 
 def check_directory(path: Path) -> None:
@@ -182,13 +186,18 @@ def _described_files(path: Path) -> tuple[str, str]:
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """Return all tensors of the checkpoint in `path`, in order of names; raise ModelError."""
+    """Return all tensors of the checkpoint in `path`, in order of names; raise ModelError.
+
+    A model that was saved without its head names them without ``model.``, which is put before them here.
+    """
     if is_gguf(path):
         from stemma.model.gguf_header import read_header
 
         in_file = read_header(path).tensors
         return [
-            StoredTensor(name, tensor.file, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes)
+            StoredTensor(
+                name, tensor.file, tensor.type.name, tensor.shape, tensor.start, tensor.num_bytes, name
+            )
             for name, tensor in sorted(in_file.items())
         ]
     found: dict[str, StoredTensor] = {}
@@ -197,6 +206,8 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             if tensor.name in found:
                 raise ModelError(f"{tensor.name} is in {found[tensor.name].file.name} and in {file.name}")
             found[tensor.name] = tensor
+    if _HEADLESS in found:
+        found = {f"model.{name}": replace(one, name=f"model.{name}") for name, one in found.items()}
     return [found[name] for name in sorted(found)]
 
 
@@ -236,7 +247,7 @@ def _stored_tensor(file: Path, name: str, entry: Any, origin: int, file_bytes: i
         raise ModelError(f"{file} ends before its tensor {name}; is the download complete?")
     if (stop - start) * 8 != prod(shape) * _bits_of(dtype):
         raise ModelError(f"{file}: the size of {name} contradicts its shape; download it again")
-    return StoredTensor(name, file, dtype, shape, origin + start, stop - start)
+    return StoredTensor(name, file, dtype, shape, origin + start, stop - start, name)
 
 
 def _bits_of(dtype: str) -> int:

@@ -111,7 +111,7 @@ class EarlyPacking:
         is_tied = raw.get("tie_word_embeddings") is True
         source = _Source(stored, file_states(tensor.file for tensor in stored), dtype, is_tied, self._isa)
         files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in source.files}
-        tensors = {tensor.name: files[tensor.file].get_tensor(tensor.name) for tensor in stored}
+        tensors = {tensor.name: files[tensor.file].get_tensor(tensor.stored_name) for tensor in stored}
         layout = as_stored({tensor.name: tensor.shape for tensor in stored}, pattern, is_tied=is_tied)
         weights = NamedWeights(tensors, dtype, self._check)
         checkpoint = MappedFiles(source.files)

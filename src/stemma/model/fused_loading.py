@@ -12,6 +12,7 @@ from typing import TypeGuard
 import torch
 
 from stemma.model.checkpoint import Checkpoint
+from stemma.model.checkpoint_config import SCORE_WEIGHT, is_classifier
 from stemma.model.cpu.fused import FusedDecoder, PackedWeights, pack_weights
 from stemma.model.cpu.heads import kv_shape_of
 from stemma.model.cpu.packing import Packing
@@ -127,6 +128,8 @@ def _may_be_left(
 ) -> bool:
     """Whether a tensor that the layout doesn't have means nothing, or nothing new."""
     if _IGNORED.search(name) or is_prediction(name, checkpoint.config):
+        return True
+    if name == SCORE_WEIGHT and is_classifier(checkpoint.config):
         return True
     weight = weights[name]
     if checkpoint.quantized is not None and name.endswith(".bias"):

@@ -18,6 +18,7 @@ from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError
 from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.checkpoint import Checkpoint, open_checkpoint
+from stemma.model.checkpoint_abilities import read_abilities
 from stemma.model.checkpoint_config import load_config, load_generation, max_model_len, runs_remote_code
 from stemma.model.cpu.packing import Packing
 from stemma.model.directory import check_directory
@@ -76,6 +77,7 @@ def load_model(
         if group is not None:
             check_cut(settings, config, group.share)
         checkpoint = open_checkpoint(settings, config)
+        abilities = read_abilities(settings, checkpoint)
         kernels = compiling.result() if compiling and checkpoint.dtype in _NATIVE_DTYPES else None
         how = _rounding(settings, checkpoint, kernels)
         packing = None if kernels is None else Packing(kernels, checkpoint.dtype, how)
@@ -93,6 +95,7 @@ def load_model(
         fingerprint=fingerprint if how is None else how.fingerprint(fingerprint),
         weight_bytes=loaded.num_bytes - (0 if packing is None else packing.saved_bytes),
         formats=_formats(checkpoint, loaded, packing),
+        abilities=abilities,
         numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
     context_size = 1 if group is None else group.share.context_size

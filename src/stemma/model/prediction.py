@@ -166,6 +166,8 @@ class PredictingDecoder:
         with self._computing(batch, kv) as step:
             logits, self.hidden = self._main.run_with_states(batch, step)
             self._advance(batch, _before(self.hidden, batch), step)
+        if batch.wants_hidden:
+            batch.hidden = self.hidden
         return logits
 
     @torch.inference_mode()

@@ -15,7 +15,16 @@ from starlette.responses import Response
 from stemma import __version__
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
-from stemma.server.apis import infer, openai_chat, openai_completions, tgi, tokenize, triton
+from stemma.server.apis import (
+    embeddings,
+    infer,
+    openai_chat,
+    openai_completions,
+    reranking,
+    tgi,
+    tokenize,
+    triton,
+)
 from stemma.server.apis.messages import api as messages
 from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses import conversations
@@ -46,6 +55,8 @@ ROUTERS = (
     document_router,
     openai_chat.router,
     openai_completions.router,
+    embeddings.router,
+    reranking.router,
     responses.router,
     conversations.router,
     messages.router,

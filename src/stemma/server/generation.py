@@ -16,6 +16,7 @@ from stemma.config.settings import Settings
 from stemma.engine.api import CacheReport, DraftCount, GenerationRequest, RequestOutput
 from stemma.engine.beam_search import run_beam_search
 from stemma.engine.client import EngineClient
+from stemma.engine.pooling import Vector
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import (
@@ -302,6 +303,8 @@ class Collected:
     num_generated_tokens: int = 0
     queue_wait_s: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: Vector | None = None
+    """The vector of a prompt that was asked for instead of an answer."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
 
 
@@ -350,6 +353,7 @@ async def _collect(
             result.num_generated_tokens = output.num_generated_tokens
             result.queue_wait_s = output.queue_wait_s
             result.prompt_logprobs = output.prompt_logprobs
+            result.pooled = output.pooled
             result.drafts = output.drafts
             for delta in output.deltas:
                 while len(result.sequences) <= delta.index:

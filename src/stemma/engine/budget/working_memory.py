@@ -113,6 +113,7 @@ def step_bytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_logits: i
         batch.pages = PageTables(batch.slots, batch.block_tables)
     if num_states:
         batch.states = StateMoves((None,) * num_states, tuple(range(num_states)), ())
+    batch.wants_hidden = model.abilities.needs_hidden
     before = resident_bytes()
     reset_peak()
     logits = model.forward(batch, kv)

@@ -68,13 +68,14 @@ class Engine:
         memory: MemoryPlan | None = None,
         grammars: GrammarCompiler | None = None,
         max_adapters: int = 1,
+        generates: bool = True,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`queue`: runs steps beside the host, so that they overlap; None: steps run in turn.
 
         `memory`: keeps the process below a limit; None: no limit. `grammars`: None refuses requests for
-        structured output. `max_adapters`: in a step. `on_close` is called once the cache is
-        closed.
+        structured output. `max_adapters`: in a step. `generates`: False refuses requests for answers.
+        `on_close` is called once the cache is closed.
         """
         self.cache = cache
         self.limits = limits
@@ -84,7 +85,7 @@ class Engine:
         self._clock = clock
         self._drafter = drafter
         self._model_drafts = model_drafts
-        self._validator = RequestValidator(limits, vocab_size, grammars)
+        self._validator = RequestValidator(limits, vocab_size, grammars, generates=generates)
         self._on_close = on_close
         self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
         self._sampler = Sampler()
@@ -395,6 +396,13 @@ class Engine:
                 self._scheduler.land(item)
             if scored and sequence.scores is not None:
                 sequence.scores.add(logits[scored.start : scored.stop])
+            if (pooled := sequence.state.pooled) is not None:
+                hidden = self.runner.hidden if pooled.pooling.needs_hidden else None
+                pooled.add(
+                    item.start,
+                    None if hidden is None else hidden[item.first_row : item.rows.stop],
+                    logits[item.drawn_logits.start] if item.num_logits else None,
+                )
         drawn = rows.drawn(self._siblings)
         drafts = [d.item.draft for d in drawn] if any(d.item.draft for d in drawn) else None
         states = [d.sequence.sampling for d in drawn]

@@ -142,9 +142,11 @@ def can_fly(rows: StepRows, *, has_drafter: bool) -> bool:
     if rows.num_scored:
         return False
     for item in rows.items:
+        state = item.sequence.state
+        if state.pooled is not None:
+            return False
         if not item.num_logits:
             continue
-        state = item.sequence.state
         if has_drafter or item.sequence.sampling.needs_host:
             return False
         if len(state.sequences) < state.request.params.n:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
 
 from stemma.engine.api import CacheReport, DraftCount, GenerationRequest
+from stemma.engine.pooling import PooledPrompt
 from stemma.engine.sampling.ending import Ending
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.prompt_logprobs import PromptScores
@@ -43,6 +44,7 @@ class RequestState:
         "loading_since",
         "num_unfinished",
         "order",
+        "pooled",
         "queue_wait_s",
         "request",
         "scores",
@@ -69,6 +71,10 @@ class RequestState:
         """Log-probabilities of the prompt, where the request wants them; its first sequence collects them."""
         if (num_top := request.params.prompt_logprobs) is not None:
             self.scores = PromptScores(request.prompt_token_ids, num_top)
+        self.pooled: PooledPrompt | None = None
+        """The vector of the prompt, where the request wants that instead of an answer."""
+        if request.pooling is not None:
+            self.pooled = PooledPrompt(request.pooling, len(request.prompt_token_ids))
         self.is_answered = False
         """The client has the last output. Set by the output thread alone; later tokens are dropped."""
 
@@ -178,6 +184,17 @@ class SequenceState:
         scores = self.state.scores if self.index == 0 else None
         return None if scores is None or scores.result is not None else scores
 
+    @property
+    def max_cached(self) -> int | None:
+        """Leading tokens that need not be computed, at most; None: however many are cached.
+
+        What is wanted of a prompt's tokens themselves can't be read from their KV.
+        """
+        if (scores := self.scores) is not None:
+            return scores.num_scored
+        pooled = self.state.pooled
+        return None if pooled is None else pooled.max_cached
+
     def start(self, lease: Lease, *, num_recomputed: int = 0) -> None:
         """Take a lease; the tokens it has from the cache count as computed.
 
@@ -220,7 +237,8 @@ class Limits:
     def ending(self, request: GenerationRequest) -> Ending:
         """Return the rule by which tokens end the sequences of a request."""
         room = self.max_tokens - len(request.prompt_token_ids)
-        return Ending.of(request.params, self.eos_token_ids, room)
+        ending = Ending.of(request.params, self.eos_token_ids, room)
+        return ending if request.pooling is None else replace(ending, max_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ class Runner:
         self.kv = kv
         self.on_launch: Callable[[bool], None] | None = None
         """`ForwardBatch.on_launch` of steps that run in turn; told whether the step is pure decode."""
+        self.hidden: torch.Tensor | None = None
+        """[T, H]: the hidden states of the step that ran last in turn, if `StepRows.wants_hidden`."""
         self._block_size = block_size or kv.layout.block_size
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
         self._buffers = StepBuffers(max_batch_tokens, model.device)
@@ -117,6 +119,7 @@ class Runner:
         if self.on_launch is not None:
             batch.on_launch = partial(self.on_launch, rows.is_decode)
         logits = self.model.forward(batch, self.kv)
+        self.hidden = batch.hidden
         batch.on_launch()  # a replay of recorded kernels doesn't call it, and has queued them only
         if logits.is_cuda and len(logits) == 0:
             # Nobody reads a result of such a step, so nobody waits for it. But it must end before blocks get
@@ -166,6 +169,7 @@ class Runner:
             adapters=() if self._adapters is None else self._adapters.rows(rows.adapters),
             states=_state_moves(rows) if self.kv.num_states else None,
             pages=self._page_tables(rows) if self.kv.num_pages else None,
+            wants_hidden=rows.wants_hidden,
         )
 
     def _fill(self, buffers: StepBuffers, item: Scheduled) -> None:

@@ -278,7 +278,7 @@ class Scheduler:
         self._cache.commit(lease, item.sequence.num_computed, tail=is_prefill and item.num_logits > 0)
 
     def _prefetch(self, sequence: SequenceState) -> None:
-        if sequence.scores is not None:
+        if sequence.max_cached is not None:
             return
         sequence.prefetch = self._cache.prefetch(sequence.state.request.namespace, sequence.tokens)
 
@@ -397,12 +397,11 @@ class Scheduler:
             if self._is_being_computed(sequence, prefilling):
                 continue
             request = sequence.state.request
-            scores = sequence.scores
             lease = self._cache.reserve(
                 request.namespace,
                 sequence.tokens,
                 retention=request.retention,
-                max_cached=None if scores is None else scores.num_scored,
+                max_cached=sequence.max_cached,
             )
             if lease is None:
                 if self._waits_for_nothing(plan):
@@ -474,7 +473,7 @@ class Scheduler:
         Waiting for it is never slower than computing the same tokens beside it. The one that computes never
         waits for anybody, so this can't deadlock.
         """
-        if not self._cache.enabled or sequence.scores is not None:
+        if not self._cache.enabled or sequence.max_cached is not None:
             return False
         for other in prefilling:
             shared = other.state.request.namespace.num_shared_with(sequence.state.request.namespace)

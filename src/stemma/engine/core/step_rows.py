@@ -56,7 +56,16 @@ class Drawn:
 class StepRows:
     """The layout of one step, made once, when it is scheduled. Whoever needs rows asks it or its items."""
 
-    __slots__ = ("adapters", "items", "num_logits", "num_prefill", "num_rows", "num_scored", "query_starts")
+    __slots__ = (
+        "adapters",
+        "items",
+        "num_logits",
+        "num_prefill",
+        "num_rows",
+        "num_scored",
+        "query_starts",
+        "wants_hidden",
+    )
 
     def __init__(self, plan: Sequence[Scheduled]) -> None:
         """Lay out the items of `plan`: they get their `first_row` and `first_logit` here."""
@@ -67,8 +76,13 @@ class StepRows:
         self.query_starts: list[int] = [0]
         """The first row of each item, and the number of rows: what `ForwardBatch` wants."""
         row = logit = num_prefill = num_scored = 0
+        self.wants_hidden = False
+        """Whether hidden states are made into a vector of a prompt."""
         for item in self.items:
             item.first_row, item.first_logit = row, logit
+            pooled = item.sequence.state.pooled
+            if pooled is not None and pooled.pooling.needs_hidden:
+                self.wants_hidden = True
             row += item.num_tokens
             logit += item.num_logits
             if item.scored:

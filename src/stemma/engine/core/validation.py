@@ -7,6 +7,7 @@ from typing import NewType
 from stemma.budgets import Budget
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits
+from stemma.engine.pooling import Pooling
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES
 from stemma.errors import InvalidRequest, PromptTooLong
@@ -18,8 +19,11 @@ CheckedRequest = NewType("CheckedRequest", GenerationRequest)
 class RequestValidator:
     """Checks requests against model, KV cache and grammars. Thread-safe."""
 
-    def __init__(self, limits: Limits, vocab_size: int, grammars: GrammarCompiler | None) -> None:
-        """`grammars`: None refuses requests for structured output."""
+    def __init__(
+        self, limits: Limits, vocab_size: int, grammars: GrammarCompiler | None, *, generates: bool = True
+    ) -> None:
+        """`grammars`: None refuses requests for structured output. `generates`: False, for all answers."""
+        self._generates = generates
         self._limits = limits
         self._vocab_size = vocab_size
         self._grammars = grammars
@@ -33,6 +37,12 @@ class RequestValidator:
         """Return the request. Raises InvalidRequest or PromptTooLong if it can never be served."""
         if request.beam is not None:
             raise InvalidRequest("an engine doesn't search; use run_beam_search", param="use_beam_search")
+        if request.pooling is not None:
+            self._check_pooling(request, request.pooling)
+        elif not self._generates:
+            raise InvalidRequest(
+                "this model generates no text; it serves /v1/embeddings, /rerank and /score", param="model"
+            )
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -53,6 +63,13 @@ class RequestValidator:
             )
         self.grammar_of(request)
         return CheckedRequest(request)
+
+    def _check_pooling(self, request: GenerationRequest, pooling: Pooling) -> None:
+        """Raise InvalidRequest for tokens that don't exist, and for answers beside the vector."""
+        if request.params.n != 1 or request.params.prompt_logprobs is not None:
+            raise InvalidRequest("a prompt gives one vector and nothing beside it", param="n")
+        if not all(0 <= one < self._vocab_size for one in pooling.token_ids):
+            raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="token_ids")
 
     def grammar_of(self, request: GenerationRequest) -> Grammar | None:
         """Return the request's grammar, which is found again while somebody holds it, or None.

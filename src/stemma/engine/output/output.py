@@ -115,6 +115,7 @@ class OutputProcessor:
             error=None if error is None else str(error),
             error_type=GenerationFailed if error is None else type(error),
             prompt_logprobs=None if state.scores is None else state.scores.result,
+            pooled=None if state.pooled is None else state.pooled.result,
         )
 
     def _failed(self, state: RequestState, error: Exception) -> RequestOutput:

@@ -97,7 +97,10 @@ class FusedDecoder:
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab] float32."""
         with NativeAttentionStep(batch, kv, self._kernels) as step:
-            return self._run(batch, step)
+            if not batch.wants_hidden:
+                return self._run(batch, step)
+            logits, batch.hidden = self.run_with_states(batch, step)
+            return logits
 
     def run_with_states(self, batch: ForwardBatch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
         """See `MainDecoder.run_with_states`."""

@@ -191,10 +191,11 @@ class GraphDecoder:
     def _bucket(self, batch: ForwardBatch) -> int | None:
         """Return the bucket of a batch of decodes that each want their logits; None for any other batch.
 
-        Graphs are of the base model: a batch with adapters has none.
+        Graphs are of the base model and give logits alone: a batch with adapters, or one whose hidden states
+        are wanted, has none.
         """
         num_seqs = batch.num_seqs
-        if not self.is_enabled or batch.adapters or not 0 < num_seqs <= BUCKETS[-1]:
+        if not self.is_enabled or batch.adapters or batch.wants_hidden or not 0 < num_seqs <= BUCKETS[-1]:
             return None
         if len(batch.token_ids) != num_seqs or len(batch.logits_rows) != num_seqs:
             return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,8 +76,22 @@ class ModuleDecoder:
         `kv`: where recurrent layers have their states; None: there are none.
         """
         batch.on_launch()  # torch leaves the interpreter to others in each of its calls
-        with self._adapted.step(batch), running(self._states(batch, kv)):
+        watched = self._watched(batch) if batch.wants_hidden else nullcontext()
+        with watched, self._adapted.step(batch), running(self._states(batch, kv)):
             return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
+
+    @contextmanager
+    def _watched(self, batch: ForwardBatch) -> Iterator[None]:
+        """Set `batch.hidden` to what the model below the output head returns."""
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            batch.hidden = output.last_hidden_state[0]
+
+        handle = self._hf.base_model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _states(self, batch: ForwardBatch, kv: DeviceKV | None) -> StateStep | None:
         if not self._is_recurrent:

@@ -16,7 +16,7 @@ from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.attention import SUPPORTED
 from stemma.model.checkpoint import Checkpoint, read_plain
-from stemma.model.checkpoint_config import runs_remote_code
+from stemma.model.checkpoint_config import SCORE_WEIGHT, is_classifier, runs_remote_code
 from stemma.model.directory import INDEX, lacks_metadata
 from stemma.model.extent import check_extent
 from stemma.model.foreign.fit import check_shapes, check_surplus
@@ -58,6 +58,8 @@ def load_modules(
         if not runs_remote_code(settings):
             check_extent(path, config, checkpoint.stored)
         model, loaded = _load(settings, checkpoint, config, cut)
+    if is_classifier(config):
+        loaded["unexpected_keys"] = set(loaded["unexpected_keys"]) - {SCORE_WEIGHT}
     check_shapes(path, model, loaded)
     check_surplus(path, model, loaded, checkpoint.stored, quantized=method is not None)
     unexpected = loaded["unexpected_keys"]

@@ -64,10 +64,11 @@ class CheckpointTensors:
         """Return a tensor; raise ModelError if it is missing or of none of `dtypes`."""
         if name not in self.stored:
             raise ModelError(f"{self.path} has no {name}, which its quantized weight needs; is it complete?")
-        file = self.stored[name].file
+        stored = self.stored[name]
+        file = stored.file
         if file not in self._files:
             self._files[file] = safe_open(file, framework="pt")
-        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        tensor: torch.Tensor = self._files[file].get_tensor(stored.stored_name)
         if dtypes and tensor.dtype not in dtypes:
             allowed = " or ".join(str(dtype) for dtype in dtypes)
             raise ModelError(f"{self.path}: {name} is {tensor.dtype}, must be {allowed}")

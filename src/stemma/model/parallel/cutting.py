@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import nn
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import ModelError, UnsupportedModel
+from stemma.errors import ConfigError, ModelError, UnsupportedModel
+from stemma.model.checkpoint_abilities import needs_hidden
 from stemma.model.checkpoint_config import quantization_of, runs_remote_code
 from stemma.model.directory import is_gguf, stored_tensors
 from stemma.model.formats.reading import find_format
@@ -31,6 +32,11 @@ def check_cut(settings: ModelSettings, config: Any, share: Share) -> None:
         )
     if runs_remote_code(settings):
         raise UnsupportedModel(f"{settings.path} brings its own code, which isn't cut for several ranks")
+    if share.context_size > 1 and needs_hidden(settings, config):
+        raise ConfigError(
+            "context_parallel_size doesn't go with embeddings and heads of scores: no rank has all hidden "
+            "states; take tensor_parallel_size"
+        )
     architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type))
     check_share(architecture, config.get_text_config(), share)
     if settings.quantize in ("int8", "int4"):
@@ -53,7 +59,7 @@ def read_share(path: Path, share: Share, num_experts: int) -> dict[str, torch.Te
             files[tensor.file] = safe_open(tensor.file, framework="pt")
         file = files[tensor.file]
         if cut.axis is None:
-            whole = file.get_tensor(tensor.name)
+            whole = file.get_tensor(tensor.stored_name)
             weights[cut.name] = torch.zeros_like(whole) if cut.is_zero else whole
             continue
         if not len(cut.part) or tensor.shape[cut.axis] % len(cut.part):
@@ -61,7 +67,7 @@ def read_share(path: Path, share: Share, num_experts: int) -> dict[str, torch.Te
                 f"{path}: {tensor.name} {list(tensor.shape)} can't be cut for {share.size} ranks"
             )
         rows = slice(cut.part.start, cut.part.stop)
-        stored = file.get_slice(tensor.name)
+        stored = file.get_slice(tensor.stored_name)
         weights[cut.name] = (stored[rows] if cut.axis == 0 else stored[:, rows]).contiguous()
     return weights
 

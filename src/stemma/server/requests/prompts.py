@@ -74,20 +74,22 @@ async def completion_prompts(
     add_special_tokens: bool = True,
     cut: Cut | None = None,
     salt: str | None = None,
+    param: str = "prompt",
 ) -> list[TokenArray]:
     """Return the token ids of each prompt in OpenAI's ``prompt``: text, texts, ids, or lists of ids.
 
-    `salt`: as `tokenized` has it.
+    `salt`: as `tokenized` has it. `param`: what the body calls them.
     """
     options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "cut": cut, "salt": salt}
+    options["param"] = param
     if isinstance(prompt, str):
         return [await text_prompt(intake, prompt, **options)]
     if not prompt:
-        raise InvalidRequest("the prompt is empty", param="prompt")
+        raise InvalidRequest("the prompt is empty", param=param)
     if _all_of(prompt, int):
-        return [_token_prompt(intake, prompt, cut)]
+        return [_token_prompt(intake, prompt, cut, param)]
     if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param="prompt")
+        raise InvalidRequest(f"more than {MAX_PROMPTS} prompts in one request", param=param)
     if _all_of(prompt, str):
         found = []
         for text in prompt:
@@ -95,10 +97,10 @@ async def completion_prompts(
             await asyncio.sleep(0)  # short texts are tokenized at once: between two, others have their turn
         return found
     if _all_of(prompt, list) and all(_all_of(ids, int) for ids in prompt):
-        return [_token_prompt(intake, ids, cut) for ids in prompt]
+        return [_token_prompt(intake, ids, cut, param) for ids in prompt]
     raise InvalidRequest(
-        "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
-        param="prompt",
+        f"{param} must be a string, a list of strings, a list of token ids, or a list of such lists",
+        param=param,
     )
 
 
@@ -106,12 +108,12 @@ def _all_of(items: Sequence[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
 
 
-def _token_prompt(intake: Intake, ids: list[int], cut: Cut | None) -> TokenArray:
+def _token_prompt(intake: Intake, ids: list[int], cut: Cut | None, param: str) -> TokenArray:
     """Return the array; the engine checks the ids against the vocabulary, once they fit into int32."""
-    ids = check_tokens(intake, ids, cut=cut)
+    ids = check_tokens(intake, ids, param, cut)
     if min(ids) < 0 or max(ids) > MAX_INT32:
         raise InvalidRequest(
-            "prompt: token ids are numbers from 0 to the size of the vocabulary", param="prompt"
+            f"{param}: token ids are numbers from 0 to the size of the vocabulary", param=param
         )
     return as_tokens(ids)
 

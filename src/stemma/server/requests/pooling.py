@@ -1,0 +1,81 @@
+"""From texts to requests for one vector each, and from pairs of texts to their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stemma.engine.api import GenerationRequest
+from stemma.engine.pooling import Pooling
+from stemma.engine.sampling.params import SamplingParams
+from stemma.engine.scoring import Scoring
+from stemma.errors import InvalidRequest
+from stemma.model.lora.adapter import Adapter
+from stemma.prefix.keys import Namespace
+from stemma.server.requests.intake import Intake
+from stemma.server.requests.prompts import check_length, text_prompt
+from stemma.server.requests.retention import hint_of
+from stemma.server.schemas.shared import KeptRequest
+from stemma.types import Retention, TokenArray
+
+_NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of requests that give a vector: the least that budgets know."""
+
+
+def pooling_requests(
+    name: str, prompts: Sequence[TokenArray], pooling: Pooling, body: KeptRequest, adapter: Adapter | None
+) -> list[GenerationRequest]:
+    """Return a request for the vector of each prompt; `name` begins their ids."""
+    return [
+        GenerationRequest(
+            f"{name}-{index}",
+            tokens,
+            _NO_ANSWER,
+            Namespace(salt=body.cache_salt or ""),
+            retention=Retention(hint_of(body.priority, body.cache_ttl_s)),
+            pooling=pooling,
+            adapter=adapter,
+        )
+        for index, tokens in enumerate(prompts)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPairs:
+    """What the model reads for some pairs, each text once."""
+
+    prompts: list[TokenArray]
+    numbers: list[tuple[int, ...]]
+    """For each pair: which of `prompts` belong to it, in the order that `Scoring.texts` has."""
+
+
+async def read_pairs(
+    intake: Intake,
+    scoring: Scoring,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    *,
+    param: str,
+    salt: str,
+) -> ReadPairs:
+    """Return the prompts of the pairs. Raises InvalidRequest, PromptTooLong and TookTooLong.
+
+    `param`: the field that holds the documents. `salt`: as `tokenized` has it.
+    """
+    for query, document in pairs:
+        if not query or not document:
+            raise InvalidRequest("a text is empty", param=param)
+        check_length(intake, len(query) + len(document) + len(instruction or ""), param)
+    read = await intake.tokenize_in_thread(
+        lambda: [scoring.texts(query, document, instruction) for query, document in pairs]
+    )
+    unique = {
+        text: number for number, text in enumerate(dict.fromkeys(one for texts in read for one in texts))
+    }
+    prompts = [
+        await text_prompt(
+            intake, text, add_special_tokens=scoring.adds_special_tokens, param=param, salt=salt
+        )
+        for text in unique
+    ]
+    return ReadPairs(prompts, [tuple(unique[text] for text in texts) for texts in read])
