@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemma.server.routing.prompts import head_of
+from stemma.server.routing.prompts import head_of, pooled_head_of
 
 
 def test_all_turns_of_a_conversation_begin_alike() -> None:
@@ -19,3 +19,21 @@ def test_all_turns_of_a_conversation_begin_alike() -> None:
     odd: dict[str, Any] | None
     for odd in (None, {}, {"messages": []}, {"messages": [1]}, {"prompt": 3}, {"prompt": [["a"], ["b"]]}):
         assert isinstance(head_of(odd), bytes)
+
+
+def test_the_head_of_what_is_only_computed() -> None:
+    assert pooled_head_of({"query": "q", "documents": ["a"]}) == pooled_head_of(
+        {"query": "q", "documents": ["b"]}
+    )
+    assert pooled_head_of({"text_1": ["q"], "text_2": "a"}) == pooled_head_of({"query": "q"})
+    assert pooled_head_of({"input": ["a", "b"]}) == pooled_head_of({"input": "a"})
+    assert pooled_head_of({"input": [1, 2]}) == pooled_head_of({"input": [[1, 2], [3]]})
+    odd_bodies: list[dict[str, object]] = [
+        {},
+        {"input": None},
+        {"query": {}},
+        {"input": []},
+        {"input": [None]},
+    ]
+    for odd in odd_bodies:
+        assert isinstance(pooled_head_of(odd), bytes)

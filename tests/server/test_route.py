@@ -322,3 +322,23 @@ async def test_pages_of_other_sites_are_refused(
     as_form = {"content-type": "text/plain"}
     assert (await proxy.post("/v1/completions", content=b"{}", headers=as_form)).status_code == 415
     assert (await proxy.post("/v1/completions", json=REQUEST)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["x", "y"]}),
+        ("/rerank", {"query": "x", "documents": ["y"]}),
+        ("/score", {"text_1": "x", "text_2": "y"}),
+    ],
+)
+async def test_what_decodes_nothing_goes_to_a_prefill_server_alone(
+    path: str, body: dict[str, object], servers: dict[str, Upstream], proxy: httpx.AsyncClient
+) -> None:
+    first = (await proxy.post(path, json=body)).json()["served_by"]
+    assert first.startswith("p")
+    assert (await proxy.post(path, json=body | {"user": "other"})).json()["served_by"] == first
+    assert [server.bodies for name, server in servers.items() if name != first] == [[], [], []]
+    for name in ("p0", "p1"):
+        servers[name].stop()
+    assert (await proxy.post(path, json=body)).json()["served_by"].startswith("d")

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from stemma.server.routing.prompts import GENERATING
+from stemma.server.routing.prompts import GENERATING, POOLED
 
 BINARY = "inference-header-content-length"
 
@@ -35,7 +35,7 @@ class Upstream:
         """Events after which the connection is cut; 0: before the first."""
         app = FastAPI()
         app.add_route("/v1/completions", self._generate, methods=["POST"])
-        for path in GENERATING[1:]:
+        for path in (*GENERATING[1:], *POOLED):
             app.add_route(path, self._generate, methods=["POST"])
         app.add_route("/v1/responses/{id}", self._stored, methods=["GET", "DELETE"])
         app.add_route("/v1/models", self._models, methods=["GET"])

@@ -26,9 +26,10 @@ from stemma.model.tokenizer import Tokenizer
 from stemma.server.access import Access
 from stemma.server.replicas.transport import CALL, ReplicaTransport
 from stemma.server.routing.app import create_proxy_app
-from stemma.server.routing.asking import PromptEncoder, ask_of
+from stemma.server.routing.asking import PromptEncoder, ask_of, pooled_ask_of
 from stemma.server.routing.checks import check
 from stemma.server.routing.metrics import counters
+from stemma.server.routing.prompts import POOLED
 from stemma.server.routing.relay import (
     READ_TIMEOUT_S,
     Relay,
@@ -111,7 +112,10 @@ class Ingress:
         """Answer a request that generates; ask a second replica if the first one fails."""
         self.num_requests += 1
         body = await read_body(request, content)
-        ask = ask_of(body, await self._encoder.tokens(body), self._block_size)
+        if request.scope["path"] in POOLED:
+            ask = pooled_ask_of(body, self._block_size)
+        else:
+            ask = ask_of(body, await self._encoder.tokens(body), self._block_size)
         headers, url = kept_headers(request), _BASE + path_of(request)
         routed = None
         for attempt in range(_ATTEMPTS):

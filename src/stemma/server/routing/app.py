@@ -17,7 +17,7 @@ from stemma.errors import StemmaError
 from stemma.server.access import has_key
 from stemma.server.errors import json_response, openai_error
 from stemma.server.routing.metrics import render
-from stemma.server.routing.prompts import GENERATING
+from stemma.server.routing.prompts import GENERATING, POOLED
 from stemma.server.routing.relay import Relay, RouteOptions
 from stemma.server.transport.headers import Entrance
 
@@ -92,7 +92,7 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
     app.add_middleware(Entrance)
     app.add_route("/health", health, methods=["GET"])
     app.add_route("/metrics", metrics, methods=["GET"])
-    for path in GENERATING:
+    for path in (*GENERATING, *POOLED):
         app.add_route(path, generate, methods=["POST"])
     app.add_route("/{path:path}", pass_on, methods=["GET", "POST", "DELETE", "PUT"])
     return app

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 import xxhash
 
 from stemma.cluster.routers import Ask
@@ -15,7 +16,14 @@ from stemma.errors import StemmaError
 from stemma.kv_events.names import chain_of
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
-from stemma.server.routing.prompts import head_of, messages_of, num_characters, text_of, tokens_of
+from stemma.server.routing.prompts import (
+    head_of,
+    messages_of,
+    num_characters,
+    pooled_head_of,
+    text_of,
+    tokens_of,
+)
 from stemma.supervision import LoggingSupervisor
 from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
@@ -41,6 +49,12 @@ def ask_of(body: Mapping[str, Any], tokens: TokenArray | None, block_size: int) 
     if chain and messages_of(body) is None:
         head = 0  # the first block, so that a longer prompt has the same home
     return Ask(chain, len(tokens), block_size, head)
+
+
+def pooled_ask_of(body: Mapping[str, Any], block_size: int) -> Ask:
+    """Return a request to one of `POOLED` as a router sees it: it goes where others with its query went."""
+    num_tokens = max(1, len(orjson.dumps(body)) // CHARS_PER_TOKEN)
+    return Ask((), num_tokens, block_size, number_of(pooled_head_of(body)))
 
 
 def number_of(head: bytes) -> int:

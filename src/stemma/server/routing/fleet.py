@@ -82,10 +82,12 @@ class FleetProxy:
         """Answer a request that generates."""
         self.num_requests += 1
         body = await read_body(request, content)
-        headers, path = kept_headers(request), path_of(request)
-        ask = await self._served.ask(body, headers)
-        streams = is_streamed(request.scope["path"], body)
-        outgoing = Outgoing(path, content, headers, streams, continues="previous_response_id" in body)
+        headers, path = kept_headers(request), request.scope["path"]
+        ask = await self._served.ask(path, body, headers)
+        streams = is_streamed(path, body)
+        outgoing = Outgoing(
+            path_of(request), content, headers, streams, continues="previous_response_id" in body
+        )
         answer, _ = await send(self._served.fleet, self.relay, ask, outgoing)
         return answer
 

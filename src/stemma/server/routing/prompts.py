@@ -24,6 +24,8 @@ GENERATING = (
     *(f"{model}/{verb}" for model in _TRITON for verb in ("infer", "generate", "generate_stream")),
 )
 """Paths whose requests generate, as patterns of Starlette's routes."""
+POOLED = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score")
+"""Paths whose requests compute prompts alone."""
 
 _HEAD_LENGTH = 1024
 """Characters, or token ids, of a plain prompt."""
@@ -70,6 +72,13 @@ def head_of(body: Mapping[str, Any] | None) -> bytes:
         return orjson.dumps(messages[:end])
     prompt = text_of(body) or tokens_of(body) or body.get("prompt", body.get("inputs"))
     return orjson.dumps(prompt[:_HEAD_LENGTH] if isinstance(prompt, str | list) else prompt)
+
+
+def pooled_head_of(body: Mapping[str, Any]) -> bytes:
+    """Return what the prompts of a request to one of `POOLED` begin with: a query, or the first text."""
+    given = next((body[name] for name in ("query", "text_1", "input") if name in body), None)
+    first = given[0] if isinstance(given, list) and given and not isinstance(given[0], int) else given
+    return orjson.dumps(first[:_HEAD_LENGTH] if isinstance(first, str | list) else first)
 
 
 def num_characters(body: Mapping[str, Any]) -> int:

@@ -30,11 +30,18 @@ from stemma.cluster.fleet import Fleet, Outcome
 from stemma.cluster.routers import Ask, Rendezvous
 from stemma.errors import ConfigError
 from stemma.server.routing.app import create_proxy_app
-from stemma.server.routing.asking import CHARS_PER_TOKEN, number_of
+from stemma.server.routing.asking import CHARS_PER_TOKEN, number_of, pooled_ask_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.description import describe, num_failures
 from stemma.server.routing.metrics import counters, fleet_metrics
-from stemma.server.routing.prompts import head_of, is_streamed, num_characters, one_token_body
+from stemma.server.routing.prompts import (
+    POOLED,
+    head_of,
+    is_streamed,
+    num_characters,
+    one_token_body,
+    pooled_head_of,
+)
 from stemma.server.routing.relay import (
     Relay,
     Relayed,
@@ -72,6 +79,10 @@ class Router:
         Returns what `send` does.
         """
         path, headers = request.scope["path"], kept_headers(request)
+        if path in POOLED:  # nothing to decode
+            ask, outgoing = pooled_ask_of(body, 1), Outgoing(path_of(request), content, headers, False)
+            answer, may_go_on = await send(self.prefills, self._relay, ask, outgoing)
+            return (answer, False) if not may_go_on else await send(self.decodes, self._relay, ask, outgoing)
         ask = Ask((), max(1, num_characters(body) // CHARS_PER_TOKEN), 1, number_of(head_of(body)))
         if body:
             await self._prefill(path, body, headers, ask)
@@ -118,7 +129,7 @@ class Groups:
         """Prefill on one server of a group, decode on another. A client that leaves ends the work on both."""
         self.num_requests += 1
         body = await read_body(request, content)
-        head = head_of(body)[:_GROUP_HEAD]
+        head = (pooled_head_of if request.scope["path"] in POOLED else head_of)(body)[:_GROUP_HEAD]
         tries = self._groups.tries(Ask((), 1, 1, number_of(head)), is_streamed=False)
         answer = nobody_answers()
         while (one := tries.next()) is not None:

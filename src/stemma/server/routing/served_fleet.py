@@ -24,11 +24,11 @@ from prometheus_client.core import Metric
 from stemma.cluster.fleet import Fleet
 from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
-from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of
+from stemma.server.routing.asking import TOKENIZE_TIMEOUT_S, PromptEncoder, as_tokens, ask_of, pooled_ask_of
 from stemma.server.routing.checks import keep_checking
 from stemma.server.routing.following import Following
 from stemma.server.routing.metrics import counters, fleet_metrics, holdings_metrics
-from stemma.server.routing.prompts import messages_of, text_of, tokens_of
+from stemma.server.routing.prompts import POOLED, messages_of, text_of, tokens_of
 from stemma.server.routing.server_list import ServerList
 from stemma.types import TokenArray
 
@@ -99,8 +99,10 @@ class ServedFleet:
             if self._encoder is not None:
                 self._encoder.close()
 
-    async def ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    async def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
         """Return a request as the fleet sees it."""
+        if path in POOLED:
+            return pooled_ask_of(body, self.block_size)
         return ask_of(body, await self._tokens(body, headers), self.block_size)
 
     def metrics(self) -> Iterable[Metric]:

@@ -120,8 +120,9 @@ class Exchange:
         body = parse_json(content)
         if isinstance(body, dict):
             headers = {name: self._headers[name] for name in _PASSED_ON if name in self._headers}
-            self._is_streamed = is_streamed(self._headers.get(":path", "").partition("?")[0], body)
-            self._ask = await self._served.ask(body, headers)
+            path = self._headers.get(":path", "").partition("?")[0]
+            self._is_streamed = is_streamed(path, body)
+            self._ask = await self._served.ask(path, body, headers)
 
     def _picked(self, *, at_headers: bool) -> ProcessingResponse:
         fleet = self._served.fleet
