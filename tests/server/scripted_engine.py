@@ -10,6 +10,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class ScriptedEngine(EngineClient):
             {"model.layers.0.self_attn.q_proj": LinearShape(8, 16)}, LoraSettings(), ["scripted"]
         )
     )
+    own_directory: Path | None = None
     supervisor: Supervisor = LoggingSupervisor()  # noqa: RUF009 - it holds nothing
     abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
