@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
+import torch
 
+from tests.adapters import write_adapter
 from tests.e2e.conftest import Served, start_server
 
 NUM_TOKENS = 60
@@ -71,9 +72,27 @@ def test_the_explanation_says_where_it_was_tokenized_again(served: Served) -> No
     assert "re-tokenized at position" in str(told)
 
 
-@pytest.mark.parametrize("policy", ["disk"])
-def test_a_restart_remembers(tiny_model: Path, tmp_path: Path, policy: str) -> None:
-    flags = {"disk_cache": tmp_path / policy, "disk_cache_size": "64MB"}
+def test_an_adapter_has_answers_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    made = torch.Generator().manual_seed(3)
+    halves = (torch.randn(4, 96, generator=made), torch.randn(96, 4, generator=made))
+    write_adapter(tmp_path / "poet", {"model.layers.0.self_attn.q_proj": halves})
+    served, stop = start_server(tiny_model, lora_directories=[tmp_path])
+    try:
+        loaded = served.post("/v1/load_lora_adapter", lora_name="poet", lora_path=str(tmp_path / "poet"))
+        assert loaded.status_code == 200, loaded.text
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Whose words are these?"}]
+        first = chat(served, messages, model="poet")
+        messages += [first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+        assert "exact_history_tokens" not in chat(served, messages)["usage"]["stemma"]
+        second = chat(served, messages, model="poet")["usage"]
+    finally:
+        stop()
+    assert second["stemma"]["exact_history_tokens"] >= NUM_TOKENS - FEW
+    assert second["prompt_cache_hit_tokens"] >= first["usage"]["prompt_tokens"] + NUM_TOKENS - FEW
+
+
+def test_a_restart_remembers(tiny_model: Path, tmp_path: Path) -> None:
+    flags = {"disk_cache": tmp_path / "disk", "disk_cache_size": "64MB"}
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What stays after a restart?"}]
     served, stop = start_server(tiny_model, **flags)
     try:

@@ -219,7 +219,7 @@ async def test_tenants_share_no_answers(engine: ScriptedEngine, settings: Settin
     app = create_app(engine, settings.model_copy(update={"server": server}))
     engine.script.reply = REPLY
     transport = httpx.ASGITransport(app=app)
-    found = []
+    found: list[dict[str, Any]] = []
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for head in (heads[0], heads[1], heads[0]):
             messages = [QUESTION] if not found else [QUESTION, found[0]["choices"][0]["message"], NEXT]
