@@ -69,10 +69,12 @@ class Follower:
     def _note(self, written: WrittenAnswers, history: History, delta: SequenceDelta) -> None:
         token_ids = self._token_ids.setdefault(delta.index, [])
         token_ids.extend(delta.token_ids)
+        if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or not token_ids:
+            return
         ends = {*self._end_ids, delta.stop_reason}
-        if delta.finish_reason is FinishReason.STOP and token_ids and token_ids[-1] in ends:
+        if delta.finish_reason is FinishReason.STOP and token_ids[-1] in ends:
             token_ids.pop()
-        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and token_ids:
+        if token_ids:
             written.keep(history.answer(token_ids))
 
     def _report(self, cache: CacheReport) -> CacheReport:
