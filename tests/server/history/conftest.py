@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -31,12 +29,12 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("merges")
     fast = build_tokenizer()
     fast.chat_template = TEMPLATE
     fast.save_pretrained(str(path))
-    return path
+    return Tokenizer(path)
 
 
 @pytest.fixture
