@@ -10,6 +10,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -55,6 +56,8 @@ class Script:
     draining: bool = False
     reply: str | None = None
     """What every sequence says, to its end; None: words made from the prompt."""
+    spelled: bool = False
+    """Write `reply` one character a token, as no tokenizer with merges does."""
 
 
 @dataclass
@@ -74,6 +77,7 @@ class ScriptedEngine(EngineClient):
             {"model.layers.0.self_attn.q_proj": LinearShape(8, 16)}, LoraSettings(), ["scripted"]
         )
     )
+    own_directory: Path | None = None
     supervisor: Supervisor = LoggingSupervisor()  # noqa: RUF009 - it holds nothing
     abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
@@ -90,6 +94,9 @@ class ScriptedEngine(EngineClient):
     def reply_ids(self, request: GenerationRequest, index: int) -> list[int]:
         """The token ids that sequence `index` will get."""
         limit = request.params.max_tokens
+        if self.script.reply is not None and self.script.spelled:
+            pieces = [self.tokenizer.encode(char, add_special_tokens=False) for char in self.script.reply]
+            return np.concatenate(pieces)[:limit].tolist()
         if self.script.reply is not None:
             return self.tokenizer.encode(self.script.reply, add_special_tokens=False)[:limit].tolist()
         seed = zlib.crc32(request.prompt_token_ids.tobytes()) + index

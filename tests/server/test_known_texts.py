@@ -91,9 +91,10 @@ async def test_a_chat_is_tokenized_from_its_last_turn_on(
     for _ in range(2):
         body = {"model": "scripted", "max_tokens": 2, "messages": messages}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-        messages += [{"role": "assistant", "content": "and so on"}, {"role": "user", "content": "Go on!"}]
+        messages.append({"role": "assistant", "content": "and so on"})
+        messages.append({"role": "user", "content": "Go on upon it!"})
     assert TEXT in tokenized[0]
-    assert "Go on!" in tokenized[1]
+    assert "Go on upon it!" in tokenized[1]
     assert len(tokenized[1]) < 2 * PIECE_CHARS
     for ids, length in zip(_given(engine), (1, 3), strict=True):
         assert ids == engine.tokenizer.apply_chat_template(messages[:length]).tolist()

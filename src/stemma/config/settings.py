@@ -169,7 +169,7 @@ class TierSettings(SettingsModel):
     disk_cache: Path | None = None
     """Directory of the disk tier; blocks in it outlive the server."""
     disk_cache_size: ByteSize = 10 * 10**9
-    """Limit of all files in that directory."""
+    """Limit of all blocks in that directory; `history_memory` bounds the file beside them."""
     disk_cache_ttl_s: float | None = Field(default=None, gt=0.0)
     """Blocks on disk that were unused for this time are dropped."""
     disk_write: WritePolicy = "write_through"
@@ -340,6 +340,11 @@ class ServerSettings(SettingsModel):
     """Web origins whose pages may call this server (CORS), separated by commas; `*`: all."""
     report_granularity: Literal["token", "block"] = "token"
     """Whether responses count cached tokens exactly, or rounded down to whole blocks."""
+    exact_history: Literal["on", "off"] = "on"
+    """Give an answer that a conversation brings back the token ids that were generated, instead of tokenizing
+    its text again (docs/serving.md). A request says otherwise with `exact_history`."""
+    history_memory: ByteSize = 32 * 2**20
+    """Memory of the answers that `exact_history` keeps, and limit of their file in `disk_cache`."""
     trust_request_chat_template: bool = False
     """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"

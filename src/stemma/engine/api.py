@@ -62,6 +62,9 @@ class CacheReport:
     """The same in a sentence."""
     num_public_tokens: int = 0
     """Cached tokens that belong to a published prefix, which all namespaces share."""
+    num_exact_history_tokens: int = 0
+    """Prompt tokens of earlier answers that are as they were generated, where the text alone may be tokenized
+    otherwise. Cached or not."""
     parting: Parting | None = None
     """How the nearest cached sequence of the same namespace goes on where the prompt parts from it."""
     num_tokens_of_others: int = 0

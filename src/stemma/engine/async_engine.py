@@ -130,6 +130,7 @@ class AsyncEngine(EngineClient):
         self.abilities = self.parts.model.abilities
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
+        self.own_directory = self.parts.own_directory
         self.cache_control = CacheControl(
             engine, self.parts.device, self.parts.key_space, self._call, num_ranks=self.parts.num_ranks
         )

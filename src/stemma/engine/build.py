@@ -98,6 +98,13 @@ class EngineParts:
     also_named: tuple[str, ...] = ()
     """Other names that requests may use for the model."""
 
+    @property
+    def own_directory(self) -> Path | None:
+        """See `EngineClient`: the disk tier's sub-directory of this model, which this process has locked."""
+        stores = () if self.tiers is None else self.tiers.stores
+        disk = next((one for one in stores if isinstance(one, DiskStore)), None)
+        return None if disk is None or disk.read_only else disk.path
+
 
 def build_engine(
     settings: EngineSettings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from stemma.budgets import Budget
@@ -36,6 +37,8 @@ class EngineClient(Protocol):
     """What the model gives beside text, or instead."""
     pool: PoolAttachment | None
     """None: the prefix cache is off."""
+    own_directory: Path | None
+    """Directory of the disk tier, where this server alone may write what is to outlive it; None: nowhere."""
     supervisor: Supervisor
     """Learns of errors in the threads that the server starts; one of them stops the engine."""
 

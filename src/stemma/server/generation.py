@@ -30,6 +30,8 @@ from stemma.errors import (
 )
 from stemma.server.access import Access, tenant_of
 from stemma.server.admission.ledger import Admission, Reserved
+from stemma.server.history.answers import WrittenAnswers
+from stemma.server.history.following import Follower
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.explain import is_asked
 from stemma.server.observe.explanations import Explanation
@@ -56,6 +58,8 @@ class RequestRunner:
     quotas: CacheQuotas
     instruments: Instruments
     lifecycle: Lifecycle
+    written: WrittenAnswers | None
+    """None: exact history is off."""
 
     async def start(self, request: Request, requests: Sequence[GenerationRequest], api: str) -> OutputStream:
         """Run `requests` and return once the first output is there; raise if the client leaves before."""
@@ -104,8 +108,10 @@ class RequestRunner:
             late = TookTooLong(f"the request took more than {limit_s:g} s")
             outputs = until(asyncio.get_running_loop().time() + limit_s, stream, late)
         rounds = self.settings.server.report_granularity != "token"
+        follower = Follower(self.written, engine.tokenizer, engine.eos_token_ids, request)
         try:
-            async for exact in outputs:
+            async for told in outputs:
+                exact = follower.told(told)
                 output = rounded_to_blocks(self.settings, exact) if rounds else exact
                 if not is_noted:
                     is_noted = True
@@ -331,8 +337,13 @@ def rounded_to_blocks(settings: Settings, output: RequestOutput) -> RequestOutpu
     by_tier: dict[Tier, int] = {}
     for tier, count in sorted(cache.cached_by_tier.items(), key=lambda item: item[1], reverse=True):
         by_tier[tier] = min(count // size * size, whole - sum(by_tier.values()))
-    num_public = min(cache.num_public_tokens, whole)
-    rounded = CacheReport(cache.num_prompt_tokens, by_tier, cache.miss_reason, num_public_tokens=num_public)
+    rounded = CacheReport(
+        cache.num_prompt_tokens,
+        by_tier,
+        cache.miss_reason,
+        num_public_tokens=min(cache.num_public_tokens, whole),
+        num_exact_history_tokens=cache.num_exact_history_tokens // size * size,
+    )
     return replace(output, cache=rounded)
 
 

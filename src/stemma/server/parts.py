@@ -16,6 +16,7 @@ from stemma.server.answers.families import answer_format
 from stemma.server.apis.context import ApiContext
 from stemma.server.apis.responses.store import OwnedStore, Stores
 from stemma.server.generation import RequestRunner
+from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
@@ -39,7 +40,9 @@ def put_parts(state: State, engine: EngineClient, settings: Settings, metrics: S
     state.admission = admission = Admission(settings, engine)
     state.lifecycle = lifecycle = Lifecycle()
     published = PublishedPrefixes(server.public_prefixes, settings.engine.cache.block_size)
-    state.intake = intake = Intake(engine, settings, admission, has_tenants=access.keys is not None)
+    state.history = history = WrittenHistory.of(server, engine, metrics)
+    joiner = None if history is None else history.joiner
+    state.intake = intake = Intake(engine, settings, admission, joiner, has_tenants=access.keys is not None)
     state.instruments = instruments = Instruments(
         metrics,
         Watches(metrics),
@@ -50,7 +53,15 @@ def put_parts(state: State, engine: EngineClient, settings: Settings, metrics: S
     )
     quotas = CacheQuotas(access.keys, engine)
     state.runner = runner = RequestRunner(
-        engine, settings, access, admission, published, quotas, instruments, lifecycle
+        engine,
+        settings,
+        access,
+        admission,
+        published,
+        quotas,
+        instruments,
+        lifecycle,
+        None if joiner is None else joiner.written,
     )
 
     @cache
@@ -71,3 +82,5 @@ def close_parts(state: State) -> None:
     """End the threads, and write what is waiting."""
     state.intake.close()
     state.instruments.ledger.close()
+    if state.history is not None:
+        state.history.close()

@@ -76,6 +76,7 @@ class UsageMeter:
             "miss_detail": missed.miss_detail if missed else None,
             "queue_wait_s": round(self._queue_wait_s, 6),
             **_public(sum(report.num_public_tokens for report in self._cache.values())),
+            **_exact(sum(report.num_exact_history_tokens for report in self._cache.values())),
             **({"drafts": drafts} if (drafts := self._draft_detail()) else {}),
             **(explanation_of(missed) if missed else {}),
         }
@@ -97,6 +98,15 @@ def _public(num_tokens: int) -> dict[str, int]:
     return {"public_tokens": num_tokens} if num_tokens else {}
 
 
+def _exact(num_tokens: int) -> dict[str, int]:
+    return {"exact_history_tokens": num_tokens} if num_tokens else {}
+
+
+def history_detail(cache: CacheReport) -> dict[str, int]:
+    """Return the member of a ``stemma`` object that counts tokens which are as they were generated."""
+    return _exact(cache.num_exact_history_tokens)
+
+
 def cache_detail(cache: CacheReport, queue_wait_s: float) -> dict[str, Any]:
     """Return the ``stemma`` object for APIs that have no usage: one prompt, counts included."""
     return {
@@ -106,6 +116,7 @@ def cache_detail(cache: CacheReport, queue_wait_s: float) -> dict[str, Any]:
         "miss_detail": cache.miss_detail,
         "queue_wait_s": round(queue_wait_s, 6),
         **_public(cache.num_public_tokens),
+        **history_detail(cache),
         **explanation_of(cache),
     }
 

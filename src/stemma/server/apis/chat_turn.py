@@ -12,12 +12,14 @@ from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.chat import AnswerReader, tool_use
 from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.apis.context import ApiContext
+from stemma.server.history.following import RenderedRequest
+from stemma.server.history.token_texts import TokenTexts
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.prompts import chat_prompt, check_tokens
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
 from stemma.server.schemas.openai import ChatRequest
-from stemma.types import TokenArray
+from stemma.types import TokenArray, as_tokens
 
 _REASONING_MARK_TOKENS = 16
 """Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
@@ -45,14 +47,16 @@ async def chat_turn(
     begins with theirs.
     """
     params, beam = candidates(context.intake, body, chat_sampling(context.intake, body))
-    tokens = await chat_prompt(context.intake, body, salt=body.cache_salt or "")
+    prompt = await chat_prompt(context.intake, body, adapter, body.cache_salt or "")
+    tokens = prompt.token_ids
     if earlier is not None:
         tokenizer, known = context.engine.tokenizer, earlier
         tokens = await context.intake.in_thread(lambda: continued(tokenizer, known, tokens))
         tokens = check_tokens(context.intake, tokens, "messages")
     reader = _answer_reader(context, body, tokens)
     params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
-    return ChatTurn(body, generation_request(request_id, tokens, params, body, adapter, beam), reader)
+    generation = generation_request(request_id, tokens, params, body, adapter, beam)
+    return ChatTurn(body, RenderedRequest.of(generation, prompt.history), reader)
 
 
 def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
@@ -76,33 +80,9 @@ def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> 
     if len(earlier) <= len(tokens) and np.array_equal(tokens[: len(earlier)], earlier):
         return tokens
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-    num_kept, head = _within(tokenizer, earlier, text)
-    rest = tokenizer.encode(text[len(head) :], add_special_tokens=False)
+    heads = TokenTexts(tokenizer, earlier, as_tokens(()))
+    num_kept = heads.num_within(text)
+    rest = tokenizer.encode(text[len(heads.head(num_kept)) :], add_special_tokens=False)
     joined = np.concatenate((earlier[:num_kept], rest))
     same = tokenizer.decode(joined.tolist(), skip_special_tokens=False) == text
     return joined if same else tokens
-
-
-_MAX_PIECES = 4
-"""Tokens that one character may be cut into."""
-_INCOMPLETE = "\ufffd"
-"""What a character decodes to whose bytes aren't all there."""
-
-
-def _within(tokenizer: Tokenizer, ids: TokenArray, text: str) -> tuple[int, str]:
-    """Return (number, text) of the leading `ids` that `text` begins with; found by halving."""
-
-    def head(number: int) -> str:
-        return tokenizer.decode(ids[:number].tolist(), skip_special_tokens=False)
-
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if text.startswith(head(middle).rstrip(_INCOMPLETE)):
-            low = middle
-        else:
-            high = middle - 1
-    for number in range(low, max(0, low - _MAX_PIECES), -1):
-        if text.startswith(found := head(number)):
-            return number, found
-    return 0, ""

@@ -46,8 +46,9 @@ async def prompt_tokens(
             "model": context.engine.model_name,
             "messages": body.messages,
             "add_generation_prompt": not is_open,
+            "exact_history": False,  # the same ids at any time, on any server
         }
-        return await chat_prompt(context.intake, validate(ChatRequest, chat))
+        return (await chat_prompt(context.intake, validate(ChatRequest, chat))).token_ids
     assert body.prompt is not None
     prompts = await completion_prompts(context.intake, body.prompt)
     if len(prompts) > 1:

@@ -9,9 +9,13 @@ and a memory limit in a process (`template_process.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from stemma.errors import InvalidRequest
+from stemma.server.admission.caller import caller
+from stemma.server.history.answers import scope_of
+from stemma.server.history.joining import History, HistoryJoiner
 from stemma.server.observe.ignored_hints import count_hint
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.intake import Intake
@@ -98,27 +102,45 @@ def _is_scalar(value: Any) -> bool:
 
 
 async def conversation_tokens(
-    intake: Intake, body: ChatRequest, conversation: Conversation, salt: str | None
-) -> TokenArray:
-    """Return the token ids of `conversation`. Raises InvalidRequest if the template fails on it.
+    intake: Intake, body: ChatRequest, conversation: Conversation, salt: str | None, adapter: str
+) -> tuple[TokenArray, History | None]:
+    """Return the token ids of `conversation` and its history. Raises InvalidRequest if the template fails.
 
-    `salt`: as `tokenized` has it.
+    `salt`: as `tokenized` has it. `adapter`: key of the adapter that answers, which is part of where answers
+    are looked for.
     """
-    tokenizer = intake.engine.tokenizer
+    tokenizer, joiner = intake.engine.tokenizer, _joiner(intake, body)
+    scope = scope_of(caller().tenant, body.cache_salt or "", adapter)
+
+    def tokens_of(text: str) -> tuple[TokenArray, History | None]:
+        encode = partial(tokenize, intake, add_special_tokens=False, salt=salt)
+        return (encode(text), None) if joiner is None else joiner.prompt(scope, text, encode)
+
     if body.chat_template is not None:
-        text = await intake.render_foreign(body.chat_template, conversation)
-        return await tokenized(intake, text, add_special_tokens=False, salt=salt)
+        foreign = await intake.render_foreign(body.chat_template, conversation)
+        if joiner is None:
+            return await tokenized(intake, foreign, add_special_tokens=False, salt=salt), None
+        return await intake.tokenize_in_thread(lambda: tokens_of(foreign))
     arguments = dict(conversation.arguments)
     if conversation.continue_final_message:
         arguments["continue_final_message"] = True
 
-    def render_and_tokenize() -> TokenArray:
+    def render_and_tokenize() -> tuple[TokenArray, History | None]:
         text = tokenizer.render_chat(
             conversation.messages,
             tools=conversation.tools,
             add_generation_prompt=conversation.add_generation_prompt,
             template_kwargs=arguments,
         )
-        return tokenize(intake, text, add_special_tokens=False, salt=salt)
+        return tokens_of(text)
 
     return await intake.tokenize_in_thread(render_and_tokenize)
+
+
+def _joiner(intake: Intake, body: ChatRequest) -> HistoryJoiner | None:
+    """Return what makes the prompt of `body`; None if it wants its text tokenized as it stands.
+
+    A salt of its own says that a prompt shall have nothing to do with others, so it has to ask.
+    """
+    wanted = not body.cache_salt if body.exact_history is None else body.exact_history
+    return intake.history if wanted else None

@@ -13,6 +13,7 @@ from stemma.engine.client import EngineClient
 from stemma.errors import InvalidRequest
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission
+from stemma.server.history.joining import HistoryJoiner
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.limits import largest_n
@@ -34,7 +35,13 @@ class Intake:
     """Reads the requests of one server; lives in ``app.state.intake``."""
 
     def __init__(
-        self, engine: EngineClient, settings: Settings, admission: Admission, *, has_tenants: bool
+        self,
+        engine: EngineClient,
+        settings: Settings,
+        admission: Admission,
+        history: HistoryJoiner | None,
+        *,
+        has_tenants: bool,
     ) -> None:
         self.engine = engine
         self.settings = settings
@@ -43,6 +50,8 @@ class Intake:
         shares = not has_tenants and settings.engine.cache.enable_prefix_cache
         self.known_texts = KnownTexts() if shares else None
         """None where tenants may not learn of each other's prompts, or nothing is shared."""
+        self.history = history
+        """None: exact history is off."""
         self._limit_s = settings.server.tokenize_timeout_s
         self._renderer: TemplateProcess | None = None
         if settings.server.trust_request_chat_template:

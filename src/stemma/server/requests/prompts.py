@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from stemma.errors import InvalidRequest, PromptTooLong
+from stemma.model.lora.adapter import Adapter
+from stemma.server.history.joining import History
 from stemma.server.requests.chat_template import conversation_tokens, num_chars, template_arguments
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.intake import MAX_CHARS_PER_TOKEN, Intake
@@ -138,8 +140,19 @@ async def text_prompt(
     return check_tokens(intake, tokens, param, cut)
 
 
-async def chat_prompt(intake: Intake, body: ChatRequest, salt: str | None = None) -> TokenArray:
-    """Return the token ids of a conversation, rendered by the checkpoint's template.
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatPrompt:
+    """A conversation, rendered and tokenized."""
+
+    token_ids: TokenArray
+    history: History | None
+    """None: exact history is off for it."""
+
+
+async def chat_prompt(
+    intake: Intake, body: ChatRequest, adapter: Adapter | None = None, salt: str | None = None
+) -> ChatPrompt:
+    """Return a conversation as the checkpoint's template renders it, to be answered with `adapter`.
 
     `salt`: as `tokenized` has it.
     """
@@ -153,8 +166,9 @@ async def chat_prompt(intake: Intake, body: ChatRequest, salt: str | None = None
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
     )
-    tokens = await conversation_tokens(intake, body, conversation, salt)
-    return check_tokens(intake, tokens, "messages", wanted_cut(body))
+    key = "" if adapter is None else adapter.key
+    tokens, history = await conversation_tokens(intake, body, conversation, salt, key)
+    return ChatPrompt(check_tokens(intake, tokens, "messages", wanted_cut(body)), history)
 
 
 def _template_message(message: Message, number: int) -> dict[str, Any]:

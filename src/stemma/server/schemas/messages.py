@@ -21,7 +21,7 @@ from stemma.server.schemas.bounds import (
     TemplateKwargs,
     TopK,
 )
-from stemma.server.schemas.shared import KeptRequest
+from stemma.server.schemas.shared import ContinuedRequest, KeptRequest
 
 
 class Turn(RequestModel):
@@ -106,7 +106,7 @@ class CountTokensRequest(RequestModel):
     """Beyond Anthropic, as in the chat API; `thinking` decides `enable_thinking`."""
 
 
-class MessagesRequest(CountTokensRequest, KeptRequest):
+class MessagesRequest(CountTokensRequest, KeptRequest, ContinuedRequest):
     """Body of ``POST /v1/messages``."""
 
     max_tokens: PositiveCount

@@ -25,7 +25,7 @@ from stemma.server.schemas.bounds import (
     Tools,
     Ttl,
 )
-from stemma.server.schemas.shared import KeptRequest, SearchedRequest, StructuredOutputs
+from stemma.server.schemas.shared import ContinuedRequest, KeptRequest, SearchedRequest, StructuredOutputs
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # vLLM's, old names included
@@ -183,7 +183,7 @@ class Message(RequestModel):
     tool_calls: Tools | None = None
 
 
-class ChatRequest(OpenAIRequest):
+class ChatRequest(OpenAIRequest, ContinuedRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -16,7 +16,7 @@ from stemma.server.schemas.bounds import (
     TemplateKwargs,
     Tools,
 )
-from stemma.server.schemas.shared import KeptRequest, SampledRequest
+from stemma.server.schemas.shared import ContinuedRequest, KeptRequest, SampledRequest
 
 MAX_METADATA = 16
 """Entries of `metadata`, as OpenAI has it."""
@@ -68,7 +68,7 @@ class ConversationItems(RequestModel):
     items: Items
 
 
-class ResponsesRequest(SampledRequest, KeptRequest):
+class ResponsesRequest(SampledRequest, KeptRequest, ContinuedRequest):
     """Body of ``POST /v1/responses``."""
 
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {"text": TextOptions, "reasoning": ReasoningOptions}

@@ -42,6 +42,14 @@ class KeptRequest(RequestModel):
     """Retention hint: seconds of disuse after which those blocks go first."""
 
 
+class ContinuedRequest(RequestModel):
+    """How a conversation's earlier answers become tokens again."""
+
+    exact_history: bool | None = None
+    """Answers that the conversation brings back get the ids that were generated, where the server remembers
+    them. Default: yes, but not beside a `cache_salt`. Without effect if the server has it off."""
+
+
 class SampledRequest(RequestModel):
     """How tokens are drawn, and when an answer ends. Names as in vLLM."""
 

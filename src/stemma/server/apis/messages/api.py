@@ -12,6 +12,7 @@ from starlette.responses import Response
 from stemma.engine.api import CacheReport, GenerationRequest
 from stemma.errors import GenerationFailed, InvalidRequest
 from stemma.server.access import JSON_TYPE
+from stemma.server.answers.usage import history_detail
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
 from stemma.server.apis.context import ApiContext, context_of
 from stemma.server.apis.messages.blocks import chat_fields
@@ -64,10 +65,10 @@ async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a conversation becomes."""
     context = context_of(request)
     body = validate(CountTokensRequest, await read_object(request))
-    check_model(context.engine, body.model)
+    adapter = check_model(context.engine, body.model)
     marks_of(body)
-    tokens = await chat_prompt(context.intake, validate(ChatRequest, chat_fields(body)))
-    return json_response({"input_tokens": len(tokens)})
+    prompt = await chat_prompt(context.intake, validate(ChatRequest, chat_fields(body)), adapter)
+    return json_response({"input_tokens": len(prompt.token_ids)})
 
 
 async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, turn: ChatTurn) -> int:
@@ -83,10 +84,13 @@ async def _num_marked(context: ApiContext, body: MessagesRequest, mark: Mark, tu
         fields = chat_fields(CountTokensRequest(messages=head, system=body.system, tools=body.tools))
         fields |= {"add_generation_prompt": False, "continue_final_message": False}
         fields["chat_template_kwargs"] = turn.body.chat_template_kwargs
-        prefix = await chat_prompt(context.intake, validate(ChatRequest, fields), turn.body.cache_salt or "")
+        fields |= {"cache_salt": turn.body.cache_salt, "exact_history": turn.body.exact_history}
+        chat = validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+        adapter = turn.generation.adapter
+        prefix = await chat_prompt(context.intake, chat, adapter, turn.body.cache_salt or "")
     except InvalidRequest:  # a template may refuse a conversation that ends here
         return 0
-    return num_shared(tokens, prefix)
+    return num_shared(tokens, prefix.token_ids)
 
 
 def _kept(
@@ -192,7 +196,7 @@ class _Reply:
             },
             "output_tokens": num_generated,
             "service_tier": "standard",
-            **({"stemma": why} if (why := explanation_of(cache)) else {}),
+            **({"stemma": ours} if (ours := history_detail(cache) | explanation_of(cache)) else {}),
         }
 
 

@@ -74,12 +74,13 @@ async def count_input(request: Request) -> Response:
     """Count the tokens of the prompt that ``input`` becomes, after the conversation that it goes on from."""
     context = context_of(request)
     body = validate(InputTokensRequest, await read_object(request))
-    check_model(context.engine, body.model)
+    adapter = check_model(context.engine, body.model)
     past = _past(stores_of(request), owner_of(request), body)
     history = [*past.messages, *chat_messages(body.input)]
     chat = validate(ChatRequest, chat_fields(body, _with_instructions(body, history)))
-    tokens = await chat_prompt(context.intake, chat, salt=body.cache_salt or "")
-    return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+    prompt = await chat_prompt(context.intake, chat, adapter, body.cache_salt or "")
+    found = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+    return json_response(found)
 
 
 @router.get("/v1/responses/{response_id}/input_items", TENANT)

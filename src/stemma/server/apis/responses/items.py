@@ -141,6 +141,7 @@ _SAME_FIELDS = (
     "cache_salt",
     "priority",
     "cache_ttl_s",
+    "exact_history",
 )
 """Fields that chat has under the same name."""
 

@@ -1,0 +1,131 @@
+"""The answers' file: what a restart finds, and that no byte of it is believed."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.server.history.written import SCOPE, written
+
+from stemma.errors import StorageError
+from stemma.model.tokenizer import Tokenizer
+from stemma.server.history.answers import WrittenAnswers
+from stemma.server.history.log import HEADER, AnswerLog
+from stemma.supervision import LoggingSupervisor
+
+LIMIT = 40_000
+
+
+def opened(path: Path, tokenizer: Tokenizer, max_bytes: int = LIMIT) -> tuple[WrittenAnswers, AnswerLog]:
+    kept = WrittenAnswers(tokenizer, max_bytes)
+    return kept, AnswerLog(path, kept, max_bytes, tokenizer.vocab_size, LoggingSupervisor())
+
+
+def fill(path: Path, tokenizer: Tokenizer, number: int = 5) -> None:
+    kept, log = opened(path, tokenizer)
+    for one in range(number):
+        kept.keep(written(tokenizer, f"before {one}", f"answer {one}"))
+    log.close()
+
+
+def count(path: Path, tokenizer: Tokenizer) -> int:
+    kept, log = opened(path, tokenizer)
+    log.close()
+    assert log.num_read == len(kept)
+    return len(kept)
+
+
+def test_a_restart_finds_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    fill(path, tokenizer)
+    kept, log = opened(path, tokenizer)
+    log.close()
+    log.close()
+    for one in range(5):
+        [match] = kept.find(SCOPE, f"before {one}answer {one}")
+        assert match.is_whole
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert count(path, tokenizer) == 5
+
+
+def test_what_is_cut_short_is_cut_off(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    fill(path, tokenizer)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        found = count(path, tokenizer)
+        assert found <= 4 + (length == len(whole))
+        kept, log = opened(path, tokenizer)
+        kept.keep(written(tokenizer, "before it", "the next answer"))
+        log.close()
+        assert count(path, tokenizer) == found + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_flipped_byte_ends_the_reading(
+    tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "answers"
+    fill(path, tokenizer)
+    whole = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(whole)
+    assert count(path, tokenizer) < 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=120), max_size=4))
+def test_sound_records_of_anything(
+    tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory, bodies: list[bytes]
+) -> None:
+    """A checksum says that bytes are whole, not that they are true."""
+    path = tmp_path_factory.mktemp("log") / "answers"
+    frames = (struct.pack("<QI", xxhash.xxh3_64_intdigest(body), len(body)) + body for body in bodies)
+    path.write_bytes(HEADER + b"".join(frames))
+    count(path, tokenizer)
+
+
+@pytest.mark.parametrize("token_id", [-1, 1 << 30])
+def test_ids_out_of_the_vocabulary_are_no_answer(tokenizer: Tokenizer, tmp_path: Path, token_id: int) -> None:
+    path = tmp_path / "answers"
+    kept, log = opened(path, tokenizer)
+    answer = written(tokenizer, "before", "an answer")
+    answer.token_ids[3] = token_id
+    kept.keep(answer)
+    kept.keep(written(tokenizer, "before", "another"))
+    log.close()
+    assert count(path, tokenizer) == 1
+
+
+def test_the_file_is_bounded_and_keeps_the_newest(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    kept, log = opened(path, tokenizer)
+    for one in range(400):
+        kept.keep(written(tokenizer, f"before {one}", f"answer {one} " * 9))
+    log.close()
+    assert log.failure is None
+    assert path.stat().st_size <= LIMIT
+    kept, log = opened(path, tokenizer)
+    log.close()
+    assert kept.find(SCOPE, "before 399" + "answer 399 " * 9)
+    assert [one.name for one in tmp_path.iterdir()] == ["answers"]
+
+
+def test_only_a_plain_file_is_used(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / "link").symlink_to(target)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("link", "pipe", "folder"):
+        with pytest.raises(StorageError, match=name):
+            opened(tmp_path / name, tokenizer)
+    assert target.read_text() == "mine"
