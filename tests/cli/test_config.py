@@ -121,9 +121,20 @@ def test_check_refuses_a_port_that_is_taken(write: Write) -> None:
         ),
         ({"plugin_params": '{"plugin_type":"mtp,prefix_cache"}'}, {}, {}, "speculation is mtp, but "),
         ({}, {"maxSeqLen": 1_000_000}, {}, "max_model_len is 1000000, but the model ends at"),
+        ({"tp": 7, "worldSize": 7}, {}, {}, "tensor_parallel_size 7 doesn't divide"),
+        ({"tp": 2, "worldSize": 8}, {}, {}, "worldSize is 8, but dp 1 x cp 1 x tp 2 is 2"),
         ({"cpuMemSize": 1 << 20}, {}, {}, "make them smaller"),
     ],
-    ids=["no checkpoint", "no pool file", "no pool server", "mtp on a Llama", "too long", "too much memory"],
+    ids=[
+        "no checkpoint",
+        "no pool file",
+        "no pool server",
+        "mtp on a Llama",
+        "too long",
+        "ranks of no size",
+        "wrong product",
+        "too much memory",
+    ],
 )
 def test_check_and_serve_refuse_the_same_with_the_same_words(
     write: Write,
