@@ -75,7 +75,11 @@ def check(file: Path) -> Result:
 
 def serve(file: Path) -> subprocess.CompletedProcess[str]:
     """Run `stemma serve` on a file that it refuses."""
-    command = [sys.executable, "-m", "stemma", "serve", "--config", str(file)]
+    return stemma("serve", "--config", str(file))
+
+
+def stemma(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stemma", *arguments]
     environ = {**os.environ, "PYTHONPATH": str(SOURCE), "STEMMA_NUM_THREADS": "1"}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
@@ -101,6 +105,14 @@ def test_check_refuses_a_port_that_is_taken(write: Write) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = str(check(write(port=taken.getsockname()[1])).exception)
     assert "can't listen on 127.0.0.1 port" in found
+
+
+def test_the_exit_status_of_check_is_that_of_serve(write: Write) -> None:
+    file = write({"modelWeightPath": "/nowhere"})
+    checked, served = stemma("config", "check", str(file)), serve(file)
+
+    assert checked.returncode == served.returncode == 2
+    assert checked.stderr == served.stderr
 
 
 @pytest.mark.parametrize(
