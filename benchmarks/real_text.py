@@ -35,7 +35,7 @@ from rich.table import Table
 
 from stemma.config.settings import EngineSettings, SpeculationSettings
 from stemma.engine.api import DraftCount, GenerationRequest
-from stemma.engine.build import make_index, with_checkpoint
+from stemma.engine.build import make_index
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
 from stemma.engine.core.request import Limits
@@ -43,6 +43,7 @@ from stemma.engine.core.runner import Runner
 from stemma.engine.core.step_rows import StepRows
 from stemma.engine.drafts.drafter import make_drafter
 from stemma.engine.llm import engine_settings
+from stemma.engine.preflight import with_checkpoint
 from stemma.engine.sampling.params import SamplingParams
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.kv import DeviceKV

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stemma.config.cluster import read_cluster_file
 from stemma.config.loading import load_settings, setting_fields
 from stemma.config.mindie.document import read_mindie_config
 from stemma.config.mindie.explain import NO_EFFECT, WORKS, key_rows
@@ -72,13 +73,19 @@ def test_the_prefix_cache_manuals_example(load: Load, notes: list[str], tmp_path
     assert settings.tls.ca == (tmp_path / "security/ca/ca.pem",)
     assert settings.tls.crl is None, "the default file isn't there"
     [line] = notes
-    assert line == "config.json: accepted without effect: worldSize, backendType"
+    assert line == "config.json: accepted without effect: backendType"
     assert settings.engine.cache.kv_layout == "nz"
 
 
 def test_the_pool_manuals_example_with_its_faults_corrected(load: Load, notes: list[str]) -> None:
     printed = (PRINTED / "pool_as_printed.txt").read_text(encoding="utf-8").rstrip().rstrip(",")
-    settings = load("{" + printed.replace('"backend""', '"backend":"') + "}}")
+    corrected = "{" + printed.replace('"backend""', '"backend":"') + "}}"
+    with pytest.raises(ConfigError, match=r"line \d+, column \d+: multiNodesInferEnabled: .*stemma route"):
+        load(corrected)
+    one_machine = corrected.replace('"multiNodesInferEnabled" : true', '"multiNodesInferEnabled" : false')
+    settings = load(one_machine.replace('"dp": 2', '"dp": 1').replace('"moe_ep": 4', '"moe_ep": 2'))
+    parallel = settings.engine.parallel
+    assert (parallel.tensor_parallel_size, parallel.expert_parallel_size) == (8, 2)
 
     pool = settings.engine.cache.pool
     assert pool is not None
@@ -87,7 +94,7 @@ def test_the_pool_manuals_example_with_its_faults_corrected(load: Load, notes: l
     assert settings.engine.tiers.host_cache is None, "cpuMemSize 0"
     assert settings.engine.model.max_model_len == 20000
     [line] = notes
-    for key in ("npuDeviceIds", "interNodeTLSEnabled", "dp", "sp", "tp", "moe_ep", "enable_mlapo_prefetch"):
+    for key in ("npuDeviceIds", "interNodeTLSEnabled", "enable_mlapo_prefetch"):
         assert f" {key}" in line
 
 
@@ -210,6 +217,19 @@ def test_notes(load: Load, notes: list[str]) -> None:
     assert "prefillPolicyType" in text
 
 
+def test_sizes_of_memory_that_do_nothing_are_noted(load: Load, notes: list[str]) -> None:
+    load(config({"plugin_params": "", "cpuMemSize": 5, "npuMemSize": 0}))
+    assert [line.partition(": ")[2].partition(" ")[0] for line in notes] == ["cpuMemSize", "npuMemSize"]
+
+
+@pytest.mark.parametrize("path", ["demo", "/weights/model.gguf"])
+def test_enable_nz_does_nothing_to_what_is_no_deepseek_by_its_name(load: Load, path: str) -> None:
+    model = {"modelWeightPath": path, "models": {"deepseekv2": {"kv_cache_options": {"enable_nz": True}}}}
+    settings = load(config(model))
+    assert settings.engine.cache.kv_layout == "rows"
+    assert settings.engine.scheduler.log_hits, "MindIE's lines of the prefix cache"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -219,7 +239,7 @@ def test_notes(load: Load, notes: list[str]) -> None:
         ),
         (config(server={"port": "1025"}), "ServerConfig.port = '1025': .*valid integer"),
         (config(server={"ipAddress": "0.0.0.0"}), "needs allowAllZeroIpListening"),
-        (config(server={"inferMode": "dmi"}), "--role prefill"),
+        (config(server={"inferMode": "dmi"}), "stemma cluster up cluster.yaml"),
         (config({"modelInstanceType": "StandardMock"}), "without a model, is not supported"),
         (config({"modelWeightPaht": "x"}), r"unknown key .*modelWeightPaht \(line .*'modelWeightPath'"),
         (
@@ -239,14 +259,66 @@ def test_notes(load: Load, notes: list[str]) -> None:
         ({"ServerConfig": {}}, "no ModelDeployConfig"),
         (
             {**config(), "ModelDeployConfig": {"ModelConfig": [{"modelWeightPath": "x"}]}},
-            "both in BackendConfig",
+            "ModelDeployConfig is given both in BackendConfig",
         ),
+        (config({"tp": 2, "worldSize": 4}), "line .*worldSize is 4, but dp 1 x cp 1 x tp 2 is 2"),
+        (config({"cp": 3, "worldSize": 4}), "worldSize 4 isn't a multiple of dp 1 x cp 3"),
+        (config({"tp": 4, "moe_tp": 4, "moe_ep": 2}), "moe_tp 4 x moe_ep 2 must be dp x cp x tp, which is 4"),
+        (config({"tp": 4, "moe_ep": 3}), "must be dp x cp x tp, which is 4"),
+        (config({"tp": 4, "sp": 2}), "sp is 2, but must be 1 or tp, which is 4"),
+        (config({"pp": 2}), "layers aren't spread over ranks"),
+        (config({"tp": 0}), "tp is 0; give 1 or more"),
+        (config({"dp": 2, "tp": 2}), "dp 2 of several ranks each: .*stemma route"),
+        (config(backend={"multiNodesInferEnabled": True}), "one model isn't spread over machines"),
+        (config({"plugin_params": {"plugin_type": "prefix_cache"}}), "must be JSON in a string: "),
         ('{"BackendConfig": }', "line 1, column 19: expected a value"),
     ],
 )
 def test_faults_are_named_with_their_place(load: Load, content: dict[str, Any] | str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         load(content)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"worldSize": 8}, (1, 1, 1)),
+        ({"tp": 4, "worldSize": 4, "sp": 4}, (4, 1, 1)),
+        ({"cp": 2, "worldSize": 4}, (2, 2, 1)),
+        ({"tp": 4, "moe_tp": 2, "moe_ep": 2}, (4, 1, 2)),
+        ({"tp": 4, "moe_tp": 2}, (4, 1, 2)),
+        ({"dp": -1, "tp": -1, "moe_ep": -1}, (1, 1, 1)),
+    ],
+)
+def test_sizes_become_ranks(load: Load, sizes: dict[str, int], expected: tuple[int, int, int]) -> None:
+    parallel = load(config(sizes)).engine.parallel
+    found = parallel.tensor_parallel_size, parallel.context_parallel_size, parallel.expert_parallel_size
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (config(backend={"modelInstanceNumber": 3}), "replicas"),
+        (config({"dp": 3}), "replicas"),
+        (config(server={"inferMode": "dmi"}), "prefill_decode"),
+    ],
+)
+def test_a_cluster_is_refused_with_a_file_that_can_be_read(
+    load: Load, tmp_path: Path, content: dict[str, Any], kind: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(content)
+    written = tmp_path / "cluster.yaml"
+    written.write_text(str(refused.value).partition("cluster.yaml`:\n")[2])
+    cluster = read_cluster_file(written)
+
+    assert cluster.settings.engine.model.path == Path("/weights")
+    if kind == "replicas":
+        assert cluster.replicas is not None
+        assert cluster.replicas.count == 3
+    else:
+        assert cluster.prefill_decode is not None
 
 
 def test_certificates_start_at_the_installation_above_conf(tmp_path: Path) -> None:

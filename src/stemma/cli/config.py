@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +27,7 @@ app = typer.Typer(no_args_is_help=True, help="Check a configuration file, explai
 def check(
     file: Annotated[Path, typer.Argument(help="TOML, or MindIE's config.json.")],
 ) -> None:
-    """Read FILE as `stemma serve --config` would and print what it sets; exit status 2 if it is wrong."""
+    """Do what `stemma serve --config FILE` does before it reads weights; exit status 2 where it would end."""
     console = Console(soft_wrap=True, highlight=False)
     notes: list[str] = []
     settings = load_settings(file=file, environ=os.environ, note=notes.append)
@@ -38,25 +38,30 @@ def check(
             value = None if value is None else getattr(value, part)
         if value is not None and value != defaults[name]:
             console.print(f"  {name} = {escape(_shown(value))}")
-    for line in [*notes, *_missing(settings)]:
+    notes += _rehearse(settings)
+    for line in notes:
         console.print(f"[yellow]{escape(line)}[/]")
     console.print(f"[green]{escape(str(file))} is right[/]")
 
 
-def _missing(settings: Settings) -> Iterator[str]:
-    """Yield the errors that would stop `stemma serve` on this machine although the file is correct."""
-    path = settings.engine.model.path
-    if not is_here(settings.engine.model):
-        would = "" if present_path(settings.engine.model) else "; the server would look for it on the hub"
-        yield f"not on this machine: the checkpoint {path}{would}"
-    from stemma.server.transport.tls import load_context
+def _rehearse(settings: Settings) -> list[str]:
+    """Go `stemma serve`'s way up to the weights; return what couldn't be checked. Raises what it raises."""
+    from stemma.cli.serve import open_front, with_model
+    from stemma.engine.preflight import check_engine, check_surroundings
+    from stemma.native.library import prepare_kernels
 
-    for tls in (settings.tls, settings.management_tls, settings.metrics_tls):
-        if tls.cert is not None:
-            try:
-                load_context(tls)
-            except ConfigError as error:
-                yield f"not on this machine: {error}"
+    model = settings.engine.model
+    is_fetched = not is_here(model) and present_path(model) is None
+    if not is_fetched:
+        settings = with_model(settings)
+    prepare_kernels(model.isa)
+    with ExitStack() as stack:
+        open_front(settings, stack)
+        if not is_fetched:
+            check_engine(settings.engine)
+            return []
+        check_surroundings(settings.engine)
+    return [f"the checkpoint {model.path} isn't on this machine: the server would fetch it, unchecked here"]
 
 
 @app.command()

@@ -32,6 +32,8 @@ from stemma.supervision import LoggingSupervisor
 if TYPE_CHECKING:
     from stemma.engine.async_engine import AsyncEngine
     from stemma.engine.build import EngineParts
+    from stemma.server.access import Access
+    from stemma.server.transport.planes import Listeners
 
 Report: TypeAlias = Callable[[str, float], None]
 """Takes the stage of loading and the share of it that is done."""
@@ -69,7 +71,9 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         flags=flags,
         note=lambda line: console.print(f"[yellow]{escape(line)}[/]"),
     )
-    settings = _with_model(console, settings)
+    if present_path(settings.engine.model) is None and not is_demo(settings.engine.model.path):
+        console.print(f"{escape(str(settings.engine.model.path))} isn't on this machine; downloading it")
+    settings = with_model(settings)
     with ExitStack() as stack:
         prepare_kernels(settings.engine.model.isa)
         with _uncollected(), ThreadPoolExecutor(1, "stemma-imports") as beside:
@@ -79,15 +83,9 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
 
             import_models()
             from stemma.engine.async_engine import AsyncEngine
-            from stemma.server.access import Access, is_loopback
-            from stemma.server.transport.planes import listen, listen_planes
+            from stemma.server.access import is_loopback
 
-            access = Access(settings.server)
-            if settings.server.ledger is not None:
-                from stemma.insight.ledger import check_ledger
-
-                check_ledger(settings.server.ledger)
-            listeners = stack.enter_context(listen_planes(settings, listen))
+            access, listeners = open_front(settings, stack)
             importing = beside.submit(import_module, "stemma.server.runtime")
             # What was imported stays: the look at the end is at the rest.
             gc.freeze()
@@ -106,16 +104,33 @@ def serve_from(config: Path | None, flags: Mapping[str, Any]) -> NoReturn:
         raise typer.Exit(serve(engine, settings, listeners, on_ready))
 
 
-def _with_model(console: Console, settings: Settings) -> Settings:
-    """Return the settings with a checked path of this machine in place of a name; `demo` stays."""
+def with_model(settings: Settings) -> Settings:
+    """Return the settings with a checked path of this machine in place of a name; `demo` stays.
+
+    Raises ModelError.
+    """
     model = settings.engine.model
     if is_demo(model.path):
         return settings
-    if present_path(model) is None:
-        console.print(f"{escape(str(model.path))} isn't on this machine; downloading it")
     model = located_model(model)
     check_directory(model.path)
     return settings.model_copy(update={"engine": settings.engine.model_copy(update={"model": model})})
+
+
+def open_front(settings: Settings, stack: ExitStack) -> tuple[Access, Listeners]:
+    """Return who may ask, and the open ports, which `stack` closes.
+
+    Raises ConfigError for keys, certificates, a ledger or addresses that a server can't have.
+    """
+    from stemma.server.access import Access
+    from stemma.server.transport.planes import listen, listen_planes
+
+    access = Access(settings.server)
+    if settings.server.ledger is not None:
+        from stemma.insight.ledger import check_ledger
+
+        check_ledger(settings.server.ledger)
+    return access, stack.enter_context(listen_planes(settings, listen))
 
 
 @contextmanager

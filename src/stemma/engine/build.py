@@ -17,7 +17,6 @@ import torch
 from stemma.config.settings import CacheSettings, EngineSettings, LoraSettings, Role
 from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
-from stemma.engine.combinations import check_combinations
 from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
@@ -27,11 +26,12 @@ from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter as SchedulerDrafter
 from stemma.engine.drafts.drafter import Drafter, make_drafter
 from stemma.engine.operator.pool_attachment import PoolAttachment
+from stemma.engine.preflight import check_engine
 from stemma.engine.ranks.execution import LeadingDecoder, LeadingKV
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
 from stemma.engine.ranks.pool import OtherPools
-from stemma.engine.ranks.settings import pool_part, rank_key_space, shares_of
+from stemma.engine.ranks.settings import pool_part, rank_key_space
 from stemma.engine.ranks.tiers import RankedTiers
 from stemma.engine.sampling.grammar import GrammarCompiler
 from stemma.engine.trace_log import TraceLog
@@ -49,12 +49,10 @@ from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
 from stemma.model.causal_lm import CausalLM
-from stemma.model.checkpoint_config import load_config
-from stemma.model.directory import check_directory, is_gguf
+from stemma.model.directory import is_gguf
 from stemma.model.gguf_parts import whole_stem
-from stemma.model.loading import load_model, resolve_device
-from stemma.model.located import located_model, other_names, present_path
-from stemma.model.parallel.cutting import check_cut
+from stemma.model.loading import load_model
+from stemma.model.located import other_names
 from stemma.model.plan import LoadPlan
 from stemma.model.progress import Progress
 from stemma.model.tokenizer import Tokenizer
@@ -117,17 +115,14 @@ def build_engine(
     The name ``demo`` stands for the model of `model/demo.py`. `supervisor` learns of errors in the threads
     started here; None: they are logged. `plan`: what was begun of the load before.
 
-    Raises ModelError, UnsupportedModel or ConfigError.
+    Raises ModelError, UnsupportedModel, ConfigError or StorageError; most of them before any weight is read
+    (`preflight.py`).
     """
     supervisor = supervisor or LoggingSupervisor()
-    check_combinations(settings, resolve_device(settings.model.device).type)
     also_named = other_names(settings.model)
-    settings = with_checkpoint(settings, progress)
+    settings = check_engine(settings, progress)
     if settings.parallel.num_ranks == 1:
         return _build(settings, progress, supervisor, None, also_named, plan)
-    check_directory(settings.model.path)
-    # Before processes are started for nothing.
-    check_cut(settings.model, load_config(settings.model), shares_of(settings)[0])
     ranks = Ranks(settings, supervisor)
     with ranks.closing_on_error():
         return _build(ranks.settings, progress, supervisor, ranks, also_named, plan)
@@ -365,13 +360,6 @@ def load_adapters(settings: LoraSettings, model: CausalLM, model_names: Sequence
     for name, path in settings.adapters.items():
         registry.load(name, path)
     return registry
-
-
-def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) -> EngineSettings:
-    """Return the settings with a path of this machine in place of a model's name. Raises ModelError."""
-    if progress is not None and present_path(settings.model) is None:
-        progress("preparing the model", 0.0)
-    return settings.model_copy(update={"model": located_model(settings.model)})
 
 
 def served_name(path: Path) -> str:

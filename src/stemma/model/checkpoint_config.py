@@ -6,6 +6,7 @@ Foreign code reads the config, maybe the checkpoint's own: any exception of it b
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import SUPPORTED
-from stemma.model.directory import CONFIG, StoredTensor, has_file, is_gguf, read_json
+from stemma.model.directory import CONFIG, StoredTensor, check_directory, has_file, is_gguf, read_json
 from stemma.model.extent import check_counts
 from stemma.model.foreign_code import foreign_code
 from stemma.model.llama_config import read_llama_config
@@ -32,6 +33,29 @@ SCORE_WEIGHT = "score.weight"
 """Of a sequence classifier's head, in all families of transformers."""
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Of plain weights in safetensors, and what holds them in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint says of itself, found fit to be served as the settings ask."""
+
+    config: Any
+    """That of transformers."""
+    generation: dict[str, Any]
+    """Its defaults of generation."""
+    max_model_len: int
+    """Tokens of prompt plus output."""
+
+
+def describe_checkpoint(settings: ModelSettings) -> Description:
+    """Return what a checkpoint of this machine says of itself, without its weights.
+
+    Raises ModelError if it is missing, broken or no causal LM, UnsupportedModel if its architecture can't be
+    served, ConfigError if a setting contradicts it.
+    """
+    check_directory(settings.path)
+    config = load_config(settings)
+    return Description(config, load_generation(settings.path), max_model_len(settings, config))
 
 
 def runs_remote_code(settings: ModelSettings) -> bool:

@@ -19,9 +19,8 @@ from stemma.errors import ConfigError
 from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.checkpoint import Checkpoint, open_checkpoint
 from stemma.model.checkpoint_abilities import read_abilities
-from stemma.model.checkpoint_config import load_config, load_generation, max_model_len, runs_remote_code
+from stemma.model.checkpoint_config import describe_checkpoint, runs_remote_code
 from stemma.model.cpu.packing import Packing
-from stemma.model.directory import check_directory
 from stemma.model.fingerprint import model_fingerprint
 from stemma.model.fused_loading import fitting_layout, load_fused
 from stemma.model.generation import default_sampling, eos_token_ids
@@ -59,10 +58,8 @@ def load_model(
     served, ConfigError if a setting contradicts it.
     """
     report = progress or (lambda _stage, _share: None)
-    check_directory(settings.path)
-    config = load_config(settings)
-    generation = load_generation(settings.path)
-    longest = max_model_len(settings, config)
+    described = describe_checkpoint(settings)
+    config, longest = described.config, described.max_model_len
     device = resolve_device(settings.device)
     if predicts and device.type != "cpu":
         raise ConfigError("speculation is mtp, which runs on CPU only; take another speculation, e.g. auto")
@@ -90,8 +87,8 @@ def load_model(
         architecture=loaded.architecture,
         vocab_size=vocab_size,
         max_model_len=longest,
-        eos_token_ids=eos_token_ids(generation, config, vocab_size),
-        default_sampling=default_sampling(generation),
+        eos_token_ids=eos_token_ids(described.generation, config, vocab_size),
+        default_sampling=default_sampling(described.generation),
         fingerprint=fingerprint if how is None else how.fingerprint(fingerprint),
         weight_bytes=loaded.num_bytes - (0 if packing is None else packing.saved_bytes),
         formats=_formats(checkpoint, loaded, packing),

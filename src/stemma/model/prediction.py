@@ -17,7 +17,7 @@ layer, whose modules run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,13 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import Decoder
 from stemma.model.checkpoint import Checkpoint
-from stemma.model.checkpoint_config import quantization_of
+from stemma.model.checkpoint_config import quantization_of, runs_remote_code
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.families.registry import PREDICTING
 from stemma.model.foreign.attention import STEP_KEYWORD, use_paged_attention
@@ -217,16 +218,11 @@ def read_prediction_layer(
     there is no layer that we run, ModelError if its weights don't fit.
     """
     path, config, dtype = checkpoint.path, checkpoint.config, checkpoint.dtype
-    _check_servable(path, config, model_class)
-    number = int(config.num_hidden_layers)
-    prefix = f"model.layers.{number}."
+    is_known = model_class.__module__.startswith("transformers.models.")
+    _check_servable(path, config, model_class.__name__ if is_known else str(model_class))
+    prefix = _prefix(config)
     weights = _read(path, prefix, config, dtype)
-    missing = [name for name in (*_OWN, "shared_head.norm.weight") if name not in weights]
-    if missing:
-        raise ConfigError(
-            f"speculation is mtp, but {path} has no layer for it: {prefix}{missing[0]} is "
-            "missing. Take another speculation, e.g. auto, or the checkpoint as it was published"
-        )
+    _check_present(path, config, {prefix + name for name in weights})
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     for name, main in ((_EMBEDDING, "model.embed_tokens.weight"), (_HEAD, head)):
         own = weights.pop(name, None)
@@ -238,15 +234,28 @@ def read_prediction_layer(
     if own_weights["eh_proj.weight"].shape != (config.hidden_size, 2 * config.hidden_size):
         raise ModelError(f"{path}: {prefix}eh_proj.weight has another shape than config.json says")
     model = _build(checkpoint, model_class, prefix, weights)
-    return PredictionLayer(model, own_weights, number).eval().requires_grad_(False)
+    return PredictionLayer(model, own_weights, int(config.num_hidden_layers)).eval().requires_grad_(False)
 
 
-def _check_servable(path: Path, config: Any, model_class: Any) -> None:
-    name = model_class.__name__
-    if name not in PREDICTING or not model_class.__module__.startswith("transformers.models."):
+def check_prediction(settings: ModelSettings, config: Any, names: Collection[str]) -> None:
+    """Raise ConfigError unless a checkpoint seems to hold a layer for multi-token prediction that we run.
+
+    `names` are those of its stored tensors, of which a quantized weight may have several: then only the load
+    can tell whether the layer is whole. `config` is that of transformers.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type))
+    _check_servable(settings.path, config, "code of its own" if runs_remote_code(settings) else named)
+    if find_format(settings.path, quantization_of(config)) is None:
+        _check_present(settings.path, config, names)
+
+
+def _check_servable(path: Path, config: Any, architecture: str) -> None:
+    if architecture not in PREDICTING:
         raise ConfigError(
-            f"speculation is mtp, but {path} holds {name}; Stemma runs the layer for multi-token prediction "
-            "of DeepSeek-V3, R1 and V3.1. Take another speculation, e.g. auto"
+            f"speculation is mtp, but {path} holds {architecture}; Stemma runs the layer for multi-token "
+            "prediction of DeepSeek-V3, R1 and V3.1. Take another speculation, e.g. auto"
         )
     if (count := int(getattr(config, "num_nextn_predict_layers", None) or 0)) != 1:
         raise ConfigError(
@@ -260,6 +269,21 @@ def _check_servable(path: Path, config: Any, model_class: Any) -> None:
             f"speculation is mtp, but Stemma doesn't read the MTP layer of {path}, whose weights are in the "
             f"format {format_name or quantization.get('quant_method')}"
         )
+
+
+def _check_present(path: Path, config: Any, names: Collection[str]) -> None:
+    """Raise ConfigError unless `names` hold the tensors that the layer has beside its decoder layer."""
+    prefix = _prefix(config)
+    missing = [name for name in (*_OWN, "shared_head.norm.weight") if prefix + name not in names]
+    if missing:
+        raise ConfigError(
+            f"speculation is mtp, but {path} has no layer for it: {prefix}{missing[0]} is "
+            "missing. Take another speculation, e.g. auto, or the checkpoint as it was published"
+        )
+
+
+def _prefix(config: Any) -> str:
+    return f"model.layers.{int(config.num_hidden_layers)}."
 
 
 def _read(path: Path, prefix: str, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from stemma.config.mindie.base import (
-    NO_CONTEXT_RANKS,
     NO_LINK,
     NO_NPU,
-    NO_RANKS,
+    OWN_SCHEDULER,
     MindIESection,
     joint_key,
     key,
@@ -99,29 +98,46 @@ class ModelConfig(MindIESection):
     model_name: str = key("llama_65b", "served_name", min_length=1, max_length=256)
     model_weight_path: str = key(..., "model", means=Path, min_length=1)
     """Directory of the checkpoint; a relative one starts where the server starts."""
-    world_size: int = no_effect(4, NO_RANKS, ge=1)
+    world_size: int = joint_key(4, "a check at the start", ge=1)
+    """Must be `dp` x `cp` x `tp`. Alone it counts Ascend devices and starts no process."""
     cpu_mem_size: int = joint_key(5, "host_cache", ge=0)
     """GB (2^30 bytes) of DRAM for blocks that left the device; 0: none. Needs `prefix_cache`."""
     npu_mem_size: int = key(-1, "kv_cache_memory", means=_gib, ge=-1)
     """GB (2^30 bytes) for KV on the device; -1: a share of what is free."""
     backend_type: Literal["atb", "ms", "torch"] = no_effect("atb", NO_NPU)
     trust_remote_code: bool = key(False, "trust_remote_code")
-    async_scheduler_wait_time: int = no_effect(120, NO_RANKS, alias="async_scheduler_wait_time", ge=1)
+    async_scheduler_wait_time: int = no_effect(120, OWN_SCHEDULER, alias="async_scheduler_wait_time", ge=1)
     kv_trans_timeout: int = no_effect(10, NO_LINK, alias="kv_trans_timeout", ge=1)
     kv_link_timeout: int = no_effect(1080, NO_LINK, alias="kv_link_timeout", ge=1)
     plugin_params: str = joint_key(
-        "", "enable_prefix_cache, speculation, ...", alias="plugin_params", max_length=MAX_PLUGIN_PARAMS
+        "",
+        "enable_prefix_cache, log_hits, speculation, ...",
+        alias="plugin_params",
+        max_length=MAX_PLUGIN_PARAMS,
     )
     """JSON in a string: `plugin_type` is a list, by commas, of `prefix_cache`, `la`, `memory_decoding`,
     `mtp`, `splitfuse`; absent: no plugin. `mtp` needs a checkpoint with that layer."""
     models: dict[str, ModelOptions] = Field(default_factory=dict, alias="models")
-    dp: int = no_effect(1, NO_RANKS, alias="dp", ge=-1)
-    sp: int = no_effect(1, NO_CONTEXT_RANKS, alias="sp", ge=-1)
-    cp: int = no_effect(1, NO_CONTEXT_RANKS, alias="cp", ge=-1)
-    tp: int = no_effect(-1, NO_RANKS, alias="tp", ge=-1)
-    pp: int = no_effect(-1, NO_RANKS, alias="pp", ge=-1)
-    moe_tp: int = no_effect(-1, NO_RANKS, alias="moe_tp", ge=-1)
-    moe_ep: int = no_effect(-1, NO_RANKS, alias="moe_ep", ge=-1)
+    dp: int = joint_key(1, "a check at the start", alias="dp", ge=-1)
+    """More than 1 is refused with the cluster file to write: groups are replicas, or servers of ranks."""
+    sp: int = joint_key(1, "a check at the start", alias="sp", ge=-1)
+    """1 or `tp`; ranks of `tp` hold their heads' KV either way."""
+    cp: int = joint_key(1, "context_parallel_size", alias="cp", ge=-1)
+    tp: int = joint_key(-1, "tensor_parallel_size", alias="tp", ge=-1)
+    """-1: what `worldSize` leaves where `cp` or `dp` is more than 1, else 1."""
+    pp: int = joint_key(-1, "a check at the start", alias="pp", ge=-1)
+    """More than 1 is refused."""
+    moe_tp: int = joint_key(-1, "expert_parallel_size", alias="moe_tp", ge=-1)
+    """With `moe_ep`, its product is that of `dp`, `cp` and `tp`."""
+    moe_ep: int = joint_key(-1, "expert_parallel_size", alias="moe_ep", ge=-1)
+    """Must divide `tp`."""
+
+    @field_validator("plugin_params", mode="before")
+    @classmethod
+    def _quoted(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            raise ValueError(f"must be JSON in a string: {json.dumps(json.dumps(given))[:MAX_PLUGIN_PARAMS]}")
+        return given
 
     @field_validator("model_instance_type")
     @classmethod
@@ -171,10 +187,12 @@ class BackendConfig(MindIESection):
     section: ClassVar[str] = "BackendConfig"
 
     backend_name: str = no_effect("mindieservice_llm_engine", "there is one engine")
-    model_instance_number: int = no_effect(1, NO_RANKS, ge=1, le=10)
+    model_instance_number: int = joint_key(1, "a check at the start", ge=1, le=10)
+    """More than 1 is refused with the cluster file to write."""
     npu_device_ids: list[list[Annotated[int, Field(ge=0)]]] = no_effect([[0, 1, 2, 3]], NO_NPU)
     tokenizer_process_number: int = no_effect(8, "tokenizers run in threads", ge=1, le=32)
-    multi_nodes_infer_enabled: bool = no_effect(False, NO_LINK)
+    multi_nodes_infer_enabled: bool = joint_key(False, "a check at the start")
+    """True is refused: a server runs on each machine, and `stemma route` before them."""
     multi_nodes_infer_port: int = no_effect(1120, NO_LINK, ge=1024, le=65535)
     inter_node_tls_enabled: bool = no_effect(True, NO_LINK, alias="interNodeTLSEnabled")
     inter_node_tls_ca_path: str = no_effect("security/grpc/ca/", NO_LINK)

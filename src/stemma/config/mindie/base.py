@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-NO_RANKS = "ranks are asked for with `--tensor-parallel-size`"
-NO_CONTEXT_RANKS = "asked for with `--context-parallel-size`"
 NO_LINK = "no link between machines of one model"
 NO_NPU = "of an Ascend device"
 OWN_SCHEDULER = "the scheduler decides by itself"

@@ -67,6 +67,11 @@ class MindIEFile:
         folder = self.path.absolute().parent
         return folder.parent if folder.name == "conf" else folder
 
+    def model_path(self, key: str) -> tuple[str | int, ...]:
+        """Return where a key of the one ModelConfig stands."""
+        top: tuple[str, ...] = () if self.config.model_deploy_config is not None else ("BackendConfig",)
+        return (*top, "ModelDeployConfig", "ModelConfig", 0, key)
+
     def says(self, dotted: str) -> str:
         """Return the place of a key for messages: ``config.json: ServerConfig.port``."""
         return f"{self.path.name}: {dotted}"
@@ -80,7 +85,7 @@ def read_mindie_config(path: Path) -> MindIEFile:
     except ValidationError as error:
         raise ConfigError(f"{path}:\n  " + "\n  ".join(_explain(error, document))) from error
     both = [
-        name
+        MindIEConfig.model_fields[name].alias
         for name in ("model_deploy_config", "schedule_config")
         if getattr(config, name) is not None and getattr(config.backend, name) is not None
     ]

@@ -88,7 +88,7 @@ class ServerConfig(MindIESection):
     metrics_tls_crl_files: _CRLFiles = joint_key(["server_crl.pem"], "metrics_tls_crl")
 
     infer_mode: Literal["standard", "dmi"] = joint_key("standard", "a check at the start")
-    """`dmi` (prefill and decode apart) is refused: `stemma serve --role prefill` and `decode` do it."""
+    """`dmi` (prefill and decode apart) is refused with the file to write: `stemma cluster up` does it."""
     inter_comm_tls_enabled: bool = no_effect(True, NO_LINK, alias="interCommTLSEnabled")
     inter_comm_port: _Port = no_effect(1121, NO_LINK)
     inter_comm_tls_ca_path: _Path = no_effect("security/grpc/ca/", NO_LINK)
@@ -109,9 +109,4 @@ class ServerConfig(MindIESection):
         ):
             if address in _ANY_ADDRESS and not self.allow_all_zero_ip_listening:
                 raise ValueError(f"{name} {address} needs allowAllZeroIpListening to be true")
-        if self.infer_mode == "dmi":
-            raise ValueError(
-                "inferMode dmi (prefill and decode apart) is not configured here; "
-                "start one server with --role prefill and one with --role decode over one pool"
-            )
         return self

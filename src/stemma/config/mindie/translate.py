@@ -10,6 +10,7 @@ from typing import Any
 
 from stemma.config.mindie.backend import ModelConfig
 from stemma.config.mindie.base import MindIESection, settings_in
+from stemma.config.mindie.deployment import parallel_sizes
 from stemma.config.mindie.document import MindIEFile, read_mindie_config
 from stemma.config.mindie.server import ServerConfig
 from stemma.config.plugin_params import Plugins, read_plugin_params
@@ -52,6 +53,8 @@ def translate_mindie(path: Path, environ: Mapping[str, str]) -> Translation:
     for section in (file.config.server, deploy, *deploy.model_config_list, file.config.schedule):
         result.put_keys_of(section)
     _server(file, environ, result)
+    for name, (size, key) in parallel_sizes(file).items():
+        result.put(name, size, key)
     _model(file, result)
     _notes(file, result)
     return result
@@ -96,6 +99,7 @@ def _model(file: MindIEFile, result: Translation) -> None:
     [model] = file.config.deploy.model_config_list
     plugins = _plugins(file, model)
     result.put("enable_prefix_cache", plugins.prefix_cache, "ModelConfig.plugin_params")
+    result.put("log_hits", plugins.prefix_cache, "ModelConfig.plugin_params")
     for name, value in plugins.speculation.model_dump().items():
         flat = "speculation" if name == "mode" else f"speculation_{name}"
         result.put(flat, value, "ModelConfig.plugin_params")
@@ -112,13 +116,8 @@ def _plugins(file: MindIEFile, model: ModelConfig) -> Plugins:
     try:
         return read_plugin_params(model.plugin_params, speculation_gamma=file.config.deploy.speculation_gamma)
     except ConfigError as error:
-        where = file.document.where(_model_path(file, "plugin_params"))
+        where = file.document.where(file.model_path("plugin_params"))
         raise ConfigError(f"{file.path}: {where}: {error}") from error
-
-
-def _model_path(file: MindIEFile, key: str) -> tuple[str | int, ...]:
-    top: tuple[str, ...] = () if file.config.model_deploy_config is not None else ("BackendConfig",)
-    return (*top, "ModelDeployConfig", "ModelConfig", 0, key)
 
 
 def _pool(file: MindIEFile, plugins: Plugins, result: Translation) -> None:
@@ -147,6 +146,14 @@ def _notes(file: MindIEFile, result: Translation) -> None:
         )
     if schedule.prefill_policy_type:
         result.notes.append("prefillPolicyType: only 0 (first come, first served) is there; taken as 0")
+    if (
+        "cpu_mem_size" in model.model_fields_set
+        and model.cpu_mem_size
+        and "prefix_cache" not in model.plugin_params
+    ):
+        result.notes.append("cpuMemSize has no effect without prefix_cache in plugin_params")
+    if model.npu_mem_size == 0:
+        result.notes.append("npuMemSize 0 is taken as -1: a share of what is free")
     num_devices = max(sum(map(len, backend.npu_device_ids)), model.world_size)
     if backend.kv_pool_config.backend and num_devices > MAX_POOL_DEVICES:
         result.notes.append(
@@ -169,7 +176,7 @@ def _kv_layout(file: MindIEFile, model: ModelConfig, result: Translation) -> Non
         return
     others = [name for name in families if name.startswith("deepseek")]
     if families != others:
-        where = file.document.where(_model_path(file, "models"))
+        where = file.document.where(file.model_path("models"))
         raise ConfigError(
             f"{file.path}: {where}: enable_nz is for DeepSeek alone, not for {kind}; set it to false"
         )
@@ -178,7 +185,12 @@ def _kv_layout(file: MindIEFile, model: ModelConfig, result: Translation) -> Non
 
 
 def _model_type(folder: Path) -> str | None:
-    """Return `model_type` of a checkpoint; None if that can't be told (loading it will say why)."""
+    """Return `model_type` of a checkpoint; None if that can't be told (loading it will say why).
+
+    The demo and GGUF files hold no DeepSeek; they go by their names.
+    """
+    if folder == Path("demo") or folder.suffix.lower() == ".gguf":
+        return str(folder)
     try:
         with open(folder / "config.json", "rb") as file:
             found = json.loads(file.read(_MAX_CONFIG_BYTES))

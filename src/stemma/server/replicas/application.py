@@ -12,7 +12,7 @@ from ray.serve.config import HTTPOptions, RequestRouterConfig
 
 from stemma.cluster.serve_router import KVEventRouter
 from stemma.config.cluster import ClusterFile, Replicas, read_cluster_file
-from stemma.engine.build import with_checkpoint
+from stemma.engine.preflight import with_checkpoint
 from stemma.errors import ConfigError
 from stemma.server.access import Access
 from stemma.server.replicas.ingress import Ingress

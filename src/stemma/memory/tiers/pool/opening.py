@@ -32,3 +32,8 @@ def open_pool(
     except StemmaError:  # it refuses our staging memory, or that can't be pinned
         backend.close()
         raise
+
+
+def check_pool(settings: PoolSettings) -> None:
+    """Open the backend that `settings` name and close it; may block for seconds. Errors as `open_pool`."""
+    open_pool_backend(settings.name, read_pool_config(settings.config)).close()
