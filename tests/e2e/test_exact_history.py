@@ -91,6 +91,22 @@ def test_an_adapter_has_answers_of_its_own(tiny_model: Path, tmp_path: Path) -> 
     assert second["prompt_cache_hit_tokens"] >= first["usage"]["prompt_tokens"] + NUM_TOKENS - FEW
 
 
+def test_a_flush_drops_all_answers(tiny_model: Path, tmp_path: Path) -> None:
+    served, stop = start_server(tiny_model, disk_cache=tmp_path / "disk", disk_cache_size="64MB")
+    try:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "What stays after a flush?"}]
+        messages += [
+            chat(served, messages)["choices"][0]["message"],
+            {"role": "user", "content": "And then?"},
+        ]
+        [answers] = (tmp_path / "disk").rglob("answers")
+        assert served.post("/admin/cache/flush").json()["num_dropped_answers"] == 1
+        assert answers.stat().st_size < 100
+        assert "exact_history_tokens" not in chat(served, messages)["usage"]["stemma"]
+    finally:
+        stop()
+
+
 def test_a_restart_remembers(tiny_model: Path, tmp_path: Path) -> None:
     flags = {"disk_cache": tmp_path / "disk", "disk_cache_size": "64MB"}
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What stays after a restart?"}]

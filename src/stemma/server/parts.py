@@ -72,7 +72,17 @@ def put_parts(state: State, engine: EngineClient, settings: Settings, metrics: S
     state.api = ApiContext(engine, settings, intake, runner, form, token_text)
     aliases, bundle_key = alias_names(settings), read_secret(server.bundle_key_file)
     state.operator = OperatorContext(
-        engine, settings, access, admission, intake, instruments, lifecycle, published, aliases, bundle_key
+        engine,
+        settings,
+        access,
+        admission,
+        intake,
+        instruments,
+        lifecycle,
+        published,
+        aliases,
+        bundle_key,
+        history,
     )
     limits = (server.max_responses, server.max_response_bytes // 2, server.response_ttl_s)
     state.stores = Stores(OwnedStore(*limits), OwnedStore(*limits))

@@ -53,6 +53,32 @@ def test_a_restart_finds_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert count(path, tokenizer) == 5
 
 
+def test_what_is_cleared_is_in_the_file_no_more(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    fill(path, tokenizer)
+    kept, log = opened(path, tokenizer)
+    assert kept.clear() == 5
+    assert kept.find(SCOPE, "before 1answer 1") == []
+    assert (len(kept), kept.num_bytes) == (0, 0)
+    log.rewrite()
+    assert path.read_bytes() == HEADER
+    kept.keep(written(tokenizer, "before", "later"))
+    log.close()
+    log.rewrite()  # nothing is written any more
+    assert count(path, tokenizer) == 1
+
+
+def test_a_file_that_can_not_be_rewritten_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    fill(path, tokenizer)
+    kept, log = opened(path, tokenizer)
+    (tmp_path / "answers.new" / "in the way").mkdir(parents=True)
+    kept.clear()
+    with pytest.raises(StorageError, match="still holds answers"):
+        log.rewrite()
+    log.close()
+
+
 def test_what_is_cut_short_is_cut_off(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "answers"
     fill(path, tokenizer)

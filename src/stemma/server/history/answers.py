@@ -136,7 +136,7 @@ class WrittenAnswers:
         self._scopes: dict[bytes, _Scope] = {}
         self._lock = threading.Lock()
         self.on_kept: Callable[[WrittenAnswer], None] = lambda answer: None
-        """Learns of each answer that is new."""
+        """Learns of each answer that is new; must not wait."""
         self.num_bytes = 0
         self.num_evicted = 0
 
@@ -169,7 +169,17 @@ class WrittenAnswers:
             self._scopes.setdefault(answer.place.scope, _Scope()).add(answer.place)
             self.num_bytes += kept.num_bytes
             self._make_room()
-        self.on_kept(answer)
+            self.on_kept(answer)  # under the lock, so that what `clear` drops was told before
+
+    def clear(self) -> int:
+        """Drop all answers; return how many."""
+        with self._lock:
+            number = len(self._kept)
+            self._kept.clear()
+            self._at.clear()
+            self._scopes.clear()
+            self.num_bytes = 0
+        return number
 
     def find(self, scope: bytes, text: str) -> list[Match]:
         """Return what `text`, a rendered conversation, brings back of what was written in `scope`, in order.

@@ -16,6 +16,7 @@ import logging
 import os
 import stat
 import struct
+import threading
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -34,6 +35,7 @@ HEADER = b"stemma-answers 1\n"
 _FRAME = struct.Struct("<QI")
 _FIXED = struct.Struct("<32s32sIHHI")
 MAX_IDS = 1 << 20
+_REWRITE_WITHIN_S = 30.0
 _MAX_TAIL_BYTES = 4 * TAIL_CHARS
 
 
@@ -51,7 +53,8 @@ class AnswerLog:
         self._written = written
         self._max_bytes = max_bytes
         self._vocab_size = vocab_size
-        self._queue: SimpleQueue[WrittenAnswer | None] = SimpleQueue()
+        self._queue: SimpleQueue[WrittenAnswer | threading.Event | None] = SimpleQueue()
+        """Answers to append; events to set once the file holds what is in memory, no more."""
         self._fd = -1
         self._size = 0
         self.num_read = 0
@@ -66,6 +69,15 @@ class AnswerLog:
             raise StorageError(f"can't use {path}: {error.strerror}") from error
         written.on_kept = self._queue.put
         self._thread = start_thread("stemma-answers", self._run, supervisor)
+
+    def rewrite(self) -> None:
+        """Drop from the file what is no longer in memory, and wait for it. Raises StorageError."""
+        if not self._thread.is_alive():
+            return
+        done = threading.Event()
+        self._queue.put(done)
+        if not done.wait(_REWRITE_WITHIN_S) or self.failure is not None:
+            raise StorageError(f"{self._path} still holds answers: {self.failure or 'the disk is too slow'}")
 
     def close(self) -> None:
         """Write what is queued and close the file; a second call does nothing."""
@@ -92,14 +104,18 @@ class AnswerLog:
 
     def _run(self) -> None:
         """Write until told to stop. A full disk ends the writing, never the server."""
-        while (answer := self._queue.get()) is not None:
-            if self.failure is not None:
-                continue
+        while (item := self._queue.get()) is not None:
             try:
-                self._append(answer)
+                if isinstance(item, threading.Event):
+                    self._rewrite()
+                    self.failure = None
+                elif self.failure is None:
+                    self._append(item)
             except OSError as error:
                 self.failure = error.strerror or repr(error)
                 logger.error("answers are no longer written to %s: %s", self._path, self.failure)
+            if isinstance(item, threading.Event):
+                item.set()
 
     def _append(self, answer: WrittenAnswer) -> None:
         record = _bytes_of(answer)

@@ -52,6 +52,13 @@ class WrittenHistory(Collector):
             "stemma_history_evicted", "Answers dropped to make room", value=written.num_evicted
         )
 
+    def flush(self) -> int:
+        """Drop all answers, from the file too; return how many. Raises StorageError if the file stays."""
+        number = self.joiner.written.clear()
+        if self.log is not None:
+            self.log.rewrite()
+        return number
+
     def close(self) -> None:
         """Write what is queued."""
         if self.log is not None:

@@ -128,14 +128,20 @@ async def pins(request: Request) -> Response:
 
 @router.post("/flush", OPERATOR)
 async def flush(request: Request) -> Response:
-    """Drop every block that no request or pin holds, from device, host and disk; say what really went."""
-    report = await context_of(request).engine.cache_control.flush()
+    """Drop every block that no request or pin holds, from device, host and disk, and the ids of all answers.
+
+    Says what really went.
+    """
+    context = context_of(request)
+    report = await context.engine.cache_control.flush()
+    num_answers = 0 if context.history is None else await asyncio.to_thread(context.history.flush)
     return json_response(
         {
             "num_dropped_blocks": sum(report.freed_blocks.values()),
             "dropped_blocks": _by_tier(report.freed_blocks),
             "kept_blocks": _by_tier(report.kept_blocks),
             "freed_bytes": report.freed_bytes,
+            "num_dropped_answers": num_answers,
         }
     )
 

@@ -12,6 +12,7 @@ from stemma.engine.client import EngineClient
 from stemma.errors import ConfigError
 from stemma.server.access import Access
 from stemma.server.admission.ledger import Admission
+from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.instruments import Instruments
 from stemma.server.observe.metric_aliases import Names
@@ -37,6 +38,8 @@ class OperatorContext:
     published: PublishedPrefixes
     metric_aliases: list[Names]
     bundle_key: bytes | None
+    history: WrittenHistory | None
+    """None: exact history is off."""
     reporting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a report on divergences is made."""
 
