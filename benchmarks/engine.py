@@ -34,7 +34,8 @@ from stemma.cli.bench.driver import negotiate
 from stemma.cli.client import make_http
 from stemma.config.sizes import parse_size
 from stemma.engine.api import GenerationRequest
-from stemma.engine.build import EngineParts, build_engine, make_index
+from stemma.engine.build import EngineParts, build_engine
+from stemma.engine.cache_parts import make_index
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.runner import Runner
 from stemma.engine.llm import engine_settings

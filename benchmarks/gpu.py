@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stemma.config.settings import CacheSettings, SchedulerSettings
 from stemma.engine.api import GenerationRequest
-from stemma.engine.build import make_index
+from stemma.engine.cache_parts import make_index
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner

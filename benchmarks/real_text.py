@@ -35,7 +35,7 @@ from rich.table import Table
 
 from stemma.config.settings import EngineSettings, SpeculationSettings
 from stemma.engine.api import DraftCount, GenerationRequest
-from stemma.engine.build import make_index
+from stemma.engine.cache_parts import make_index
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
 from stemma.engine.core.request import Limits

@@ -38,7 +38,7 @@ from benchmarks import real_text
 from benchmarks.checkpoint import half_billion_checkpoint
 from stemma.config.settings import EngineSettings, SpeculationSettings
 from stemma.engine.api import GenerationRequest
-from stemma.engine.build import make_index
+from stemma.engine.cache_parts import make_index
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.request import Limits
 from stemma.engine.core.runner import Runner

@@ -1,0 +1,126 @@
+"""From settings to the parts of the cache: its names, its index, its blocks and its tiers."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stemma.config.settings import CacheSettings, EngineSettings
+from stemma.engine.ranks.execution import LeadingKV
+from stemma.engine.ranks.leader import Ranks
+from stemma.engine.ranks.messages import Open
+from stemma.engine.ranks.settings import pool_part
+from stemma.memory.cache.states import CachedStates, Places
+from stemma.memory.device.copy import DeviceCopy
+from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
+from stemma.memory.device.sizing import DeviceSizes
+from stemma.memory.tiers.lower import LowerTiers
+from stemma.memory.tiers.opening import open_tiers
+from stemma.memory.tiers.transfer import TierTransfer
+from stemma.model.causal_lm import CausalLM
+from stemma.prefix.eviction.cost import block_costs
+from stemma.prefix.eviction.registry import make_policy
+from stemma.prefix.hashed import HashIndex
+from stemma.prefix.headed import HeadedIndex
+from stemma.prefix.index import PrefixIndex
+from stemma.prefix.keys import KeySpace
+from stemma.prefix.radix import RadixIndex
+from stemma.supervision import Supervisor
+
+
+def make_key_space(
+    settings: EngineSettings, model: CausalLM, layout: KVLayout, ranks: Ranks | None
+) -> KeySpace:
+    """Return the name of everything that the KV of this engine's blocks depends on beside their tokens."""
+    kv_layout = layout.describe()
+    if not settings.cache.share_across_levels:
+        kv_layout += f":{model.numeric_path}"
+    if settings.speculation.mode == "mtp":
+        kv_layout += ":mtp"  # what the last layer of a block holds
+    if ranks is not None:
+        kv_layout += f":tp{ranks.share.size}:ep{ranks.share.expert_size}"
+        if ranks.share.context_size > 1:
+            kv_layout += f":cp{ranks.share.context_size}"
+    return KeySpace(model.fingerprint, kv_layout, settings.cache.block_size)
+
+
+def open_own_tiers(
+    settings: EngineSettings,
+    device: DeviceCopy,
+    key_space: KeySpace,
+    supervisor: Supervisor,
+    ranks: Ranks | None,
+) -> TierTransfer | None:
+    """Return this process's tiers below the device; None if nothing is reused. Errors as `open_tiers`."""
+    if not settings.cache.enable_prefix_cache and settings.role != "decode":
+        return None
+    return open_tiers(
+        settings.tiers,
+        device,
+        key_space,
+        eviction=settings.cache.eviction,
+        pool=settings.cache.pool,
+        part=(0, 1) if ranks is None else pool_part(ranks.share),
+        role=settings.role,
+        supervisor=supervisor,
+    )
+
+
+def make_kv(
+    layout: KVLayout,
+    sizes: DeviceSizes,
+    device: torch.device,
+    key_space: KeySpace,
+    ranks: Ranks | None,
+) -> DeviceKV:
+    """Return the device tier; on several ranks every rank has one of these blocks, and its tiers are open."""
+    if ranks is None:
+        return DeviceKV(
+            layout, sizes.num_blocks, device, num_states=sizes.num_states, num_pages=sizes.num_pages
+        )
+    ranks.open(Open(sizes.num_blocks, key_space, layout.describe()))
+    return LeadingKV(layout, sizes.num_blocks, device, ranks)
+
+
+def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None) -> CachedStates | None:
+    """Return what keeps the states of recurrent layers and windows; None: the model has neither."""
+    if not kv.num_states and not kv.num_pages:
+        return None
+    windows = kv.layout.windows
+    places = Places(
+        kv.num_states,
+        kv.state_blocks,
+        kv.num_pages,
+        kv.page_blocks,
+        kv.copy_page,
+        0 if windows is None else windows.window,
+    )
+    return CachedStates(
+        places,
+        settings.block_size,
+        lower,
+        time.monotonic,
+        interval=settings.state_interval,
+        keeps=settings.enable_prefix_cache,
+    )
+
+
+def device_block_costs(settings: CacheSettings, num_blocks: int) -> npt.NDArray[np.float32] | None:
+    """Return the cost of a block by its depth, for the eviction policy; None if all cost the same."""
+    if settings.eviction_cost == "blocks":
+        return None
+    return block_costs(num_blocks, settings.block_size, settings.attention_equal_at)
+
+
+def make_index(settings: CacheSettings, key_space: KeySpace) -> PrefixIndex | None:
+    """Return the index that the settings ask for; None if the prefix cache is off."""
+    if not settings.enable_prefix_cache:
+        return None
+    policy = make_policy(settings.eviction)
+    if settings.index == "hash":
+        return HeadedIndex(HashIndex(key_space, policy))
+    return HeadedIndex(RadixIndex(key_space.block_size, policy))
