@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,12 +116,14 @@ def build_engine(
     """
     supervisor = supervisor or LoggingSupervisor()
     also_named = other_names(settings.model)
-    settings = check_engine(settings, progress)
-    if settings.parallel.num_ranks == 1:
-        return _build(settings, progress, supervisor, None, also_named, plan)
-    ranks = Ranks(settings, supervisor)
-    with ranks.closing_on_error():
-        return _build(ranks.settings, progress, supervisor, ranks, also_named, plan)
+    with ExitStack() as header:
+        header.enter_context(_header_kept(settings.model.path))
+        settings = check_engine(settings, progress)
+        if settings.parallel.num_ranks == 1:
+            return _build(settings, progress, supervisor, None, also_named, plan, header)
+        ranks = Ranks(settings, supervisor)
+        with ranks.closing_on_error():
+            return _build(ranks.settings, progress, supervisor, ranks, also_named, plan, header)
 
 
 def _build(
@@ -131,11 +133,15 @@ def _build(
     ranks: Ranks | None,
     also_named: tuple[str, ...],
     plan: LoadPlan | None,
+    header: ExitStack,
 ) -> EngineParts:
-    """Build the engine of one process; on several `ranks` this is rank 0, and the settings are its own."""
+    """Build the engine of one process; on several `ranks` this is rank 0, and the settings are its own.
+
+    `header` is closed once the checkpoint is read.
+    """
     predicts = settings.speculation.mode == "mtp"
     group = None if ranks is None else ranks.group
-    with _header_kept(settings.model.path), ThreadPoolExecutor(1) as beside:
+    with header, ThreadPoolExecutor(1) as beside:
         reading = beside.submit(
             Tokenizer, settings.model.path, trust_remote_code=settings.model.trust_remote_code
         )

@@ -18,6 +18,7 @@ from stemma.memory.cache.overhead import bytes_per_block, fixed_bytes
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
 from stemma.memory.tiers.reserved import planned_bytes
+from stemma.model.abilities import Abilities
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.weights import PREPARED_BYTES
@@ -67,6 +68,7 @@ class RecordingModel:
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
+        self.abilities = Abilities()
         self.batches: list[ForwardBatch] = []
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
