@@ -27,7 +27,7 @@ class Standing(StrEnum):
 
 
 class Check(StrEnum):
-    """What a check found."""
+    """The finding of a check."""
 
     SERVES = "serves"
     REFUSES = "refuses"

@@ -17,7 +17,7 @@ from stemma.kv_events.follower import Follower
 
 
 class CallRouter(Protocol):
-    """What a `RoutedCall` needs of the router that placed it (`serve_router.py`)."""
+    """The part of a router that the `RoutedCall`s it placed need (`serve_router.py`)."""
 
     placements: Placements
 
@@ -33,7 +33,7 @@ class CallRouter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """What a replica tells the routers about itself."""
+    """A replica's account of itself, for the routers."""
 
     events: str | None
     """ZMQ address of its KV events; None: it publishes none."""
@@ -41,7 +41,7 @@ class ReplicaPlace:
     disk: str | None
     """The node and the directory of its disk tier; None: it has none."""
     pid: int
-    """Of its process, for the operator."""
+    """The number of its process, for the operator."""
 
     def as_dict(self) -> dict[str, str | int | None]:
         """Return the form that Ray Serve carries."""

@@ -63,14 +63,14 @@ class Ask:
     chain: Sequence[int]
     """Names of the prompt's full blocks (`holdings.chain_of`); empty if its tokens aren't known."""
     num_tokens: int
-    """Of the prompt."""
+    """Number of tokens of the prompt."""
     block_size: int
     head: int = 0
     """A hash of the prompt's beginning; 0: of the first block."""
 
     @property
     def home(self) -> int:
-        """What rendezvous hashing goes by."""
+        """Return the number that rendezvous hashing goes by."""
         return self.head or (self.chain[0] if self.chain else 0)
 
 

@@ -27,7 +27,7 @@ _REASONING_MARK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """What goes to the engine, and what reads the answer."""
+    """A request for the engine, and the reader of its answer."""
 
     body: ChatRequest
     generation: GenerationRequest

@@ -105,7 +105,7 @@ async def _echoes(context: ApiContext, body: CompletionRequest, prompts: list[To
 
 
 class _Reply:
-    """What all chunks and choices of one response share."""
+    """Fields that all chunks and choices of one response share."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class Place:
     """Where an answer begins."""
 
     scope: bytes
-    """Of `scope_of`."""
+    """The scope, made by `scope_of`."""
     key: bytes
     """SHA-256 of the scope and the rendered text before the answer."""
     num_chars: int
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenAnswer:
-    """What a model wrote at a place."""
+    """The tokens that a model wrote at a place."""
 
     place: Place
     context: TokenArray
@@ -87,7 +87,7 @@ class Match:
     is_whole: bool
     """The text has all of it."""
     num_thinking_tokens: int = 0
-    """Of the answer, if its thinking is where the text parts from it."""
+    """Tokens of thinking in the answer, if its thinking is where the text parts from it."""
 
 
 @dataclass(slots=True, eq=False)

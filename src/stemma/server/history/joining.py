@@ -28,12 +28,12 @@ class Parted:
     num_agreed: int
     """Leading tokens of the answer that the prompt has."""
     num_thinking_tokens: int
-    """Of the answer, if the prompt has it without its thinking; else 0."""
+    """Tokens of thinking in the answer, if the prompt has it without them; else 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """What a prompt was made of, and where its answer will begin."""
+    """The parts that a prompt was made of, and where its answer will begin."""
 
     place: Place
     context: TokenArray

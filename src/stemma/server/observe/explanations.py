@@ -19,7 +19,7 @@ _BASE_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is kept of one request."""
+    """The record of one request."""
 
     request_id: str
     cache: CacheReport
@@ -30,7 +30,7 @@ class Explanation:
     yours: tuple[int, ...]
     """Prompt tokens from there on, `MAX_FOLLOWING` at most."""
     x_request_id: str = ""
-    """Of the HTTP request that it came with."""
+    """The id of the HTTP request that it came with."""
 
     @classmethod
     def of(cls, request: GenerationRequest, cache: CacheReport) -> Explanation:

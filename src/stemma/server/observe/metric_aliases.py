@@ -18,7 +18,7 @@ Values = tuple[tuple[str, str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What the values come from."""
+    """The metric that the values come from."""
 
     stats: EngineStats
     ended: Mapping[str, float]
@@ -38,7 +38,7 @@ class Names:
     counters: Callable[[Source], Values]
     gauges: Callable[[Source], Values]
     families: Callable[[Source, dict[str, str]], Iterable[Metric]] = lambda source, labels: ()
-    """What has more labels than those given."""
+    """Samples that have more labels than those given."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Constant labels beside ``model_name``."""
 

@@ -41,21 +41,21 @@ class RequestRecord:
     cache: CacheReport | None = None
     """None: it never started."""
     finish_reason: FinishReason | None = None
-    """Of its first sequence."""
+    """How its first sequence ended."""
     queue_s: float | None = None
     """Until its first step; includes `load_s`."""
     load_s: float = 0.0
-    """Of that: the wait for lower tiers."""
+    """The part of that which was a wait for lower tiers."""
     first_token_s: float | None = None
     x_request_id: str = ""
-    """Of the HTTP request that it came with."""
+    """The id of the HTTP request that it came with."""
     trace_context: object = None
-    """What `Watches.capture` returned when it arrived."""
+    """The value that `Watches.capture` returned when it arrived."""
 
 
 @dataclass(slots=True)
 class TenantSums:
-    """What the requests of a tenant that started were given so far."""
+    """Tokens that the requests of a tenant were given so far, of those that started."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -28,7 +28,7 @@ AnswerHead = tuple[int, list[tuple[bytes, bytes]]]
 
 
 class Replica:
-    """What Ray Serve runs as one process. Raises what loading a server raises."""
+    """An engine that Ray Serve runs as one process. Raises what loading a server raises."""
 
     def __init__(self, cluster: ClusterFile) -> None:
         assert cluster.replicas is not None

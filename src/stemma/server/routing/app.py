@@ -27,7 +27,7 @@ class Proxy(Protocol):
 
     @property
     def relay(self) -> Relay:
-        """What passes requests on."""
+        """The relay that passes requests on."""
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ _KEPT_ANSWER_HEADERS = frozenset({"content-type", "retry-after", BINARY_HEADER, 
 
 @dataclass(frozen=True, slots=True)
 class RouteOptions:
-    """What a proxy allows by itself; keys of requests are for the servers to check."""
+    """Limits that a proxy sets by itself; keys of requests are for the servers to check."""
 
     host: str = "127.0.0.1"
     """Address it listens on."""

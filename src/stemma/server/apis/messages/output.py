@@ -19,7 +19,7 @@ class ContentBlocks:
     def __init__(self, *, with_thinking: bool) -> None:
         self._with_thinking = with_thinking
         self._kind: type[Event] | None = None
-        """What the open block holds; None: no block is open."""
+        """The kind of the open block; None: no block is open."""
         self._pieces: list[str] = []
         self.blocks: list[dict[str, Any]] = []
         self.has_calls = False

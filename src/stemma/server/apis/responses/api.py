@@ -117,7 +117,7 @@ def _not_found(response_id: str) -> NotFound:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What a response goes on from."""
+    """The turns that a response goes on from."""
 
     messages: list[ChatMessage] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)

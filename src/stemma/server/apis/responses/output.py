@@ -25,7 +25,7 @@ class OutputItems:
     def __init__(self, tools: ToolFormat | None) -> None:
         self._tools = tools
         self._kind: type[Event] | None = None
-        """What the open item holds; None: no item is open."""
+        """The kind of the open item; None: no item is open."""
         self._pieces: list[str] = []
         self.items: list[dict[str, Any]] = []
 

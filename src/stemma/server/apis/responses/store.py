@@ -22,7 +22,7 @@ Item = dict[str, Any]
 
 
 class Storable(Protocol):
-    """What a store keeps."""
+    """An entry of a store."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class StoredResponse:
     token_ids: TokenArray
     """The conversation as the engine holds it: prompt and answer."""
     input_items: bytes = b"[]"
-    """What the answer was given to, those of earlier turns included, as JSON."""
+    """Items that the answer was given to, those of earlier turns included, as JSON."""
 
     @property
     def num_bytes(self) -> int:
@@ -171,7 +171,7 @@ class OwnedStore(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """What one server keeps for its clients; lives in ``app.state.stores``."""
+    """All that one server keeps for its clients; lives in ``app.state.stores``."""
 
     responses: OwnedStore[StoredResponse]
     conversations: OwnedStore[StoredConversation]
