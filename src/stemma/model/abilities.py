@@ -110,7 +110,7 @@ class ScoreHead:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a checkpoint is made for."""
+    """The uses that a checkpoint is made for."""
 
     generates: bool = True
     """False: its output head is missing, or wasn't trained with what the checkpoint is for."""

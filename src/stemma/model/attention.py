@@ -38,7 +38,7 @@ class AttentionCall:
 
 
 class StepContext(Protocol):
-    """What a model call carries to its attention layers."""
+    """The arguments that a model call carries to its attention layers."""
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

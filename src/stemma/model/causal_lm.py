@@ -30,7 +30,7 @@ class KVShape:
     latent_rank: int = 0
     """Dims of a compressed latent before its rotary key; 0: KV is no latent."""
     state: StateLayout | None = None
-    """What recurrent layers keep of a sequence; None: there are none."""
+    """The state that recurrent layers keep of a sequence; None: there are none."""
     windows: WindowGroup | None = None
     """Layers whose KV may lie in pages; None: there are none, or all are."""
 
@@ -44,7 +44,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a checkpoint says about itself."""
+    """A checkpoint's account of itself."""
 
     architecture: str
     vocab_size: int
@@ -60,7 +60,7 @@ class ModelInfo:
     formats: str = ""
     """What became of the weights of a quantized checkpoint, for people: ``210 Q4_1 kept quantized``."""
     abilities: Abilities = field(default_factory=Abilities)
-    """What it gives beside text, or instead."""
+    """The kinds of answers that it gives beside text, or instead."""
     numeric_path: str = "torch"
     """Names the order of sums: machines on which it is equal compute the same bits."""
 
@@ -134,7 +134,7 @@ class CausalLM:
 
     @property
     def abilities(self) -> Abilities:
-        """What it gives beside text, or instead."""
+        """The kinds of answers that it gives beside text, or instead."""
         return self.info.abilities
 
     @property

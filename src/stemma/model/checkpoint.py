@@ -22,7 +22,7 @@ from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a decoder is made of."""
+    """The parts that a decoder is made of."""
 
     path: Path
     config: Any
@@ -34,7 +34,7 @@ class Checkpoint:
     quantized: StoredWeights | None
     """All weights, if a reader of ours reads the format; None: they are plain, or transformers reads them."""
     counts: FormatCounts
-    """What the reader found."""
+    """Counts of the formats that the reader found."""
 
     @property
     def codes(self) -> dict[str, DeferredWeight]:

@@ -37,7 +37,7 @@ STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a checkpoint says of itself, found fit to be served as the settings ask."""
+    """A checkpoint's account of itself, found fit to be served as the settings ask."""
 
     config: Any
     """That of transformers."""

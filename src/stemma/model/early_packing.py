@@ -47,7 +47,7 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What was packed, to the bit."""
+    """The source of packed weights, to the bit."""
 
     stored: list[StoredTensor]
     files: FileStates

@@ -58,7 +58,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file, or all parts of a model in several, say of themselves."""
+    """Metadata and tensors of a GGUF file, or of all parts of a model in several."""
 
     path: Path
     """As the user gave it."""

@@ -64,7 +64,7 @@ def decode(
 
 
 class LayerSource(Protocol):
-    """What rows of KV are read from: a `DeviceKV`, or blocks of one layer that came from elsewhere."""
+    """A source of rows of KV: a `DeviceKV`, or blocks of one layer that came from elsewhere."""
 
     @property
     def layout(self) -> KVLayout:

@@ -20,7 +20,7 @@ from stemma.model.selfcheck import Reference
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is loaded, and how."""
+    """A checkpoint to load, and how."""
 
     settings: ModelSettings
     checkpoint: Checkpoint

@@ -48,7 +48,7 @@ def openai_body(
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """What an API calls an error."""
+    """The words by which an API names an error."""
 
     status: int
     kind: str

@@ -19,6 +19,6 @@ class Lifecycle:
     """Seconds since 1970."""
     draining: bool = False
     maintenance: Maintenance | None = None
-    """What an operator's fault handling has left the engine in; None: it serves."""
+    """The condition that an operator's fault handling has left the engine in; None: it serves."""
     stop: Callable[[float | None], None] | None = None
     """Drains and stops the server within the given seconds; None if only its creator can stop it."""

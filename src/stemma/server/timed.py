@@ -61,7 +61,7 @@ class TimedRun:
 
     @property
     def cache(self) -> CacheReport:
-        """What was reused."""
+        """A report of what was reused."""
         return self.outputs.first[1].cache
 
     async def each(self) -> AsyncGenerator[RequestOutput, None]:

@@ -27,7 +27,7 @@ _STORED: tuple[StoredAs, ...] = ("plain", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedQueries:
-    """What a plan is made for: T rows of S sequences, as in `ForwardBatch`."""
+    """The shape of a step that a plan is made for: T rows of S sequences, as in `ForwardBatch`."""
 
     starts: npt.NDArray[np.int32]
     """[S + 1]."""

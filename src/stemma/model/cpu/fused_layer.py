@@ -35,7 +35,7 @@ class Routing:
     """How a token's experts are chosen."""
 
     product: PackedProduct
-    """Of hidden states to the experts' logits."""
+    """The product of hidden states to the experts' logits."""
     router: layout.Router
     correction: torch.Tensor | None
     """[E] float32."""
@@ -69,7 +69,7 @@ class Mixture:
 
 
 class FusedLatent:
-    """What a layer with latent attention has beside its products of hidden states."""
+    """Weights that a layer with latent attention has beside its products of hidden states."""
 
     def __init__(
         self, latent: layout.Latent, heads: layout.LatentHeads, weights: NamedWeights, packing: Packing

@@ -61,7 +61,7 @@ class GGUFForm:
     pairs_rotate: bool = False
     """Whether rows of queries and keys that rotate together lie next to each other, not half a head apart."""
     norm_offset: float = 0.0
-    """What the file's norms have more than transformers'."""
+    """The number that the file's norms have more than transformers'."""
 
 
 class Fields:

@@ -130,7 +130,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """What a layer with latent attention has beside its products of hidden states (DeepSeek-V2 and V3)."""
+    """Linears and norms of latent attention, beside its products of hidden states (DeepSeek-V2 and V3)."""
 
     norm: Norm
     """Of the token's latent, whose size is its rank."""
@@ -148,7 +148,7 @@ class Latent:
 
 
 class RecurrentKind(IntEnum):
-    """What a recurrent layer computes: `RecurrentKind` of native/recurrent.h."""
+    """The kind of recurrence that a layer computes: `RecurrentKind` of native/recurrent.h."""
 
     DELTA_RULE = 1
     """Gated DeltaNet."""
@@ -157,7 +157,7 @@ class RecurrentKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """What a recurrent layer has beside its products of hidden states."""
+    """Tensors that a recurrent layer has beside its products of hidden states."""
 
     kind: RecurrentKind
     path: str

@@ -23,7 +23,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to one linear layer."""
+    """The two matrices that an adapter adds to one linear layer."""
 
     down: torch.Tensor
     """[rank, in_features], as stored: float32, float16 or bfloat16; on CPU."""
@@ -52,7 +52,7 @@ class Adapter:
     num_bytes: int
     """Of all matrices."""
     name: str = ""
-    """What requests call it; one adapter under two names shares matrices and key."""
+    """The name that requests call it by; one adapter under two names shares matrices and key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class AdapterRows:
     """Which rows of a batch an adapter serves; rows of one adapter lie together."""
 
     prepared: object
-    """What `CausalLM.prepare_adapter` returned."""
+    """The object that `CausalLM.prepare_adapter` returned."""
     rows: tuple[int, int]
     """Half-open range of the batch's rows."""
     logits: tuple[int, int]

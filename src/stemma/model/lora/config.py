@@ -59,7 +59,7 @@ _MATCH_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What the computation depends on."""
+    """The fields that the computation depends on."""
 
     alpha: float
     by_root: bool

@@ -24,7 +24,7 @@ SMALLEST_GROUP = 16
 
 
 class ActivationScheme(Enum):
-    """What a product with a quantized weight does to its inputs."""
+    """The way in which a product with a quantized weight quantizes its inputs."""
 
     NONE = "none"
     """They stay as they are: the weight is dequantized to the model's dtype, which alone is rounded."""

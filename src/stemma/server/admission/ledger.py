@@ -84,7 +84,7 @@ class Admission:
 
 
 class Reserved:
-    """What one request for text holds. `num_generated` is counted against the tenant's rate at the end."""
+    """The shares of one request for text. `num_generated` is counted against the tenant's rate at the end."""
 
     def __init__(
         self,

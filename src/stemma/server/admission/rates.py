@@ -40,7 +40,7 @@ class Bucket:
 
     @property
     def size(self) -> float:
-        """What it holds when it is full."""
+        """The amount that it holds when it is full."""
         return self._size
 
     def take(self, amount: float) -> None:

@@ -46,7 +46,7 @@ class ToolUse:
 
     @property
     def grammar(self) -> GrammarSpec | None:
-        """What the answer must look like, where the request demands a call."""
+        """The form that the answer must have, where the request demands a call."""
         if self.mode == "named":
             schema: Mapping[str, Any] = self.schemas[self.named]
         elif self.mode == "required":

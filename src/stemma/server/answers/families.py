@@ -49,7 +49,7 @@ _TEMPLATE_MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What the answers of the served model may hold besides text."""
+    """Kinds of content that answers of the served model may hold besides text."""
 
     tools: ToolFormat | None
     """None: calls are not looked for unless a request demands them."""

@@ -50,20 +50,20 @@ class PrefixRequest(PromptRequest):
 
 
 class PinRequest(PrefixRequest):
-    """What to pin, and for how long."""
+    """A prompt to pin, and for how long."""
 
     ttl_s: Ttl | None = None
 
 
 class PrewarmRequest(PinRequest):
-    """What to compute ahead, and how to keep it."""
+    """A prompt to compute ahead, and how to keep it."""
 
     priority: Priority = DEFAULT_PRIORITY
     pin: bool = False
 
 
 class UnpinRequest(RequestModel):
-    """What to unpin."""
+    """The pin to end."""
 
     pin_id: Name
 

@@ -24,14 +24,14 @@ router = Router(openai_error, prefix="/admin/cache")
 
 
 class PublishRequest(PromptRequest):
-    """What to publish."""
+    """A prefix to publish."""
 
     name: Name = ""
     """For people."""
 
 
 class UnpublishRequest(RequestModel):
-    """What to publish no longer."""
+    """A prefix to publish no longer."""
 
     publish_id: Name
 

@@ -42,7 +42,7 @@ def pooling_requests(
 
 @dataclass(frozen=True, slots=True)
 class ReadPairs:
-    """What the model reads for some pairs, each text once."""
+    """Prompts that the model reads for some pairs, each text once."""
 
     prompts: list[TokenArray]
     numbers: list[tuple[int, ...]]

@@ -76,7 +76,7 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """What the answer must look like."""
+    """The form that the answer must have."""
 
     nested: ClassVar[Mapping[str, type[RequestModel]]] = {"json_schema": JsonSchema}
 
@@ -179,7 +179,7 @@ class Message(RequestModel):
     role: Role
     content: str | Parts | None = None
     refusal: str | None = None
-    """What the assistant said instead of `content`."""
+    """The words that the assistant said instead of `content`."""
     tool_calls: Tools | None = None
 
 

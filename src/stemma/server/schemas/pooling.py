@@ -46,7 +46,7 @@ class EmbeddingRequest(KeptRequest):
     dimensions: PositiveCount | None = None
     """Numbers of an embedding, where the model was trained to have them cut."""
     prompt_name: Name | None = None
-    """What the checkpoint puts before a text, by name; None: its default. Token ids get none."""
+    """The words that the checkpoint puts before a text, by name; None: its default. Token ids get none."""
     normalize: bool | None = None
     """Whether embeddings have length 1; None: as the checkpoint says."""
     add_special_tokens: bool = True
@@ -77,7 +77,7 @@ class RerankRequest(KeptRequest):
     return_documents: bool | None = None
     """Whether results have the document's text; None: yes."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """What to look for, in words for the model; None: what it was trained with."""
+    """The task, in words for the model; None: what it was trained with."""
 
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -95,4 +95,4 @@ class ScoreRequest(KeptRequest):
     text_2: Texts
     """Documents."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """What to look for, in words for the model; None: what it was trained with."""
+    """The task, in words for the model; None: what it was trained with."""

@@ -32,7 +32,7 @@ Items = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_
 
 
 class TextOptions(RequestModel):
-    """What the answer's text looks like."""
+    """The form of the answer's text."""
 
     hints: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 

@@ -32,7 +32,7 @@ from stemma.server.schemas.bounds import (
 
 
 class KeptRequest(RequestModel):
-    """What of a request's blocks others may share, and how long they should stay."""
+    """Rules for a request's blocks: which of them others may share, and how long they should stay."""
 
     cache_salt: Salt | None = None
     """Prompts with different salts never share cached blocks."""

@@ -54,7 +54,7 @@ class TGIParameters(RequestModel):
     best_of: Choices | None = None
     """Number of answers generated; returned is the one with the highest mean log-probability."""
     grammar: dict[str, Any] | None = None
-    """What the answer must look like: ``{"type": "json", "value": schema}`` or ``"regex"``."""
+    """The form that the answer must have: ``{"type": "json", "value": schema}`` or ``"regex"``."""
     details: bool = False
     decoder_input_details: bool = False
     return_full_text: bool = False

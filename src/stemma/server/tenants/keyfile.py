@@ -57,7 +57,7 @@ class TenantEntry(BaseModel):
     max_body_bytes: ByteSize | None = None
     """Largest request body, where that is less than the server's own limit."""
     cache_bytes: Mapping[Tier, ByteSize] = {}
-    """What the tenant's blocks may take in each tier."""
+    """Bytes that the tenant's blocks may take in each tier."""
 
     @field_validator("keys")
     @classmethod

@@ -22,7 +22,7 @@ from stemma.server.transport.tls import ReloadableContext
 
 
 class Plane(StrEnum):
-    """What a port is for."""
+    """The purpose of a port."""
 
     BUSINESS = "business"
     MANAGEMENT = "management"

@@ -45,7 +45,7 @@ class TextEvent:
 
 
 class Closable(Protocol):
-    """What a stream may read from."""
+    """A source that a stream may read from."""
 
     async def aclose(self) -> None:
         """End it; safe to call at any time."""

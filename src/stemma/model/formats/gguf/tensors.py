@@ -88,7 +88,7 @@ def split(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantizedW
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a `QuantizedWeight` is made of."""
+    """The parts that a `QuantizedWeight` is made of."""
 
     codes: torch.Tensor
     """int8 [rows, values]."""
