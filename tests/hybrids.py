@@ -141,8 +141,14 @@ def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def build(
-    family: str, path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    family: str,
+    path: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    generation: dict[str, Any] | None = None,
+    **overrides: Any,
 ) -> Path:
     """Write a checkpoint of a `model_type` into `path`."""
     model: Any = make_model(config_of(family, **overrides), seed)
-    return save_checkpoint(model.to(dtype), tokenizer(), path)
+    return save_checkpoint(model.to(dtype), tokenizer(), path, generation)

@@ -18,6 +18,7 @@ from stemma.engine.beam_search import BeamSearch
 from stemma.engine.build import EngineParts
 from stemma.engine.core.step_rows import StepRows
 from stemma.engine.output.output import OutputProcessor
+from stemma.engine.pooling import Pooling
 from stemma.engine.sampling.grammar import GrammarSpec
 from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
@@ -98,6 +99,11 @@ def _beams(rng: random.Random, fields: Fields) -> None:
     fields["params"]["n"] = width
 
 
+def _pooled(rng: random.Random, fields: Fields) -> None:
+    kinds = (Pooling("last"), Pooling("mean"), Pooling("cls"), Pooling("logits", (7, 300)))
+    fields["pooling"] = rng.choice(kinds)
+
+
 def _priority(rng: random.Random, fields: Fields) -> None:
     fields["priority"] = rng.choice((0, 20, 100))
 
@@ -139,6 +145,7 @@ FEATURES: dict[str, Callable[[random.Random, Fields], None]] = {
     "n": _n,
     "best_of": _best_of,
     "beams": _beams,
+    "pooled": _pooled,
     "priority": _priority,
     "retention": _retention,
     "pinned": _pinned,
@@ -151,16 +158,18 @@ NEEDED = {"best_of": "seed"}
 """What has no meaning alone: of equal answers none is the best."""
 ENDING = ("grammar", "min_tokens", "stop", "stop_ids")
 """What says where an answer ends. Two of these are alone in a request too: other rules would hide them."""
-WITH_BEAMS = {"adapter", "logprobs", "stop_ids", "priority", "retention", "pinned"}
-"""A beam search has nothing of the rest: servers refuse it, and sampling plays no part in it."""
+ONLY_WITH = {
+    "beams": {"adapter", "logprobs", "stop_ids", "priority", "retention", "pinned"},
+    "pooled": {"adapter", "priority", "retention", "pinned", "abort"},
+}
+"""A beam search and the vector of a prompt have nothing of the rest: sampling plays no part in them."""
 
 
 def go_together(one: str, other: str) -> bool:
     """Return whether a request may have both features."""
-    for beams, rest in ((one, other), (other, one)):
-        if beams == "beams" and rest not in WITH_BEAMS:
-            return False
-    return True
+    return all(
+        narrow not in ONLY_WITH or rest in ONLY_WITH[narrow] for narrow, rest in ((one, other), (other, one))
+    )
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,7 @@ class Ask:
     adapter: str | None = None
     best_of: int | None = None
     beam: BeamParams | None = None
+    pooling: Pooling | None = None
     priority: int = 50
     ttl_s: float | None = None
     retention: tuple[RetentionRange, ...] = ()
@@ -187,7 +197,7 @@ def draw_asks(seed: int, count: int, features: Sequence[str] = tuple(FEATURES)) 
     rng = random.Random(seed)
     prefixes = [tuple(rng.randrange(3, 460) for _ in range(60)) for _ in range(3)]
     missing = {frozenset(pair) for pair in combinations(features, 2) if go_together(*pair)}
-    alone = [("grammar", "min_tokens"), *combinations(ENDING, 2)]
+    alone = [("pooled",)] * 3 + [("grammar", "min_tokens"), *combinations(ENDING, 2)]
     asks = []
     for number in range(count):
         if (left := count - number) <= len(alone):
@@ -230,6 +240,7 @@ class Answer:
     best: list[CollectedSequence] = field(default_factory=list)
     """Of them, those that are kept where the best of some are wanted, once all are there."""
     prompt_logprobs: tuple[bytes, ...] | None = None
+    pooled: bytes | None = None
     error: str | None = None
 
     @property
@@ -239,6 +250,8 @@ class Answer:
     def begins(self, whole: Answer) -> bool:
         """Return whether this, which a client left, is how `whole` begins."""
         if self.prompt_logprobs not in (None, whole.prompt_logprobs):
+            return False
+        if self.pooled not in (None, whole.pooled):
             return False
         return all(_begins(one, other) for one, other in zip(self.sequences, whole.sequences, strict=True))
 
@@ -269,6 +282,7 @@ class _Request:
             params,
             retention=Retention(RetentionHint(ask.priority, ask.ttl_s), ask.retention),
             beam=ask.beam,
+            pooling=ask.pooling,
             adapter=None if ask.adapter is None else parts.adapters.get(ask.adapter),
         )
         self.answer = Answer([CollectedSequence() for _ in range(params.n)])
@@ -284,6 +298,8 @@ class _Request:
         answer.error = answer.error or output.error
         if output.prompt_logprobs is not None:
             answer.prompt_logprobs = _bytes_of(output.prompt_logprobs)
+        if output.pooled is not None:
+            answer.pooled = output.pooled.tobytes()
         for delta in output.deltas:
             one = answer.sequences[delta.index]
             assert one.finish_reason is None, "a sequence ended twice"
@@ -347,6 +363,10 @@ class _WatchedRunner:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.steps: list[list[str]] = []
+
+    @property
+    def hidden(self) -> Any:
+        return self._runner.hidden
 
     def forward(self, rows: StepRows) -> Any:
         self._note(rows)
