@@ -32,7 +32,7 @@ test: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest -m '' --hypothesis-profile=search
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

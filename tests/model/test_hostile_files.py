@@ -176,6 +176,17 @@ def names_what(error: Exception, path: Path, name: str) -> bool:
     return any(one in str(error) for one in said)
 
 
+def test_a_header_that_only_the_library_refuses(checkpoint: Path, tmp_path: Path) -> None:
+    name = "model-1.safetensors"
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    true, join = read(copy / name)
+    (copy / name).write_bytes(join({**true, "__metadata__": True}))
+    (error,) = refusals(copy, ("load",))
+    assert name in str(error)
+    assert "download it again" in str(error)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_wrong_values_are_refused_or_harmless(name: str, checkpoint: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.checkpoint_config import STORED_DTYPES, dtype_of, quantization_of, runs_remote_code
-from stemma.model.directory import StoredTensor, stored_tensors
+from stemma.model.directory import StoredTensor, open_safetensors, stored_tensors
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.named import Weight
@@ -84,9 +83,7 @@ def open_checkpoint(settings: ModelSettings, config: Any) -> Checkpoint:
 
 def read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:
     """Return all tensors of the files, which stay there until they are read."""
-    files: dict[Path, Any] = {
-        file: safe_open(file, framework="pt") for file in {tensor.file for tensor in stored}
-    }
+    files = {file: open_safetensors(file) for file in {tensor.file for tensor in stored}}
     return {tensor.name: files[tensor.file].get_tensor(tensor.stored_name) for tensor in stored}
 
 

@@ -237,6 +237,19 @@ def read_safetensors_header(file: Path, max_bytes: int = _MAX_HEADER_BYTES) -> l
         ) from error
 
 
+def open_safetensors(file: Path) -> Any:
+    """Return a reader of a safetensors file's tensors (`safe_open`); raise ModelError.
+
+    Its library checks more of a header than `read_safetensors_header`: metadata, overlaps, gaps.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"can't read {file}: {str(error)[:_MAX_SHOWN]}; download it again") from error
+
+
 def _stored_tensor(file: Path, name: str, entry: Any, origin: int, file_bytes: int) -> StoredTensor:
     if len(name) > _MAX_TENSOR_NAME_CHARS:
         raise ValueError(f"a tensor's name has {len(name)} characters")

@@ -17,12 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from stemma.model.cpu.fused import PackedWeights, pack_weights
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weight_memory import weights_together
-from stemma.model.directory import CONFIG, FileStates, StoredTensor, file_states, read_json, stored_tensors
+from stemma.model.directory import (
+    CONFIG,
+    FileStates,
+    StoredTensor,
+    file_states,
+    open_safetensors,
+    read_json,
+    stored_tensors,
+)
 from stemma.model.families.pattern import as_stored
 from stemma.model.families.registry import pattern_of
 from stemma.model.weights.named import NamedWeights
@@ -110,7 +117,7 @@ class EarlyPacking:
         dtype = _DTYPES[dtypes.pop()]
         is_tied = raw.get("tie_word_embeddings") is True
         source = _Source(stored, file_states(tensor.file for tensor in stored), dtype, is_tied, self._isa)
-        files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in source.files}
+        files: dict[Path, Any] = {file: open_safetensors(file) for file in source.files}
         tensors = {tensor.name: files[tensor.file].get_tensor(tensor.stored_name) for tensor in stored}
         layout = as_stored({tensor.name: tensor.shape for tensor in stored}, pattern, is_tied=is_tied)
         weights = NamedWeights(tensors, dtype, self._check)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from stemma.errors import ModelError
-from stemma.model.directory import StoredTensor, stored_tensors
+from stemma.model.directory import StoredTensor, open_safetensors, stored_tensors
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import DeferredWeight, StoredWeights
@@ -67,7 +66,7 @@ class CheckpointTensors:
         stored = self.stored[name]
         file = stored.file
         if file not in self._files:
-            self._files[file] = safe_open(file, framework="pt")
+            self._files[file] = open_safetensors(file)
         tensor: torch.Tensor = self._files[file].get_tensor(stored.stored_name)
         if dtypes and tensor.dtype not in dtypes:
             allowed = " or ".join(str(dtype) for dtype in dtypes)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.model.checkpoint_abilities import needs_hidden
 from stemma.model.checkpoint_config import quantization_of, runs_remote_code
-from stemma.model.directory import is_gguf, stored_tensors
+from stemma.model.directory import is_gguf, open_safetensors, stored_tensors
 from stemma.model.formats.reading import find_format
 from stemma.model.parallel.share import COLUMNS, ROWS, Share, check_groups, check_share, cut_of
 from stemma.model.weights.rounding import round_to_nearest
@@ -56,7 +55,7 @@ def read_share(path: Path, share: Share, num_experts: int) -> dict[str, torch.Te
         if cut is None:
             continue
         if tensor.file not in files:
-            files[tensor.file] = safe_open(tensor.file, framework="pt")
+            files[tensor.file] = open_safetensors(tensor.file)
         file = files[tensor.file]
         if cut.axis is None:
             whole = file.get_tensor(tensor.stored_name)
