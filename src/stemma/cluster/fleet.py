@@ -209,7 +209,7 @@ class Fleet:
         return one
 
     def note_first_byte(self, one: Try) -> None:
-        """See `Try.first_byte`."""
+        """Count a first byte: it closes a probe, and measures the server's prefill."""
         member = one.member
         if one.placement.has_first_token:
             return
@@ -224,7 +224,7 @@ class Fleet:
                 member.health.eject()
 
     def end(self, one: Try, outcome: Outcome, retry_after_s: float) -> int:
-        """See `Try.end`. Return the number of the failure, for `pardon`; 0: it is none."""
+        """Count the outcome of a try; return the number of its failure, for `pardon`, or 0."""
         member, failure = one.member, 0
         del member.under_way[one]
         member.outcomes[outcome] += 1

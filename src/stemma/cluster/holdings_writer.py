@@ -8,7 +8,7 @@ from stemma.supervision import LoggingSupervisor
 from stemma.workers import WorkerThreads
 
 _LONGEST_S = 3600.0
-"""Of a single change; none takes more than seconds."""
+"""Longest single change, in seconds; none takes more than a few."""
 
 
 class HoldingsWriter:

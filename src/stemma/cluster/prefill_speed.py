@@ -8,13 +8,13 @@ round trips (RFC 6298).
 from __future__ import annotations
 
 _BASE_TOKENS = 64
-"""What a request costs whose prompt is cached, as prompt tokens."""
+"""Cost of a request whose prompt is cached, in prompt tokens."""
 _MEAN_GAIN, _DEVIATION_GAIN, _DEVIATIONS = 1 / 8, 1 / 4, 4
 _SLACK = 4.0
 """Requests that other routers sent wait there too, and answers under way take their part."""
 _LEAST_S = 5.0
 _UNKNOWN_S_PER_TOKEN = 0.02
-"""Of a server that wasn't measured yet: a large model on a few cores."""
+"""Assumed until a server is measured: a large model on a few cores."""
 
 
 class PrefillSpeed:

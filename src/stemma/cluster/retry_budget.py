@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 _SHARE = 0.2
 _BURST = 100.0
-"""What it takes at once: the requests under way of a server that just failed."""
+"""Size of a burst that it allows: the requests under way of a server that just failed."""
 _PER_S = 5.0
 
 

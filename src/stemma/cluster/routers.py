@@ -30,11 +30,11 @@ _MISS_WEIGHT = 8
 With 1, four replicas lose 6.6 points of hits to one of the same memory, on Mooncake's conversations; with 8,
 1.3 points. Above 8 the longest waits grow (docs/cluster.md)."""
 _PRESSURE_WEIGHT = 5.0
-"""What a token computed on a replica costs more, for each time that the replica computed the mean of all
+"""Added cost of a token computed on a replica, for each time that the replica computed the mean of all
 lately: it evicts one there sooner. Without it, six beginnings of prompts stay on four replicas as two, two,
 one and one, and half of the memory holds a third of the conversations (docs/log.md)."""
 _RUNNING_TOKENS = 16
-"""What a running answer adds to a replica's cost, in prompt tokens: its decodes share the steps."""
+"""Cost of a running answer for its replica, in prompt tokens: its decodes share the steps."""
 _AFFINITY_IMBALANCE = 8
 _AFFINITY_MATCH = 0.1
 _AFFINITY_BLOCKS = 400_000
@@ -88,7 +88,7 @@ class RoundRobin:
         self._next = 0
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
-        """See `Router`."""
+        """Return all replicas, from the next one on."""
         first = self._next % len(loads)
         self._next += 1
         return [*range(first, len(loads)), *range(first)]
@@ -98,7 +98,7 @@ class LeastLoaded:
     """The least tokens to compute, then the fewest requests."""
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
-        """See `Router`."""
+        """Return the replicas by tokens to compute, then by requests."""
         ranks = _ranks(ask, loads)
         return sorted(range(len(loads)), key=lambda r: (loads[r].num_tokens, loads[r].num_requests, ranks[r]))
 
@@ -107,7 +107,7 @@ class Rendezvous:
     """Highest hash of (beginning of the prompt, replica); overloaded replicas last."""
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
-        """See `Router`."""
+        """Return the replicas by hash, overloaded ones last."""
         ranks = _ranks(ask, loads)
         most = 2 * min(load.num_requests for load in loads) + OVERLOADED_BY
         return sorted(
@@ -120,7 +120,7 @@ class CacheAware:
     """The least tokens to compute, those of the queue included."""
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
-        """See `Router`."""
+        """Return the replicas by cost: tokens to compute, pressure and running answers."""
         ranks = _ranks(ask, loads)
         mean = sum(load.num_recent for load in loads) / len(loads)
 
@@ -147,7 +147,7 @@ class PrefixAffinity:
         self._random = random.Random(self.seed)
 
     def order(self, ask: Ask, loads: Sequence[ReplicaLoad], depths: Sequence[int]) -> list[int]:
-        """See `Router`. `depths` aren't used."""
+        """Return the replica that was sent the prompt's beginning first, else one of two at random."""
         numbers = [_number(load, place) for place, load in enumerate(loads)]
         queues = [load.num_requests for load in loads]
         chosen = self._match(ask, numbers) if max(queues) - min(queues) <= _AFFINITY_IMBALANCE else None

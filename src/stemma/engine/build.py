@@ -94,7 +94,7 @@ class EngineParts:
 
     @property
     def own_directory(self) -> Path | None:
-        """See `EngineClient`: the disk tier's sub-directory of this model, which this process has locked."""
+        """The disk tier's sub-directory of this model, which this process has locked."""
         stores = () if self.tiers is None else self.tiers.stores
         disk = next((one for one in stores if isinstance(one, DiskStore)), None)
         return None if disk is None or disk.read_only else disk.path

@@ -34,7 +34,7 @@ class EngineClient(Protocol):
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
     abilities: Abilities
-    """What the model gives beside text, or instead."""
+    """Results that the model gives beside text, or instead."""
     pool: PoolAttachment | None
     """None: the prefix cache is off."""
     own_directory: Path | None

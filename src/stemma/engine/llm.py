@@ -63,7 +63,7 @@ class Generation:
     prompt_logprobs: PromptLogprobs | None = None
     """None unless `SamplingParams.prompt_logprobs` is set."""
     pooled: Vector | None = None
-    """What `embed` and `score` are made of; None for prompts that are answered."""
+    """The vector that `embed` and `score` are made of; None for prompts that are answered."""
 
     @property
     def text(self) -> str:
@@ -86,9 +86,9 @@ class PairScore:
     """How well a document answers a query."""
 
     score: float
-    """Of a reranker a probability, of an embedding model the cosine."""
+    """A probability if the model is a reranker, the cosine if it is an embedding model."""
     caches: tuple[CacheReport, ...]
-    """What was reused for the prompt of the pair, or for those of the query and of the document."""
+    """Reports of reuse for the prompt of the pair, or for those of the query and of the document."""
 
 
 class LLM:

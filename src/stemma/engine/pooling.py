@@ -21,7 +21,7 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What is wanted of a prompt."""
+    """A request for a prompt's vector: which tokens count, and how it is scaled."""
 
     kind: PoolingKind | Literal["logits"]
     token_ids: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ JUDGE = (
     'that the answer can only be "yes" or "no".'
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""What Qwen3-Reranker was trained with, where a request brings no instruction."""
+"""The instruction that Qwen3-Reranker was trained with, for where a request brings no instruction."""
 _TINY = 1e-24
 
 
@@ -31,7 +31,7 @@ class Scoring(Protocol):
     """How one model scores pairs of texts."""
 
     pooling: Pooling
-    """What is wanted of each text."""
+    """The kind of vector that each text gets."""
     adds_special_tokens: bool
     """Whether the tokenizer puts its special tokens around the texts."""
 
@@ -115,7 +115,7 @@ class PairPrompt:
 
 
 _ROLES = ("query", "document")
-"""Of messages, in chat templates that are made for pairs."""
+"""Roles of messages in chat templates that are made for pairs."""
 
 
 class TokenScoring:
@@ -128,17 +128,17 @@ class TokenScoring:
         self.pooling = Pooling("logits", (tokens.true_id, tokens.false_id))
 
     def texts(self, query: str, document: str, instruction: str | None) -> tuple[str, ...]:
-        """See `Scoring.texts`."""
+        """Return the one prompt of the pair."""
         return (self._prompt.text(query, document, instruction),)
 
     def score(self, vectors: Sequence[Vector]) -> float:
-        """See `Scoring.score`: between 0 and 1."""
+        """Return the true token's probability, between 0 and 1."""
         (logits,) = vectors
         return sigmoid(float(logits[0]) - float(logits[1]))
 
 
 class HeadScoring:
-    """What a sequence classifier's head makes of the last token's hidden state."""
+    """Scores that a sequence classifier's head makes from the last token's hidden state."""
 
     adds_special_tokens = False
 
@@ -148,11 +148,11 @@ class HeadScoring:
         self.pooling = Pooling("last")
 
     def texts(self, query: str, document: str, instruction: str | None) -> tuple[str, ...]:
-        """See `Scoring.texts`."""
+        """Return the one prompt of the pair."""
         return (self._prompt.text(query, document, instruction),)
 
     def score(self, vectors: Sequence[Vector]) -> float:
-        """See `Scoring.score`."""
+        """Return the head's score of the last token's state."""
         (state,) = vectors
         return self._head.score(state)
 
@@ -168,7 +168,7 @@ class CosineScoring:
         self.pooling = Pooling(embedding.kind)
 
     def texts(self, query: str, document: str, instruction: str | None) -> tuple[str, ...]:
-        """See `Scoring.texts`."""
+        """Return the texts of query and document; raise InvalidRequest for an instruction."""
         if instruction is not None:
             raise InvalidRequest(
                 "an embedding model takes its instruction from the checkpoint's prompts; leave it out",
@@ -177,7 +177,7 @@ class CosineScoring:
         return (self._query_prompt + query, self._document_prompt + document)
 
     def score(self, vectors: Sequence[Vector]) -> float:
-        """See `Scoring.score`: between -1 and 1."""
+        """Return the cosine, between -1 and 1."""
         query, document = (one.astype(np.float64) for one in vectors)
         norms = float((query * query).sum()) * float((document * document).sum())
         return float((query * document).sum()) / math.sqrt(max(norms, _TINY))

@@ -33,7 +33,7 @@ _TIERS = {1: GPU, 2: CPU, 4: STORAGE}
 
 
 class HoldingsOf(Protocol):
-    """What a follower writes to: `cluster.holdings.Holdings`. `told`: 64 bits of a server's own hashes."""
+    """The index behind a follower (`cluster.holdings.Holdings`). `told`: 64 bits of a server's own hashes."""
 
     def store(self, replica: int, ids: Words, tier: str, told: Words) -> None:
         """Note blocks that a replica now holds, by name."""

@@ -1,4 +1,4 @@
-"""What a server's tiers hold at this moment, by the names that routers know: told at once to who asks.
+"""Blocks that a server's tiers hold at this moment, by the names that routers know: told at once to who asks.
 
 Lower tiers know the keys of their blocks only, and so does a disk that is opened again. The names of blocks
 on disk are therefore kept in a file beside them. A record that is missing or damaged there means that routers

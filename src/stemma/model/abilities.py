@@ -1,4 +1,4 @@
-"""What a loaded model gives beside text: embeddings of prompts, and scores of how well two texts match."""
+"""Results of a loaded model beside text: embeddings of prompts, and scores of how well two texts match."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class ModelInfo:
     """Identifies the weights (`model/fingerprint.py`)."""
     weight_bytes: int
     formats: str = ""
-    """What became of the weights of a quantized checkpoint, for people: ``210 Q4_1 kept quantized``."""
+    """Summary of how a quantized checkpoint's weights are held, for people: ``210 Q4_1 kept quantized``."""
     abilities: Abilities = field(default_factory=Abilities)
     """The kinds of answers that it gives beside text, or instead."""
     numeric_path: str = "torch"

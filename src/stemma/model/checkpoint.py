@@ -26,7 +26,7 @@ class Checkpoint:
     path: Path
     config: Any
     dtype: torch.dtype
-    """Of the model in memory."""
+    """The dtype that the model has in memory."""
     stored: list[StoredTensor]
     method: str | None
     """How weights are quantized, by name; None: they are plain."""

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its config, its defaults of generation, its dtype and longest context.
+"""A checkpoint's own description: its config, its defaults of generation, its dtype and longest context.
 
 Foreign code reads the config, maybe the checkpoint's own: any exception of it becomes a ModelError.
 """
@@ -30,9 +30,9 @@ _SERVED_LAYER_TYPES = frozenset(
     }
 )
 SCORE_WEIGHT = "score.weight"
-"""Of a sequence classifier's head, in all families of transformers."""
+"""The name of a sequence classifier's head in all families of transformers."""
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
-"""Of plain weights in safetensors, and what holds them in memory."""
+"""Dtypes of plain weights in safetensors, and those that hold them in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _HEADLESS = "embed_tokens.weight"
 _MAX_SHOWN = 200
 _MAX_TENSOR_NAME_CHARS = 1000
 _MAX_NAME_CHARS = 255
-"""Of a file, on most systems."""
+"""Length of a file's name that most systems allow."""
 _BITS = {"BOOL": 8, "BF16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
 
 

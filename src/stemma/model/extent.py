@@ -24,11 +24,11 @@ _LIMITS = {
 }
 """Names of fields that a loop counts to, and a number far above all published models'."""
 _LONGEST_NAME = 100
-"""Of a field of any config; longer names would make the search take long."""
+"""Longest name of a field of any config; longer names would make the search take long."""
 _SPARE_NUMBERS = 1 << 24
-"""What a model may have beside its weights, of any size: tables of positions, masks."""
+"""Numbers that a model of any size may have beside its weights: tables of positions, masks."""
 _FEWEST_BITS = 2
-"""Of a quantized weight."""
+"""Bits of the smallest quantized weight."""
 _FLOAT_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}
 _ADVICE = "take config.json from where the checkpoint comes from"
 

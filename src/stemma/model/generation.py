@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json says: end-of-sequence ids and sampling defaults, checked."""
+"""Reader of a checkpoint's generation_config.json: end-of-sequence ids and sampling defaults, checked."""
 
 from __future__ import annotations
 

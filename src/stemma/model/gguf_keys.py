@@ -1,4 +1,4 @@
-"""What is done with each metadata key of a GGUF file: read, known to change nothing, or refused."""
+"""Treatment of each metadata key of a GGUF file: read, known to change nothing, or refused."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class GroupedStep:
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `StepContext.attend`."""
+        """Attend in the step of the layer's group."""
         is_paged, number = self._layout.place_of(call.layer_idx)
         step = self._in_pages if is_paged else self._in_blocks
         return step.attend(replace(call, layer_idx=number), query, key, value)

@@ -32,7 +32,7 @@ _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja", *_TOKENIZERS)
 """Files of a checkpoint that loading may read, beside its weights; none in folders below."""
 _MAX_LISTED = 6
 _REPO = re.compile(r"(?=.{1,96}\Z)(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What the hub allows as a name."""
+"""Names that the hub allows."""
 
 
 @dataclass(frozen=True, slots=True)

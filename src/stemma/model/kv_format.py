@@ -23,7 +23,7 @@ from stemma.memory.device.layout import COLUMNS, SCALE_BYTES, KVLayout, StoredAs
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 MIN_SCALE = 1e-30
-"""Of a row of zeros, or nearly so: a scale and its inverse stay normal numbers."""
+"""Scale of a row of zeros, or nearly so: a scale and its inverse stay normal numbers."""
 
 
 def encode(rows: torch.Tensor, stored: StoredAs, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ class LayerSource(Protocol):
 
     @property
     def layout(self) -> KVLayout:
-        """Of a block."""
+        """Return the layout of a block."""
 
     def layer(self, index: int, /) -> torch.Tensor:
         """Return a layer of all blocks; see `DeviceKV.layer`."""

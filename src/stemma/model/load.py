@@ -1,4 +1,4 @@
-"""What the steps of one load share: what is loaded, and what comes out."""
+"""Data that the steps of one load share: its input and its result."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Loaded:
     kv_shape: KVShape
     architecture: str
     num_bytes: int
-    """Of all weights, were they plain."""
+    """Bytes of all weights, were they plain."""
     num_codes: int
     """Weights of the checkpoint that stay quantized."""
     reference: Reference | None = None
-    """What the model computes by itself; None: tests have compared its family."""
+    """Results that the model computes by itself; None: tests have compared its family."""
     checked: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
     """Lets the decoder run just those layers that the reference comes from."""

@@ -111,7 +111,7 @@ class StatesOfModules(ModuleDecoder):
     """A `MainDecoder` that runs the modules of transformers."""
 
     def run_with_states(self, batch: ForwardBatch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `MainDecoder.run_with_states`."""
+        """Write the batch's KV; return logits [L, vocab] and all rows' states [T, H] behind the last norm."""
         model = self._hf
         with self._adapted.step(batch):
             output = model.model(
@@ -124,12 +124,12 @@ class StatesOfModules(ModuleDecoder):
             return self.head(states[batch.logits_rows]), states
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `MainDecoder.embed`."""
+        """Return embeddings [T, H] of ids [T]."""
         embedded: torch.Tensor = self._hf.model.embed_tokens(token_ids)
         return embedded
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """See `MainDecoder.head`."""
+        """Return the logits [T, vocab] of hidden states [T, H] behind the final norm."""
         logits: torch.Tensor = self._hf.lm_head(states)
         return logits
 
@@ -155,15 +155,15 @@ class PredictingDecoder:
         """[T, H]: the model's last hidden states of the batch that ran last."""
 
     def adaptable(self) -> Mapping[str, LinearShape]:
-        """See `Decoder.adaptable`."""
+        """Return the linear layers that adapters may add to, by their names in transformers."""
         return self._main.adaptable()
 
     def prepare_adapter(self, adapter: Adapter) -> object:
-        """See `Decoder.prepare_adapter`."""
+        """Return the adapter as a step of this decoder uses it."""
         return self._main.prepare_adapter(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`."""
+        """Write the batch's KV and return logits [L, vocab]."""
         with self._computing(batch, kv) as step:
             logits, self.hidden = self._main.run_with_states(batch, step)
             self._advance(batch, _before(self.hidden, batch), step)

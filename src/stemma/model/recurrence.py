@@ -75,7 +75,7 @@ class Recurrence(Protocol):
 
 
 class TorchRecurrence:
-    """See `Recurrence`."""
+    """Recurrent layers by torch alone: the reference of the kernels' results."""
 
     def convolve(
         self,
@@ -86,7 +86,7 @@ class TorchRecurrence:
         *,
         is_activated: bool,
     ) -> torch.Tensor:
-        """See `Recurrence.convolve`."""
+        """Return the causal convolution of x [T, C] by weight [width, C]."""
         output = torch.empty_like(x)
         width = weight.shape[0]
 
@@ -108,7 +108,7 @@ class TorchRecurrence:
         decay: torch.Tensor,
         beta: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Recurrence.scan`."""
+        """Return linear attention [T, H, V] of queries and keys [T, G, K] and values."""
         output = torch.empty_like(value)
         heads, value_dim = value.shape[1:]
         repeats = heads // key.shape[1]
@@ -138,7 +138,7 @@ class TorchRecurrence:
         projection: torch.Tensor,
         skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Recurrence.select`."""
+        """Return the selective scan of a Mamba layer."""
         output = torch.empty_like(x)
 
         def advance(state: torch.Tensor, row: int) -> torch.Tensor:

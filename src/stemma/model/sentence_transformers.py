@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say of a checkpoint: how hidden states become an embedding.
+"""Reader of sentence-transformers' files in a checkpoint: how hidden states become an embedding.
 
 ``modules.json`` lists what follows the model: a pooling and a normalization, or, in a reranker, the tokens
 whose logits are its score. Prompts are in ``config_sentence_transformers.json``. Everything there is checked;

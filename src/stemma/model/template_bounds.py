@@ -28,13 +28,13 @@ from transformers.utils import chat_template_utils
 RENDER_LIMIT_S = 20.0
 """For one rendering, which takes some milliseconds."""
 MAX_ROUNDS = 1 << 20
-"""Of loops, and calls, in one rendering."""
+"""Rounds of loops, and calls, in one rendering."""
 MAX_CHARS = 1 << 25
-"""Of one text, or of all in a list."""
+"""Characters of one text, or of all in a list."""
 MAX_MADE_CHARS = 1 << 29
-"""Of all that one rendering makes."""
+"""Characters of all texts that one rendering makes."""
 _MAX_ITEMS = 1 << 20
-"""Of a list and the lists in it."""
+"""Items of a list and of the lists in it."""
 _MAX_BITS = 1 << 16
 _Node = TypeVar("_Node", bound=nodes.Node)
 _COUNTED, _ROUND, _MARK = "stemma_counted", "stemma_round", "is_bounded"
@@ -56,7 +56,7 @@ _GROWING = frozenset(
 """Filters and methods whose result may be as long as the product of what they are given."""
 _WIDE = re.compile(r"[0-9]{5}|\*")
 _WIDE_IN_BRACES = re.compile(r"\{[^{}]*[0-9]{5}|\{[^{}]+\{")
-"""What may be the width of more than four digits in a format, or one that is an argument."""
+"""Finds a width of more than four digits in a format, or one that is an argument."""
 
 
 class _Rendering(threading.local):

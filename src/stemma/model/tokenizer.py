@@ -28,7 +28,7 @@ _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
 _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
-"""What of transformers' own class lies between `encode` and the library tokenizers."""
+"""Methods of transformers' own class that lie between `encode` and the library tokenizers."""
 
 
 def _gguf_tokenizer(path: Path) -> Any:

@@ -31,7 +31,7 @@ from stemma.errors import (
 
 RETRY_AFTER_DRAIN_S = 5
 STATUS_CLIENT_CLOSED = 499
-"""What proxies log for a client that left; nobody reads the body."""
+"""Status that proxies log for a client that left; nobody reads the body."""
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

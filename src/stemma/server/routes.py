@@ -108,7 +108,7 @@ class AudienceRoute(APIRoute):
 
     audience: Audience
     shapes: tuple[ErrorShape, ...]
-    """Of its errors: that of its API first, then those that the handler writes."""
+    """Shapes of its errors: that of its API first, then those that the handler writes."""
     media_type: str
     has_head: bool
     sends: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What serves only prompts that go on right behind it: recurrent states, and windows of KV.
+"""Checkpoints, which serve only prompts that go on right behind them: recurrent states, and windows of KV.
 
 KV of a prefix serves every longer prompt. A recurrent state, and the last tokens that a sliding window sees,
 serve only those that go on behind them. So both are kept where prompts are likely to part, as checkpoints: at

@@ -25,13 +25,13 @@ def device_bytes(settings: CacheSettings, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSizes:
-    """What the device tier has room for."""
+    """Numbers of blocks, states and pages that the device tier has room for."""
 
     num_blocks: int
     num_states: int = 0
-    """Of recurrent layers."""
+    """States of recurrent layers."""
     num_pages: int = 0
-    """Of layers with windows."""
+    """Pages of layers with windows."""
 
 
 _BLOCKS_PER_PAGE = 4

@@ -21,7 +21,7 @@ _STRIP = 64
 _PATCH_BYTES = 8
 _INPUTS_OF_TILE = 32
 _INPUTS_A_PATCH = 16
-"""Of a strip: at most one weight in 1,024 may need a patch, or patching takes what was gained."""
+"""Inputs for each patch: at most one weight in 1,024 may need a patch, or patching takes what was gained."""
 
 
 def can_compress(kernels: Kernels, strips: Strips, dtype: torch.dtype) -> bool:

@@ -87,11 +87,11 @@ class FusedDecoder:
         self._adaptable = adaptable(layout)
 
     def adaptable(self) -> dict[str, LinearShape]:
-        """See `Decoder.adaptable`."""
+        """Return the linear layers that adapters may add to, by their names in transformers."""
         return self._adaptable
 
     def prepare_adapter(self, adapter: Adapter) -> PackedAdapter:
-        """See `Decoder.prepare_adapter`."""
+        """Return the adapter as a step of this decoder uses it."""
         return PackedAdapter(self._kernels, adapter, self._num_layers, self._dtype)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
@@ -103,7 +103,7 @@ class FusedDecoder:
             return logits
 
     def run_with_states(self, batch: ForwardBatch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `MainDecoder.run_with_states`."""
+        """Write the batch's KV; return logits [L, vocab] and all rows' states [T, H] behind the last norm."""
         assert isinstance(step, NativeAttentionStep)
         states = torch.empty(len(batch.token_ids), self._head.in_features, dtype=self._dtype)
         return self._run(batch, step, states), states

@@ -117,7 +117,7 @@ class FusedLayer:
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     head_norms: tuple[torch.Tensor, ...] = field(default=())
-    """Of queries and of keys."""
+    """Weights of the norms of queries and of keys."""
     latent: FusedLatent | None = None
     recurrent: FusedRecurrent | None = None
 

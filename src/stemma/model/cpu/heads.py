@@ -48,7 +48,7 @@ class GroupedHeads:
         self._step: tuple[torch.Tensor, ...] = ()
 
     def of_step(self, batch: ForwardBatch, kv: DeviceKV) -> tuple[RotateArgs, AttendArgs]:
-        """See `Heads.of_step`."""
+        """Return the arguments of rotation and attention for a step."""
         if self._made is None or self._made[0]() is not kv:
             self._made = ref(kv), self._rotate_args(kv), self._attend_args(kv)
         _, rotate, attend = self._made
@@ -112,7 +112,7 @@ class LatentHeads:
         self._step: tuple[torch.Tensor, ...] = ()
 
     def of_step(self, batch: ForwardBatch, kv: DeviceKV) -> tuple[LatentArgs, AttendArgs]:
-        """See `Heads.of_step`."""
+        """Return the arguments of rotation and attention for a step."""
         if self._made is None or self._made[0]() is not kv:
             self._made = ref(kv), *self._args(kv)
         _, latent, attend = self._made

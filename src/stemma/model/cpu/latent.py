@@ -33,7 +33,7 @@ class PackedLatent(LatentProjection):
         """Of each head: weighted latents to values, [value, rank]."""
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """See `LatentProjection.absorb`."""
+        """Return queries [T, H, nope + rope] folded into latents [T, H, rank + rope]."""
         if query.stride(2) != 1:
             query = query.contiguous()
         folded = query.new_empty(*query.shape[:2], self.rank + self.rope_dim)
@@ -43,7 +43,7 @@ class PackedLatent(LatentProjection):
         return folded
 
     def project(self, output: torch.Tensor) -> torch.Tensor:
-        """See `LatentProjection.project`."""
+        """Return the values [T, H, value] of weighted latents [T, H, rank]."""
         values = output.new_empty(*output.shape[:2], self.value_dim)
         for head, product in enumerate(self.projecting):
             product.into(output[:, head], values[:, head])

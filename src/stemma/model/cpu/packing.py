@@ -1,4 +1,4 @@
-"""What a layer's weights become as they are packed: plain, quantized in the checkpoint, or quantized here.
+"""Forms of a layer's packed weights: plain, quantized in the checkpoint, or quantized here.
 
 One object says so for all places that pack. Weights that a checkpoint holds quantized stay so. With
 `--quantize`, plain ones of linear layers and experts are rounded; not rounded are the weights of routers and
@@ -21,7 +21,7 @@ from stemma.model.weights.rounding import RoundInputs, RoundToNearest, quantize
 from stemma.native.library import Kernels
 
 HEAD_BITS = 8
-"""Of an output head, also where layers have 4: an error there goes straight into the logits."""
+"""Bits of an output head, also where layers have 4: an error there goes straight into the logits."""
 
 
 class Packing:

@@ -14,7 +14,7 @@ from stemma.native.structures import ConvolveArgs, ScanArgs, SelectiveArgs, Stat
 
 
 class NativeRecurrence:
-    """See `model.recurrence.Recurrence`: tensors are float32 and contiguous."""
+    """Recurrent layers by the native kernels; tensors are float32 and contiguous."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -28,7 +28,7 @@ class NativeRecurrence:
         *,
         is_activated: bool,
     ) -> torch.Tensor:
-        """See `Recurrence.convolve`."""
+        """Return the causal convolution of x [T, C] by weight [width, C]."""
         output, places = torch.empty_like(x), _Places(sequences)
         args = ConvolveArgs(
             rows=places.rows,
@@ -53,7 +53,7 @@ class NativeRecurrence:
         decay: torch.Tensor,
         beta: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Recurrence.scan`."""
+        """Return linear attention [T, H, V] of queries and keys [T, G, K] and values."""
         output, places = torch.empty_like(value), _Places(sequences)
         args = ScanArgs(
             rows=places.rows,
@@ -84,7 +84,7 @@ class NativeRecurrence:
         projection: torch.Tensor,
         skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Recurrence.select`."""
+        """Return the selective scan of a Mamba layer."""
         output, places = torch.empty_like(x), _Places(sequences)
         args = SelectiveArgs(
             rows=places.rows,

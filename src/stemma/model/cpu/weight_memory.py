@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 
 class _Arrays(threading.local):
-    """What the loading thread cuts from; None: each weight gets an array of its own."""
+    """The memory that the loading thread cuts from; None: each weight gets an array of its own."""
 
     free: torch.Tensor | None = None
     early: EarlyMemory | None = None

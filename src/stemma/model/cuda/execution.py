@@ -36,7 +36,7 @@ class TritonDecoder:
         self._num_multiprocessors = num_multiprocessors
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`."""
+        """Write the batch's KV and return logits [L, vocab]."""
         block_size = kv.layout.block_size
         groups = find_groups(batch, block_size)
         shared = SharedTensors.of(groups, batch.num_seqs, block_size, kv.device) if groups else None
@@ -45,11 +45,11 @@ class TritonDecoder:
         return self._modules.run(batch, step)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
-        """See `Decoder.adaptable`."""
+        """Return the linear layers that adapters may add to, by their names in transformers."""
         return self._modules.adaptable()
 
     def prepare_adapter(self, adapter: Adapter) -> object:
-        """See `Decoder.prepare_adapter`."""
+        """Return the adapter as a step of this decoder uses it."""
         return self._modules.prepare_adapter(adapter)
 
     def decode_step(self, tensors: StepTensors, kv: DeviceKV) -> Any:

@@ -57,7 +57,7 @@ class CudaGraphRecorder:
         self._pool: Any = None
 
     def record(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See `GraphRecorder`."""
+        """Record the kernels that `run` starts; return what replays them."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may use CUDA to load blocks from lower tiers, so only this thread is restricted.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -166,15 +166,15 @@ class GraphDecoder:
         return tuple(bucket for bucket, _ in self._replays)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
-        """See `Decoder.adaptable`."""
+        """Return the linear layers that adapters may add to, by their names in transformers."""
         return self._eager.adaptable()
 
     def prepare_adapter(self, adapter: Adapter) -> object:
-        """See `Decoder.prepare_adapter`."""
+        """Return the adapter as a step of this decoder uses it."""
         return self._eager.prepare_adapter(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`."""
+        """Write the batch's KV and return logits [L, vocab]."""
         bucket = self._bucket(batch)
         if bucket is None:
             return self._eager.forward(batch, kv)

@@ -30,7 +30,7 @@ from stemma.model.families.pattern import GATED, MAX_HEAD_DIM, gated, layer_path
 from stemma.model.families.rotary import has_fixed_angles
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever the config says of the others."""
+"""Epsilon of the norms of latents, whatever the config says of the others."""
 
 
 def _v2_router(config: Any, linear: Linear) -> Router | None:

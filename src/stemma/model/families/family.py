@@ -1,4 +1,4 @@
-"""What Stemma knows of the models of one class of transformers."""
+"""Facts about the models of one class of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Family:
     """One class of transformers whose logits the tests compare with transformers, on every path."""
 
     model_type: str
-    """Of config.json."""
+    """The `model_type` of config.json."""
     architecture: str
     """The class of transformers for a causal LM."""
     pattern: LlamaPattern | None = None
@@ -33,5 +33,5 @@ class Family:
 
     @property
     def layout(self) -> MakeLayout | None:
-        """What the native step computes of the family; None: transformers' modules run."""
+        """Return the layout that the native step computes; None: transformers' modules run."""
         return self.own_layout if self.pattern is None else self.pattern.layout

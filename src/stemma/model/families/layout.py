@@ -1,4 +1,4 @@
-"""What a model is made of: its tensors by name and shape, and how its layers attend and route.
+"""The parts of a model: its tensors by name and shape, and how its layers attend and route.
 
 A family makes a `ModelLayout` from a config. It is all that the fused decoder and the loader know of a model:
 the decoder takes each part's tensors out of the checkpoint by these names, and a checkpoint that has exactly
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""Of tensors, by name."""
+"""Shapes of tensors, by name."""
 Angles: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
 """Takes a tensor of the model's dtype and positions [1, T]; returns cos and sin of their angles, [1, T, D]
 each, or both as one complex tensor [1, T, D / 2]."""
@@ -26,7 +26,7 @@ class Piece:
     """Which rows of a larger tensor a layer's weight is."""
 
     shape: tuple[int, ...]
-    """Of the tensor: [rows, inputs], or [experts, rows, inputs]."""
+    """Shape of the tensor: [rows, inputs], or [experts, rows, inputs]."""
     first_row: int
     expert: int | None = None
 
@@ -91,7 +91,7 @@ class Router:
     """How a token's experts are chosen: `Router` of native/mixture.h."""
 
     linear: Linear
-    """Of hidden states to the experts' logits; never rounded."""
+    """Map from hidden states to the experts' logits; never rounded."""
     by: RoutedBy
     top_k: int
     normalize: bool
@@ -119,7 +119,7 @@ class Mixture:
     shared: Gated | None = None
     """Experts that all tokens share, as one gated layer."""
     shared_gate: Linear | None = None
-    """Of hidden states to one number, whose sigmoid the shared experts count by; None: they count whole."""
+    """Map from states to a number, whose sigmoid the shared experts count by; None: they count whole."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
@@ -133,11 +133,11 @@ class Latent:
     """Linears and norms of latent attention, beside its products of hidden states (DeepSeek-V2 and V3)."""
 
     norm: Norm
-    """Of the token's latent, whose size is its rank."""
+    """Norm of the token's latent, whose size is its rank."""
     projection: Linear
-    """Of latents to keys and values of all heads; used as a tensor, so never quantized."""
+    """Map from latents to keys and values of all heads; used as a tensor, so never quantized."""
     expand: Linear | None = None
-    """Of the query's own latent to its heads; None: the query has none."""
+    """Map from the query's own latent to its heads; None: the query has none."""
     query_norm: Norm | None = None
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -201,16 +201,16 @@ class Layer:
     """One decoder layer."""
 
     inputs: tuple[Linear, ...]
-    """What reads its normed hidden states: query, key and value; with latents the query or its latent, then
-    the token's latent beside its rotary key; of a recurrent layer all that its scan reads."""
+    """Weights that read its normed hidden states: query, key and value; with latents the query or its latent,
+    then the token's latent beside its rotary key; of a recurrent layer all that its scan reads."""
     output: Linear
     mlp: Gated | Mixture
     input_norm: Norm
     post_norm: Norm
     scaling: float
-    """Of scores."""
+    """Factor of scores."""
     head_norms: tuple[Norm, Norm] | None = None
-    """Of queries and of keys, head by head."""
+    """Norms of queries and of keys, head by head."""
     latent: Latent | None = None
     window: int | None = None
     """Tokens that a query sees, itself included; None: all."""
@@ -286,7 +286,7 @@ class ModelLayout:
     """Makes what computes rotary angles."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what each half of a layer adds."""
+    """Factor of each half of a layer before it is added."""
     logits_divisor: float = 1.0
 
     def shapes(self) -> Shapes:

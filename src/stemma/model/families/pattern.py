@@ -25,7 +25,7 @@ from stemma.model.families.rotary import RotaryAngles, has_fixed_angles
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 MAX_HEAD_DIM = 1024
-"""What the native step has room for."""
+"""Largest head that the native step has room for."""
 
 Mlp: TypeAlias = Callable[[Any, int], Gated | Mixture]
 """Takes a config and a layer's number; returns what follows its attention."""

@@ -51,15 +51,15 @@ class ModuleDecoder:
         self._adapted = AdaptedModules(hf_model, self._kernels, self._try)
 
     def adaptable(self) -> Mapping[str, LinearShape]:
-        """See `Decoder.adaptable`."""
+        """Return the linear layers that adapters may add to, by their names in transformers."""
         return self._adapted.shapes
 
     def prepare_adapter(self, adapter: Adapter) -> object:
-        """See `Decoder.prepare_adapter`."""
+        """Return the adapter as a step of this decoder uses it."""
         return self._adapted.prepare(adapter)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`."""
+        """Write the batch's KV and return logits [L, vocab]."""
         kernels = self._kernels
 
         def make(batch: ForwardBatch, kv: DeviceKV) -> AbstractContextManager[StepContext]:

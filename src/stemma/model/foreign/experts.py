@@ -38,7 +38,7 @@ class GatedExperts:
         ]
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See `PackedExperts.__call__`."""
+        """Return the weighted sum of the chosen experts: x [T, H], ids and weights [T, k]."""
         num_tokens, top_k = ids.shape
         experts, order = torch.sort(ids.reshape(-1), stable=True)
         routed, counts = torch.unique_consecutive(experts, return_counts=True)

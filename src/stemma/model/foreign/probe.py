@@ -1,4 +1,4 @@
-"""What each layer of a model of transformers hands to attention, found by running two tokens through it."""
+"""Arguments of attention in each layer of a model of transformers, found by running two tokens through it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class PagedStates(StateStep):
         self._offsets = kv.layout.state.offsets()
 
     def sequences(self, name: str, shape: tuple[int, ...]) -> Sequence[SequenceRows]:
-        """See `StateStep.sequences`."""
+        """Return each sequence's rows, and the place of its state `name`."""
         offset = self._offsets[self.layer, name]
         starts, moves = self._batch.query_starts, self._moves
 
@@ -84,7 +84,7 @@ class ProbedStates(StateStep):
         self.parts: dict[tuple[int, str], StatePart] = {}
 
     def sequences(self, name: str, shape: tuple[int, ...]) -> Sequence[SequenceRows]:
-        """See `StateStep.sequences`."""
+        """Return each sequence's rows, and the place of its state `name`."""
         if self.layer < 0 or (self.layer, name) in self.parts:
             raise UnsupportedModel(f"recurrent layers run in an order that isn't known. {SUPPORTED}")
         self.parts[self.layer, name] = StatePart(self.layer, name, shape)
@@ -106,14 +106,14 @@ def running(step: StateStep | None) -> Iterator[None]:
 
 
 class LayerCache:
-    """What the modules take for transformers' cache. It keeps nothing: attention and scans find their own."""
+    """Stand-in for transformers' cache. It keeps nothing: attention and scans find their own."""
 
     def get_conv_state(self, layer_idx: int, **_options: Any) -> None:
         """Return that a sequence begins, so that modules call the functions that `divert` replaces."""
         _running().layer = layer_idx
 
     def get_recurrent_state(self, layer_idx: int, **_options: Any) -> None:
-        """See `get_conv_state`."""
+        """Return that a sequence begins, as `get_conv_state` does."""
         _running().layer = layer_idx
 
     def update_conv_state(self, inputs: torch.Tensor, *_place: Any, **_options: Any) -> torch.Tensor:

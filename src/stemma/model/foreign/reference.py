@@ -1,4 +1,4 @@
-"""What a model of transformers computes by itself, for the self-check at load (selfcheck.py).
+"""Results that a model of transformers computes by itself, for the self-check at load (selfcheck.py).
 
 Architectures on `TESTED` are compared with transformers by our tests and skip the check. Of a large model
 only the first layers run, enough to have each kind: the check reads weights three times, and an 8B model has

@@ -17,7 +17,7 @@ from stemma.model.weights.quantized import QuantizedWeight
 from stemma.model.weights.stored import StoredWeights
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of a word's eight fields, from the lowest on, field _ORDER[n] is that of output n."""
+"""Order of a word's eight fields: counted from the lowest, field _ORDER[n] is that of output n."""
 
 
 def read_weights(

@@ -22,7 +22,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a product does to its inputs, and with which numbers (`QuantizedWeight`)."""
+    """Rounding of a product's inputs, with its numbers (`QuantizedWeight`)."""
 
     scheme: ActivationScheme
     scale: float | None = None

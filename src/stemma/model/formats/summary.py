@@ -1,4 +1,4 @@
-"""What became of a checkpoint's weights, for the line that a server prints at its start."""
+"""Summary of how a checkpoint's weights are held, for the line that a server prints at its start."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Adapter:
     pairs: Mapping[str, LowRankPair]
     """By the name of the layer."""
     num_bytes: int
-    """Of all matrices."""
+    """Bytes of all matrices."""
     name: str = ""
     """The name that requests call it by; one adapter under two names shares matrices and key."""
 

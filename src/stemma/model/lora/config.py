@@ -1,4 +1,4 @@
-"""What adapter_config.json says, as far as it changes what is computed.
+"""Fields of adapter_config.json that change results.
 
 Fields that this server doesn't know must have no effect (null, false, empty): a later PEFT may have found
 another way to adapt a layer, and leaving it out would give wrong text.

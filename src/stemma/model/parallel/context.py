@@ -132,7 +132,7 @@ class ContextStep:
 
 @dataclass(frozen=True, slots=True)
 class _LayerCall:
-    """What a rank without rows needs to know to attend for the others."""
+    """A layer's step as a rank without rows needs it to attend for the others."""
 
     call: AttentionCall
     key_dim: int
@@ -156,7 +156,7 @@ class ContextDecoder(ModuleDecoder):
         self._calls = [_LayerCall(call, dim, value) for call, _, dim, value in probe.calls]
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
-        """See `Decoder.forward`; logits are whole on rank 0, the others return those of their rows.
+        """Write the batch's KV and return logits [L, vocab]: all on rank 0, those of its rows on others.
 
         `kv` holds this rank's part of each block; slots and block tables are those of whole blocks.
         """

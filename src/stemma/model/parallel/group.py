@@ -1,4 +1,4 @@
-"""What ranks exchange within a step: partial sums, added in the order of ranks; queries, keys and results.
+"""Exchange between ranks within a step: partial sums, added in the order of ranks; queries, keys and results.
 
 A collective's own sum would add in an order that depends on its algorithm. Here every rank gets all partial
 sums and adds them in the order of ranks, in float32, then rounds once. So all ranks compute the same bits,

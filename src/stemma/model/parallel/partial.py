@@ -72,7 +72,7 @@ class NativePartials:
         queries: Queries,
         lows: npt.NDArray[np.int32] | None,
     ) -> torch.Tensor:
-        """See `PartialAttention`."""
+        """Return partial sums [T, H, V + 2] in float32 of the keys that this rank holds."""
         layout, rows = source.layout, source.layer(call.layer_idx)
         if query.stride(2) != 1:
             query = query.contiguous()
@@ -103,7 +103,7 @@ class NativePartials:
         return output
 
     def merge(self, call: AttentionCall, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `PartialAttention`."""
+        """Return the result [T, H, V] of all ranks' partial sums, added in the order of ranks."""
         num_parts, num_rows, num_heads, width = parts.shape
         output = parts.new_empty(num_rows, num_heads, width - EXTRA, dtype=dtype)
         args = MergeArgs(
@@ -121,7 +121,7 @@ class NativePartials:
         return output
 
     def close(self) -> None:
-        """See `PartialAttention`."""
+        """Free the native plans."""
         for _, plan in self._plans.values():
             plan.free(self._kernels)
         self._plans.clear()
@@ -139,7 +139,7 @@ class TorchPartials:
     """torch alone: where there are no kernels, and the reference of the kernels' results."""
 
     def __init__(self, value_dim: int) -> None:
-        """See `NativePartials`."""
+        """`value_dim`: of the model's values; of latents it isn't used."""
         self._value_dim = value_dim
 
     def attend(
@@ -150,7 +150,7 @@ class TorchPartials:
         queries: Queries,
         lows: npt.NDArray[np.int32] | None,
     ) -> torch.Tensor:
-        """See `PartialAttention`."""
+        """Return partial sums [T, H, V + 2] in float32 of the keys that this rank holds."""
         value_dim = value_dim_of(call, self._value_dim)
         output = query.new_zeros(*query.shape[:2], value_dim + EXTRA, dtype=torch.float32)
         all_keys = KVRows(source, call.layer_idx, 0, query.shape[2])
@@ -173,7 +173,7 @@ class TorchPartials:
         return output
 
     def merge(self, call: AttentionCall, parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `PartialAttention`."""
+        """Return the result [T, H, V] of all ranks' partial sums, added in the order of ranks."""
         maximum, total, values = parts[0, ..., :1], parts[0, ..., 1:2], parts[0, ..., 2:]
         more = [(part[..., :1], part[..., 1:2], part[..., 2:]) for part in parts[1:]]
         if call.sinks is not None:
@@ -190,7 +190,7 @@ class TorchPartials:
         return (values / total).to(dtype)
 
     def close(self) -> None:
-        """See `PartialAttention`."""
+        """Do nothing: torch keeps nothing between steps."""
 
 
 def _partial(

@@ -46,7 +46,7 @@ class Share:
 
     @property
     def number(self) -> int:
-        """Of the process, from 0: what users know as its rank."""
+        """Return the number of the process, from 0: what users know as its rank."""
         return self.context_rank * self.size + self.rank
 
     @property
@@ -75,7 +75,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What of a stored tensor a rank reads."""
+    """The part of a stored tensor that a rank reads."""
 
     name: str
     """Under which the rank's smaller model knows it: its experts are counted from 0."""

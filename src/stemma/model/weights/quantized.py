@@ -52,9 +52,9 @@ class QuantizedWeight:
     """Inputs of an output that share a scale; num_inputs where each output has one. Divides num_inputs."""
     activations: ActivationScheme
     activation_scale: float | None = None
-    """Of STATIC_TENSOR."""
+    """Scale of inputs in STATIC_TENSOR."""
     activation_zero_point: int = 0
-    """Of STATIC_TENSOR, in [-128, 127]."""
+    """Zero point of inputs in STATIC_TENSOR, in [-128, 127]."""
     minimums: torch.Tensor | None = None
     """float32, in the shape of scales; not together with zero points."""
 

@@ -16,7 +16,7 @@ from stemma.server.tenants.keyfile import Tenant, TenantEntry
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
-"""What a tenant with too many requests at once is told to wait: nobody knows when one ends."""
+"""Seconds that a tenant with too many requests at once is told to wait: nobody knows when one ends."""
 
 
 class Bucket:

@@ -1,1 +1,1 @@
-"""What a model's answer means: reasoning, content and tool calls, read from its text as it streams."""
+"""Parts of a model's answer: reasoning, content and tool calls, read from its text as it streams."""

@@ -44,7 +44,7 @@ _TEMPLATE_MARKS = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument name', "llama3_json"),
 )
-"""What a template writes around calls, and the format that this is; the first that occurs counts."""
+"""Marks that a template writes around calls, each with its format; the first that occurs counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from stemma.server.generation import Collected
 from stemma.server.observe.explain import explanation_of
 
 SYSTEM_FINGERPRINT = f"stemma-{__version__}"
-"""What OpenAI's answers carry: equal where equal requests give equal answers. Ours depend on the model, which
-the answer names, and on the version."""
+"""The fingerprint in OpenAI's answers: equal where equal requests give equal answers. Ours depend on the
+model, which the answer names, and on the version."""
 
 
 class UsageMeter:

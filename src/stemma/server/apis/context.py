@@ -1,4 +1,4 @@
-"""What every API works with."""
+"""The objects that every API works with."""
 
 from __future__ import annotations
 

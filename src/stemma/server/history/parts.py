@@ -1,4 +1,4 @@
-"""What a server remembers of its answers, put together: the answers, their file and their metrics."""
+"""A server's memory of its answers, put together: the answers, their file and their metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WrittenHistory(Collector):
         return found
 
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client`."""
+        """Return the metrics of this moment."""
         written = self.joiner.written
         for name, text, gauge in (
             ("stemma_history_answers", "Answers whose token ids are kept", len(written)),

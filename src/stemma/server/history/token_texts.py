@@ -8,7 +8,7 @@ from stemma.model.tokenizer import Tokenizer
 from stemma.types import TokenArray
 
 _INCOMPLETE = "\ufffd"
-"""What a character decodes to whose bytes aren't all there."""
+"""Text of a character whose bytes aren't all there."""
 _MAX_PIECES = 4
 """Tokens that one character may be cut into."""
 _MAX_WORD_PIECES = 8

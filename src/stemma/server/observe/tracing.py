@@ -130,7 +130,7 @@ class TracingMiddleware:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Serve a call of ASGI."""
         is_traced = scope["type"] == "http" and scope["method"] == "POST"
         if not is_traced or plane_of(scope["path"]) is not Plane.BUSINESS:
             await self._app(scope, receive, send)

@@ -58,7 +58,7 @@ class UsageLedger(Collector):
         return ledger
 
     def on_thread_failure(self, name: str, error: BaseException) -> None:
-        """See `supervision.Supervisor`: nothing is recorded from here on, and each request is logged."""
+        """Record nothing from here on; each request is logged."""
         logger.critical("thread %s failed, no usage is recorded any more: %r", name, error, exc_info=error)
         self._failure = repr(error)
 
@@ -109,7 +109,7 @@ class UsageLedger(Collector):
         )
 
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client`."""
+        """Return the metrics of this moment."""
         ledger = self._ledger
         if ledger is None:
             return

@@ -1,1 +1,1 @@
-"""What operators see and do: health, metrics, explanations, the cache, MindIE's management."""
+"""The operator's plane: health, metrics, explanations, the cache, MindIE's management."""

@@ -1,4 +1,4 @@
-"""What the operator's plane shows and changes."""
+"""The objects that the operator's plane shows and changes."""
 
 from __future__ import annotations
 

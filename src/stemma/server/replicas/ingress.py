@@ -78,16 +78,16 @@ class Ingress:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """See `Proxy`."""
+        """All servers, those first that can be asked now."""
         return (_BASE,)
 
     async def is_up(self) -> bool:
-        """See `Proxy`."""
+        """Return whether any server can be asked."""
         return await check(self.relay.client, _BASE) is Check.SERVES
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """See `Proxy`."""
+        """Keep the fleet up to date beside the requests."""
         try:
             yield
         finally:
@@ -100,7 +100,7 @@ class Ingress:
         return counts if self._router is None else {**counts, **self._router.describe()}
 
     def metrics(self) -> Iterable[Metric]:
-        """See `Proxy`."""
+        """Return what is counted, beside what the relay counts."""
         return counters(
             {
                 "requests": ("Requests for text", self.num_requests),

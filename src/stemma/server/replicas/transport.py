@@ -26,7 +26,7 @@ class ReplicaTransport(httpx.AsyncBaseTransport):
         self._handle = handle.options(method_name="answer", stream=True)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See `httpx.AsyncBaseTransport`."""
+        """Send a request to its replica, and return the answer as it comes."""
         routed = request.extensions.get(CALL) or RoutedCall()
         kept = tuple(
             (name.lower(), value) for name, value in request.headers.raw if name.lower() not in _DROPPED

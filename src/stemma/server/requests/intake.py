@@ -1,4 +1,4 @@
-"""What turns bodies into checked requests: the tokenizer, its threads, and the limits of what they take."""
+"""Parts that check requests: the tokenizer, its threads, and the limits of what they take."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class TextKey:
     """A piece of text, or a whole one, and what decides its ids and who may know it."""
 
     salt: str
-    """Of the namespace that the request is served in."""
+    """Salt of the namespace that the request is served in."""
     add_special_tokens: bool
-    """Of a piece False: special tokens are put around the whole."""
+    """Whether special tokens are added. False for a piece: special tokens are put around the whole."""
     text: str
 
 

@@ -19,7 +19,7 @@ from stemma.server.schemas.shared import KeptRequest
 from stemma.types import Retention, TokenArray
 
 _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
-"""Of requests that give a vector: the least that budgets know."""
+"""Parameters of requests that give a vector: the least that budgets know."""
 
 
 def pooling_requests(

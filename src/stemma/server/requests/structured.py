@@ -1,4 +1,4 @@
-"""What an answer must look like: the fields of OpenAI, vLLM, SGLang and TGI, as one grammar."""
+"""Form that an answer must have: the fields of OpenAI, vLLM, SGLang and TGI, as one grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router is told of a request's prompt."""
+"""A request's prompt as a router is told of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 TOKENIZE_TIMEOUT_S = 5.0
 CHARS_PER_TOKEN = 4
-"""What a prompt costs whose tokens aren't known."""
+"""Characters that count as a token in a prompt whose tokens aren't known."""
 _NUM_ENCODERS = 2
 _MAX_WAITING = 256
 

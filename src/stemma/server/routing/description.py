@@ -1,4 +1,4 @@
-"""What `/health` of a proxy shows of a fleet, to whoever has the admin key."""
+"""A fleet as `/health` of a proxy shows it, to whoever has the admin key."""
 
 from __future__ import annotations
 

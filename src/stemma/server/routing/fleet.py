@@ -47,7 +47,7 @@ PickerSetup = tuple[PickerOptions, int, int]
 
 
 class FleetProxy:
-    """See `Proxy`."""
+    """Decides by a fleet of servers, their holdings and their loads."""
 
     def __init__(self, served: ServedFleet, relay: Relay, picker: PickerSetup | None = None) -> None:
         """`picker`: where Envoy asks; None: nowhere."""
@@ -67,7 +67,7 @@ class FleetProxy:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """See `Proxy`."""
+        """Keep the fleet up to date beside the requests."""
         async with self._served.serving():
             if self._picker is None:
                 yield
@@ -102,7 +102,7 @@ class FleetProxy:
         }
 
     def metrics(self) -> Iterable[Metric]:
-        """See `Proxy`."""
+        """Return what is counted, beside what the relay counts."""
         yield from counters({"requests": ("Requests for text", self.num_requests)})
         yield from self._served.metrics()
 

@@ -46,7 +46,7 @@ class OwnKeys:
         self._access = access
 
     async def refusal(self, request: Request) -> Response | None:
-        """See `Keys`."""
+        """Raise what the servers' settings refuse."""
         self._access.check(request)
         return None
 
@@ -69,7 +69,7 @@ class AskedKeys:
         self._asking: dict[bytes, asyncio.Task[Response | None]] = {}
 
     async def refusal(self, request: Request) -> Response | None:
-        """See `Keys`. Requests with the same key wait for one question."""
+        """Return the server's refusal, or None; requests with the same key wait for one question."""
         given = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         digest = self._digest(given)
         caller().tenant = digest.hex() if given else ""

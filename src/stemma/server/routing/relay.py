@@ -1,4 +1,4 @@
-"""What both proxies do: pass a request on to a server, and its answer back, as it comes.
+"""Relay of both proxies: pass a request on to a server, and its answer back, as it comes.
 
 Until the first bytes of an answer are here nothing is sent to the client, so another server can still be
 tried. Afterwards a stream that breaks off ends with an error event: it can't be continued, and must not look

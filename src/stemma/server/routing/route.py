@@ -161,7 +161,7 @@ class Groups:
         }
 
     def metrics(self) -> Iterable[Metric]:
-        """See `Proxy`."""
+        """Return what is counted, beside what the relay counts."""
         yield from counters({"requests": ("Requests for text", self.num_requests)})
         named = [
             (router, f"-{place}" if place else "") for place, router in enumerate(self._routers.values())

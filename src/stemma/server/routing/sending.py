@@ -32,7 +32,7 @@ _BY_STATUS = {
     503: Outcome.BUSY,
 }
 _SSE = (b"data:", b"event:", b"id:", b"retry:", b":")
-"""What a stream of events begins with."""
+"""First bytes of a stream of events."""
 _PARSED_HERE_BYTES = 256 * 1024
 """Larger answers are parsed on a thread."""
 _LONGEST_REST_S = 60.0

@@ -45,7 +45,7 @@ _PARSED_HERE_BYTES = 256 * 1024
 
 
 class ServedFleet:
-    """See the module. For one event loop, within `serving`."""
+    """A fleet that follows its servers. For one event loop, within `serving`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the request models of all APIs have in common."""
+"""Base of the request models of all APIs."""
 
 from __future__ import annotations
 

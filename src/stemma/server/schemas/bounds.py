@@ -39,7 +39,7 @@ MAX_PARTS = 8192
 MAX_TOOLS = 1024
 MAX_STOPS = 1024
 MAX_STOP_CHARS = 1024
-"""Of one stop string."""
+"""Characters of one stop string."""
 MAX_STOP_CHARS_TOTAL = 32_768
 MAX_NAME_CHARS = 256
 """Model, user, ids."""

@@ -96,7 +96,7 @@ class SearchedRequest(SampledRequest):
     use_beam_search: bool = False
     """Search for the `n` likeliest answers; fields that shape sampling are ignored."""
     length_penalty: LengthPenalty = 1.0
-    """Of the beam search; above 0 favours long answers."""
+    """Exponent of lengths in the beam search; above 0 favours long answers."""
     allowed_token_ids: TokenIds | None = None
     bad_words: BadWords | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -27,7 +27,7 @@ from stemma.types import TokenArray, as_tokens
 
 MAX_PUBLISHED = 256
 MAX_PUBLISHED_TOKENS = 1 << 20
-"""Of all published prefixes together."""
+"""Tokens of all published prefixes together."""
 _MAX_FILE_BYTES = 64 << 20
 
 

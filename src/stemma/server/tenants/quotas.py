@@ -1,4 +1,4 @@
-"""What the tenants' blocks may take, told to the engine when a file of keys has changed it."""
+"""Limits of the tenants' blocks, told to the engine when a file of keys has changed it."""
 
 from __future__ import annotations
 

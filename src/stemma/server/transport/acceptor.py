@@ -24,7 +24,7 @@ from stemma.server.transport.connections import ACCEPT_BURST
 
 logger = logging.getLogger(__name__)
 TLS_BUFFER_BYTES = 32 * 1024
-"""What asyncio reads TLS into, two records: its own 256 KiB are held by each connection."""
+"""Buffer that asyncio reads TLS into, two records: its own 256 KiB are held by each connection."""
 _STARTUP_FAILURE = 3
 """The exit code that uvicorn has for it."""
 _PAUSE_S = 0.1

@@ -41,7 +41,7 @@ from stemma.types import DEFAULT_PRIORITY, FinishReason, RetentionHint, TokenArr
 router = Router(openai_error)
 
 KNOWN_INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
-"""What `include` may ask for that a model without tools of its own could give; here it has no effect."""
+"""Values of `include` that a model without tools of its own could give; here it has no effect."""
 STORED_PRIORITY = DEFAULT_PRIORITY + 10
 """Priority of the blocks of stored conversations, which are likely to be continued."""
 

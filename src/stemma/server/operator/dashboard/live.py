@@ -1,4 +1,4 @@
-"""What the server does now, for `stemma top` and the dashboard: counters, tiers, tenants, requests."""
+"""Figures of this moment, for `stemma top` and the dashboard: counters, tiers, tenants, requests."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
 BUFFERED = ProcessingModeBodySendMode.BUFFERED
 _PIECE_BYTES = 60_000
-"""Of a body that goes back in pieces: Envoy takes 64 KB at once."""
+"""Bytes of a piece of a body that goes back: Envoy takes 64 KB at once."""
 
 
 def headers_of(headers: HeaderMap | None) -> dict[str, str]:
