@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stemma.config.settings import KVDtype, ModelSettings
-from stemma.engine.llm import LLM, Generation
+from stemma.engine.llm import LLM
+from stemma.engine.offline import Generation
 from stemma.engine.sampling.params import SamplingParams
 from stemma.errors import ConfigError
 from stemma.memory.tiers.pool.envelope import HEADER_BYTES

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stemma import LLM, SamplingParams
-from stemma.engine.llm import Generation
+from stemma.engine.offline import Generation
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import InvalidRequest
 from stemma.types import FinishReason

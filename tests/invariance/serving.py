@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stemma.config.settings import KVArrangement, KVDtype
-from stemma.engine.llm import LLM, Generation
+from stemma.engine.llm import LLM
+from stemma.engine.offline import Generation
 from stemma.engine.sampling.params import SamplingParams
 
 MTP = "deepseek-v3-mtp"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,22 +13,22 @@ from pydantic import ValidationError
 
 from stemma.config.loading import setting_fields
 from stemma.config.settings import EngineSettings
-from stemma.engine.api import CacheReport, EngineStats, GenerationRequest, RequestOutput
+from stemma.engine.api import CacheReport, EngineStats, GenerationRequest
 from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
 from stemma.engine.core.validation import CheckedRequest
+from stemma.engine.depth_first import DepthFirst, token_key
+from stemma.engine.offline import Completion, Generation, OfflineRun
 from stemma.engine.output.output import OutputProcessor
 from stemma.engine.pooling import Pooling, Vector
-from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
-from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.engine.scoring import pairs_of, scoring_of
 from stemma.engine.step_thread import StepThread
 from stemma.engine.supervisor import EngineSupervisor
-from stemma.errors import ConfigError, EngineFailed, Overloaded
+from stemma.errors import ConfigError, InvalidRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
-from stemma.types import FinishReason, TokenArray, as_tokens
+from stemma.types import TokenArray, as_tokens
 
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
@@ -36,39 +37,6 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 LoraNames: TypeAlias = str | Sequence[str | None] | None
 """The name of an adapter for all prompts, or one for each; None: the model without an adapter."""
-
-
-@dataclass(slots=True)
-class Completion:
-    """One answer."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Empty unless `SamplingParams.logprobs` is set; a beam search has them always."""
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    score: float | None = None
-    """Score of a beam search: log-probability / length ** length_penalty."""
-
-
-@dataclass(slots=True)
-class Generation:
-    """A prompt, its answers, and what was reused."""
-
-    prompt_token_ids: TokenArray
-    completions: list[Completion]
-    cache: CacheReport
-    prompt_logprobs: PromptLogprobs | None = None
-    """None unless `SamplingParams.prompt_logprobs` is set."""
-    pooled: Vector | None = None
-    """The vector that `embed` and `score` are made of; None for prompts that are answered."""
-
-    @property
-    def text(self) -> str:
-        """Text of the first answer."""
-        return self.completions[0].text
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +85,7 @@ class LLM:
         """Sampling that the checkpoint's `generation_config.json` recommends."""
         self._processor = OutputProcessor(parts.tokenizer)
         self._num_requests = 0
+        self._has_batch = False
         self._is_closed = False
 
     def close(self) -> None:
@@ -141,11 +110,50 @@ class LLM:
     ) -> list[Generation]:
         """Continue each prompt; return the results in their order. One SamplingParams serves all.
 
+        They run depth first over the tree of their beginnings, so that what several share is computed once
+        with little memory for KV. Prompts and results are all held in memory: see `generate_batch`.
+
         `lora` names the adapter, or one for each prompt; None is the model without one. Raises InvalidRequest
         or PromptTooLong if a prompt can't be served, UnknownModel for a name of no adapter, and StemmaError
         if a step failed.
         """
         return self._run(self._encode(prompts), params, namespace, lora)
+
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        lora: str | None = None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Continue any number of prompts; yield each one's place and result as it ends.
+
+        All prompts are read first, into a temporary file, and run depth first over the tree of their
+        beginnings. Memory holds what runs at one time. Nothing else may run until the iterator has ended or
+        is closed, which aborts what still runs. Errors as `generate`, those of a prompt before any runs.
+        """
+        if self._has_batch:
+            raise InvalidRequest("finish or close the batch that is running first")
+        params = params or self.default_sampling
+        adapter = self._adapter(lora)
+        prefix = f"{self._new_id()}-"
+
+        def request(number: int, tokens: TokenArray) -> CheckedRequest:
+            one = GenerationRequest(f"{prefix}{number}", tokens, params, namespace, adapter=adapter)
+            return self.engine.checked(one)
+
+        self._has_batch = True
+        try:
+            with closing(DepthFirst()) as ordered:
+                for number, prompt in enumerate(prompts):
+                    [tokens] = self._encode([prompt])
+                    ordered.add(number, request(number, tokens).prompt_token_ids)
+                requests = (request(*one) for one in ordered)
+                for request_id, result in self._ended(requests):
+                    yield int(request_id.removeprefix(prefix)), result
+        finally:
+            self._has_batch = False
 
     def chat(
         self,
@@ -319,45 +327,30 @@ class LLM:
         )
 
     def _run_requests(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
-        """Serve all to their end; return the results in their order."""
-        return self._thread.call(lambda: self._serve(batch))
+        """Serve all to their end, depth first; return the results in their order."""
+        if self._has_batch:
+            raise InvalidRequest("finish or close the batch that is running first")
+        checked = self._thread.call(lambda: [self.engine.checked(one) for one in batch])
+        checked.sort(key=_depth_first)
+        results = dict(self._ended(iter(checked)))
+        return [results[one.request_id] for one in batch]
 
-    def _serve(self, batch: Sequence[GenerationRequest]) -> list[Generation]:
-        """Run requests to their end on the step thread; for `_run_requests`."""
-        requests = {one.request_id: one for one in batch}
-        checked = [self.engine.checked(one) for one in batch]
-        results = {
-            i: Generation(
-                r.prompt_token_ids,
-                [Completion(k) for k in range(r.params.n)],
-                CacheReport(len(r.prompt_token_ids)),
-            )
-            for i, r in requests.items()
-        }
-        queue = checked[::-1]
+    def _ended(self, requests: Iterator[CheckedRequest]) -> Iterator[tuple[str, Generation]]:
+        """Yield each request's id and result as it ends; abort those that haven't ended if closed before."""
+        call, engine = self._thread.call, self.engine
+        run = call(lambda: OfflineRun(engine, self._processor, self._supervisor, requests))
         try:
-            while (queue or self.engine.has_work) and not self._thread.is_interrupted:
-                if (failure := self._supervisor.failure) is not None:
-                    raise EngineFailed(f"the engine stopped: {failure.reason}")
-                self._feed(queue)
-                outputs, stopped = self._processor.process(self.engine.step())
-                for one_stopped in stopped:
-                    self.engine.stop_sequence(one_stopped.request_id, one_stopped.index)
-                for output in outputs:
-                    _merge(results[output.request_id], output)
+            while ended := call(lambda: self._until_ended(run)):
+                yield from ended
         finally:
-            for request_id in requests:
-                self._processor.process(self.engine.abort(request_id))
-        return list(results.values())
+            call(run.close)
 
-    def _feed(self, queue: list[CheckedRequest]) -> None:
-        """Queue as many requests as the engine takes."""
-        while queue:
-            try:
-                self.engine.add(queue[-1])
-            except Overloaded:
-                return
-            queue.pop()
+    def _until_ended(self, run: OfflineRun) -> list[tuple[str, Generation]]:
+        """Run steps until requests end; return them, and none once all have. For the step thread."""
+        ended: list[tuple[str, Generation]] = []
+        while not ended and (run.has_work or self.engine.has_work) and not self._thread.is_interrupted:
+            ended = run.step()
+        return ended
 
 
 def engine_settings(path: str | Path, **fields: Any) -> EngineSettings:
@@ -384,15 +377,6 @@ def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
 
 
-def _merge(result: Generation, output: RequestOutput) -> None:
-    output.raise_error()
-    result.cache = output.cache
-    result.prompt_logprobs = output.prompt_logprobs
-    result.pooled = output.pooled
-    for delta in output.deltas:
-        completion = result.completions[delta.index]
-        completion.text += delta.text
-        completion.token_ids.extend(delta.token_ids)
-        completion.logprobs.extend(delta.logprobs or ())
-        completion.finish_reason = delta.finish_reason or completion.finish_reason
-        completion.stop_reason = delta.stop_reason if delta.finish_reason else completion.stop_reason
+def _depth_first(request: CheckedRequest) -> tuple[str, bytes]:
+    """Return what sorts requests depth first over the trees of their beginnings, one for each adapter."""
+    return "" if request.adapter is None else request.adapter.key, token_key(request.prompt_token_ids)

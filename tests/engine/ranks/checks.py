@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stemma import LLM, SamplingParams
-from stemma.engine.llm import Generation
+from stemma.engine.offline import Generation
 from stemma.errors import EngineFailed, StemmaError
 from stemma.prefix.keys import Namespace
 from stemma.types import Tier

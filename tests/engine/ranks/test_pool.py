@@ -15,7 +15,7 @@ from stemma.config.loading import load_settings
 from stemma.config.settings import PoolSettings
 from stemma.engine.api import GenerationRequest
 from stemma.engine.async_engine import AsyncEngine
-from stemma.engine.llm import Generation
+from stemma.engine.offline import Generation
 from stemma.errors import ConfigError, StemmaError
 from stemma.prefix.keys import Namespace
 from stemma.types import Tier
