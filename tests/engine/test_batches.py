@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def grouped_prompts(seed: int = 0) -> list[list[int]]:
 def num_shared(prompts: list[list[int]]) -> int:
     """Return the tokens that no order and no memory can save more than."""
     ordered, total = sorted(prompts), 0
-    for before, one in zip(ordered, ordered[1:], strict=False):
+    for before, one in pairwise(ordered):
         same = next((i for i, (a, b) in enumerate(zip(before, one, strict=False)) if a != b), len(one))
         total += min(same, len(one) - 1)
     return total

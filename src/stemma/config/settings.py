@@ -362,6 +362,12 @@ class ServerSettings(SettingsModel):
     """Memory of all stored responses and conversations, half for each."""
     response_ttl_s: float = Field(default=3600.0, gt=0.0)
     """How long a stored response or conversation is kept after its last use."""
+    batch_directory: Path | None = None
+    """Directory for `/v1/files` and `/v1/batches`, which outlive a restart. Without it they are off."""
+    batch_bytes: ByteSize = 8 * 2**30
+    """Disk space of the files that clients send for batches; a tenant may take half of it."""
+    batch_seats: int = Field(default=8, ge=1)
+    """Requests of batches that are answered at one time. None begins while another request waits."""
     max_connections: int = Field(default=1024, ge=1)
     """Open connections. Beyond them the oldest half-sent request or idle connection makes room for a new
     one. Fewer if the process may open fewer files."""

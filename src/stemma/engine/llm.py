@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +126,7 @@ class LLM:
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
         lora: str | None = None,
-    ) -> Iterator[tuple[int, Generation]]:
+    ) -> Generator[tuple[int, Generation], None, None]:
         """Continue any number of prompts; yield each one's place and result as it ends.
 
         All prompts are read first, into a temporary file, and run depth first over the tree of their

@@ -30,6 +30,7 @@ _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
+FORM_TYPE = "multipart/form-data"
 
 
 def host_name(header: str) -> str | None:
@@ -59,8 +60,11 @@ class Access:
         self._is_local = is_loopback(settings.host)
         self._allowed_origins = frozenset(settings.allowed_origins)
 
-    def check(self, request: Request) -> None:
-        """Raise unless `request` carries an API key or, if there is none, no web page sent it."""
+    def check(self, request: Request, media_type: str = JSON_TYPE) -> None:
+        """Raise unless `request` carries an API key or, if there is none, no web page sent it.
+
+        `media_type`: of its body. A page may send a form, but browsers tell where it comes from.
+        """
         if self.keys is not None:
             request.state.tenant = _tenant(request, self.keys)
             caller().tenant = request.state.tenant.name
@@ -71,7 +75,7 @@ class Access:
         if self._is_local:
             _check_host(request)
             if _may_be_a_page(request):
-                _check_media_type(request, (JSON_TYPE,))
+                _check_media_type(request, (media_type,))
         self._check_origin(request)
 
     def check_page(self, request: Request) -> None:

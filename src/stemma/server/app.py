@@ -16,7 +16,9 @@ from stemma import __version__
 from stemma.config.settings import Settings
 from stemma.engine.client import EngineClient
 from stemma.server.apis import (
+    batches,
     embeddings,
+    files,
     infer,
     openai_chat,
     openai_completions,
@@ -46,7 +48,7 @@ from stemma.server.operator import (
     mindie_management,
 )
 from stemma.server.operator.dashboard import live, pages, tree
-from stemma.server.parts import close_parts, put_parts
+from stemma.server.parts import close_parts, put_parts, running
 from stemma.server.routes import without_audience
 from stemma.server.transport.headers import Entrance
 from stemma.server.web import pages as web_pages
@@ -59,6 +61,9 @@ ROUTERS = (
     reranking.router,
     responses.router,
     conversations.router,
+    files.upload_router,
+    files.router,
+    batches.router,
     messages.router,
     tgi.router,
     management.open_router,
@@ -104,7 +109,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with running(app.state):
+            yield
         close_parts(app.state)
         if tracing is not None:
             tracing.close()
@@ -118,7 +124,7 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    put_parts(app.state, engine, settings, metrics or ServerMetrics())
+    put_parts(app, engine, settings, metrics or ServerMetrics())
     watches: Watches = app.state.instruments.watches
     if settings.server.log_requests:
         watches.observers.append(log_request)

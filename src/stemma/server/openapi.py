@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from stemma.errors import InvalidRequest
-from stemma.server.access import BYTES_TYPE, JSON_TYPE
+from stemma.server.access import BYTES_TYPE, FORM_TYPE, JSON_TYPE
 from stemma.server.errors import anthropic_error, json_response, openai_error, tgi_error
 from stemma.server.routes import PUBLIC, AudienceRoute, Router
 
@@ -67,6 +67,12 @@ def takes(*models: type[BaseModel]) -> dict[str, Any]:
 def takes_file() -> dict[str, Any]:
     """Return `openapi_extra` of an endpoint whose body is a file."""
     content = {BYTES_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def takes_form(*fields: str) -> dict[str, Any]:
+    """Return `openapi_extra` of an endpoint whose body is a form with these fields."""
+    content = {FORM_TYPE: {"schema": _object(**dict.fromkeys(fields, _TEXT))}}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 
+from fastapi import FastAPI
 from starlette.datastructures import State
 
 from stemma.config.settings import Settings
@@ -13,8 +16,12 @@ from stemma.insight.divergence.window import DivergenceWindow
 from stemma.server.access import Access
 from stemma.server.admission.ledger import Admission
 from stemma.server.answers.families import answer_format
+from stemma.server.apis import embeddings, openai_chat, openai_completions
 from stemma.server.apis.context import ApiContext
+from stemma.server.apis.responses import api as responses
 from stemma.server.apis.responses.store import OwnedStore, Stores
+from stemma.server.batches.batches import Batches
+from stemma.server.batches.calls import Handler, LocalCalls
 from stemma.server.generation import RequestRunner
 from stemma.server.history.parts import WrittenHistory
 from stemma.server.lifecycle import Lifecycle
@@ -29,12 +36,21 @@ from stemma.server.requests.intake import Intake
 from stemma.server.tenants.published import PublishedPrefixes
 from stemma.server.tenants.quotas import CacheQuotas
 
+BATCH_ENDPOINTS: dict[str, Handler] = {
+    "/v1/chat/completions": openai_chat.create_chat_completion,
+    "/v1/completions": openai_completions.create_completion,
+    "/v1/embeddings": embeddings.create_embeddings,
+    "/v1/responses": responses.create_response,
+}
+"""Endpoints that a batch may name."""
 
-def put_parts(state: State, engine: EngineClient, settings: Settings, metrics: ServerMetrics) -> None:
+
+def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: ServerMetrics) -> None:
     """Make a server's parts and leave them in its application's `state`, where each room finds its own.
 
     Raises ConfigError or StorageError.
     """
+    state = app.state
     server, tokenizer = settings.server, engine.tokenizer
     state.access = access = Access(server)
     state.admission = admission = Admission(settings, engine)
@@ -84,8 +100,20 @@ def put_parts(state: State, engine: EngineClient, settings: Settings, metrics: S
         bundle_key,
         history,
     )
+    calls = LocalCalls(app, access, BATCH_ENDPOINTS)
+    state.batches = Batches.of(server, calls, engine, lifecycle, admission, metrics)
     limits = (server.max_responses, server.max_response_bytes // 2, server.response_ttl_s)
     state.stores = Stores(OwnedStore(*limits), OwnedStore(*limits))
+
+
+@asynccontextmanager
+async def running(state: State) -> AsyncIterator[None]:
+    """Run what works beside requests."""
+    if state.batches is None:
+        yield
+        return
+    async with state.batches.running():
+        yield
 
 
 def close_parts(state: State) -> None:

@@ -59,7 +59,7 @@ class Router(APIRouter):
         media_type: str = JSON_TYPE,
         other_shapes: tuple[ErrorShape, ...] = (),
     ) -> None:
-        """`shape` makes the response of an error; `media_type` is that of an operator's bodies.
+        """`shape` makes the response of an error; `media_type` is that of bodies.
 
         `other_shapes`: those that its handlers answer with by themselves, for the OpenAPI document.
         """
@@ -139,7 +139,7 @@ class AudienceRoute(APIRoute):
         if self.audience is Audience.OPERATOR or (self.audience.is_operators and access.keys is not None):
             access.check_admin(request, self.media_type)
         elif self.audience is not Audience.PUBLIC:
-            access.check(request)
+            access.check(request, self.media_type)
 
 
 async def _head_of(response: Response) -> Response:

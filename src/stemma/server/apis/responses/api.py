@@ -19,9 +19,10 @@ from stemma.server.answers.events import AnswerParser
 from stemma.server.answers.usage import UsageMeter
 from stemma.server.apis.chat_turn import ChatTurn, chat_turn
 from stemma.server.apis.context import ApiContext, context_of
+from stemma.server.apis.pages import item_page
 from stemma.server.apis.responses.conversations import add_turn, conversation_of
 from stemma.server.apis.responses.items import ChatMessage, chat_fields, chat_messages
-from stemma.server.apis.responses.listing import item_page, whole_items
+from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import OutputItems, StreamEvent, new_id
 from stemma.server.apis.responses.store import Item, StoredResponse, Stores, stores_of
 from stemma.server.errors import json_response, openai_error

@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from stemma.errors import InvalidRequest, NotFound
 from stemma.server.access import owner_of
+from stemma.server.apis.pages import item_page, place_of
 from stemma.server.apis.responses.items import chat_messages
-from stemma.server.apis.responses.listing import item_page, place_of, whole_items
+from stemma.server.apis.responses.listing import whole_items
 from stemma.server.apis.responses.output import new_id
 from stemma.server.apis.responses.store import Item, StoredConversation, Stores, stores_of
 from stemma.server.errors import json_response, openai_error
