@@ -17,6 +17,7 @@ from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay_replicas import replay_clusters, replica_table
 from stemma.errors import ConfigError
 from stemma.lab.admission import ADMISSIONS
+from stemma.lab.policies.from_file import names_file, policy_from
 from stemma.lab.replay import BOUNDS, ReplayResult, known_policies, replay
 from stemma.lab.replicas import Cluster
 from stemma.lab.report import (
@@ -131,7 +132,9 @@ def parse_policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = known_policies()
     for name in names:
-        if name not in known:
+        if names_file(name):
+            policy_from(name)
+        elif name not in known:
             raise ConfigError(f"unknown eviction policy {name!r}; known: {', '.join(known)}")
     if not names:
         raise ConfigError("name at least one policy")

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from stemma.lab.policies.arc import ARCPolicy
 from stemma.lab.policies.fifo import FIFOPolicy
+from stemma.lab.policies.from_file import names_file, policy_from
 from stemma.lab.policies.gdsf import GDSFPolicy
 from stemma.lab.policies.lfu import LFUPolicy
 from stemma.lab.policies.s3fifo import S3FIFOPolicy
@@ -26,5 +27,10 @@ LAB_POLICIES: Policies = MappingProxyType({**POLICIES, **{policy.name: policy fo
 
 
 def make_lab_policy(spec: str) -> EvictionPolicy:
-    """Build a policy of the server or the lab; see `make_policy`."""
+    """Build a policy of the server or the lab (see `make_policy`), or of a file: ``FILE.py:CLASS``.
+
+    Raises ConfigError.
+    """
+    if names_file(spec):
+        return policy_from(spec)
     return make_policy(spec, LAB_POLICIES)

@@ -46,4 +46,5 @@ class MooncakeFormat(TraceFormat):
             input_tokens=input_tokens,
             output_tokens=take_count(record, "output_length", number),
             num_prompt_blocks=len(ids),
+            session=take_count(record, "session", number) if "session" in record else None,
         )
