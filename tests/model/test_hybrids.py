@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import UnsupportedModel
+from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.fused import FusedDecoder
@@ -53,7 +53,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
 
 
-EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION)
+EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE)
 
 
 @pytest.mark.parametrize(("family", "way"), [(f, way) for f in EVERY for way in ways_of(f)])
@@ -91,3 +91,19 @@ def test_a_recurrence_that_isnt_known_is_refused_by_name(tmp_path: Path) -> None
     path = hybrids.build("recurrent_gemma", tmp_path)
     with pytest.raises(UnsupportedModel, match=r"RecurrentGemmaForCausalLM.*Qwen3.*DeepSeek"):
         load_model(ModelSettings(path=path, device="cpu"))
+
+
+def test_a_choice_that_no_layer_makes_is_refused_by_name(tmp_path: Path) -> None:
+    path = hybrids.build("glm_moe_dsa", tmp_path, indexer_types=["shared", "full", "full"])
+    with pytest.raises(
+        UnsupportedModel, match=r"GlmMoeDsaForCausalLM: layer 0 chooses no tokens.*indexer_types"
+    ):
+        load_model(ModelSettings(path=path, device="cpu"))
+
+
+def test_index_keys_are_kept_as_they_were_computed(root: Path) -> None:
+    model = load_model(ModelSettings(path=checkpoint("deepseek_v32", root), device="cpu"))
+    with pytest.raises(ConfigError, match="leave kv_cache_dtype auto"):
+        model.layout(16, "int8")
+    with pytest.raises(ConfigError, match="kv_layout rows"):
+        model.layout(16, "auto", "nz")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SPARSE
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
 from stemma.model.families.gguf import GGUFForm
@@ -24,6 +24,7 @@ from stemma.model.families.smollm3 import SMOLLM3
 FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    *SPARSE,
     GEMMA2,
     *GRANITE,
     LLAMA,
