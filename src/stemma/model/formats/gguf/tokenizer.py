@@ -33,6 +33,8 @@ _LLAMA3 = frozenset(
     {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
 )
 """Vocabularies as Llama 3's: a prompt begins with BOS, and a word that is a token needs no merges."""
+_OTHER_NAMES = {"glm4": "dbrx", "chatglm-bpe": "dbrx"}
+"""Vocabularies that split as one that transformers knows by another name, in llama.cpp."""
 _KINDS = ("gpt2", "llama")
 """Read values of `tokenizer.ggml.model`: byte-level BPE, SentencePiece."""
 _ENDS = ("eos", "eot", "eom")
@@ -117,6 +119,8 @@ def _fields(header: GGUFHeader) -> dict[str, Any]:
         if f"tokenizer.{key}" in header.metadata
     }
     kind, split = fields.get("tokenizer_type"), fields.get("pre_tokenizer_type")
+    if isinstance(split, str):
+        split = fields["pre_tokenizer_type"] = _OTHER_NAMES.get(split, split)
     if kind not in _KINDS:
         raise UnsupportedModel(
             f"{header.path} has a tokenizer of kind {shown(kind)}; read from GGUF are "
