@@ -43,7 +43,7 @@ HYBRID = "qwen3_next"
 SPARSE = "glm_moe_dsa"
 OTHER_FAMILIES = {"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE}
 """By engine; the others have a Qwen2."""
-LEFT_OUT = {"no adapters": "adapter", "small": "pinned", "hybrid": "adapter", "hybrid drafts": "adapter"}
+LEFT_OUT = {"no adapters": "adapter", "small": "pinned"}
 """By engine, the feature that its requests don't have; beside pins a small cache has no room."""
 BASE: dict[str, Any] = {
     "kv_cache_memory": "4MB",
@@ -92,9 +92,7 @@ class Workshop:
         path = self._root / family
         if not path.exists():
             ends = {"eos_token_id": ENDS}
-            if family == HYBRID:
-                return hybrids.build(family, path, generation=ends)
-            if family == SPARSE:
+            if family in (HYBRID, SPARSE):
                 hybrids.build(family, path, generation=ends)
             else:
                 build_mtp(path, generation=ends) if family == MTP else build(family, path, generation=ends)
@@ -147,7 +145,10 @@ class Workshop:
 
 def _write_adapter(checkpoint: Path, path: Path, seed: int) -> None:
     """Write an adapter that adds to all linear layers but routed experts and what isn't adaptable."""
-    names = ("q_proj", "k_proj", "v_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    names = (
+        *("q_proj", "k_proj", "v_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    )
     generator = torch.Generator().manual_seed(seed)
     matrices = {}
     for key, weight in sorted(load_file(checkpoint / "model.safetensors").items()):
