@@ -149,6 +149,8 @@ class CacheControl:
     async def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None = None) -> Pin:
         """Forbid eviction of the full blocks of a prompt, in every local tier that holds them now.
 
+        Of a model with recurrent layers or windows, of the checkpoints that prompts go on from, too.
+
         Raises InvalidRequest if nothing of it is cached, or too much would be pinned.
         """
         lease = await self._borrow(lambda: self._hold(namespace, tokens), self._let_go)
@@ -166,7 +168,10 @@ class CacheControl:
         except asyncio.CancelledError:
             self._take_out(pin.pin_id)  # nobody will learn its id
             raise
-        counts |= {tier: len(pinned) * size for tier, pinned in held.lower_pins.items()}
+        blocks = set(keys)
+        counts |= {
+            tier: size * sum(key in blocks for key in held.lower_pins[tier]) for tier in held.lower_pins
+        }
         held.pin = replace(pin, tokens_by_tier={t: n for t, n in counts.items() if n})
         if not held.pin.tokens_by_tier:
             await self.unpin(pin.pin_id)
@@ -193,7 +198,8 @@ class CacheControl:
 
     async def _pin_lower(self, held: _Held, keys: list[BlockKey]) -> None:
         """Pin in the lower tiers too; in a thread, for the event loop doesn't wait for a store's lock."""
-        pins = await asyncio.to_thread(self._cache.below.pin, keys)
+        pieces = self._cache.checkpoint_keys(keys)
+        pins = await asyncio.to_thread(self._cache.below.pin, [*keys, *pieces])
         if held.pin.pin_id in self._held:
             held.lower_pins = pins
         else:  # unpinned meanwhile
