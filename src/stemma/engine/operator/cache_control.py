@@ -18,10 +18,17 @@ import torch
 
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.tree_outline import MAX_BELOW, TreeOutline, add_copies, add_lower, outline_tree
-from stemma.errors import InvalidRequest, Overloaded
+from stemma.errors import InvalidRequest, Overloaded, StorageMismatch
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
+from stemma.memory.tiers.bundle import (
+    BundleHeader,
+    BundleTrust,
+    read_blocks,
+    read_header,
+    read_pieces,
+    write_bundle,
+)
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.types import BlockKey, Tier, TokenArray
 
@@ -248,8 +255,9 @@ class CacheControl:
         self._check_whole()
         lease = await self._borrow(lambda: self._cache.hold(namespace, tokens))
         assert lease is not None
-        keys = self._keys(namespace, tokens)
+        keys, states = self._keys(namespace, tokens), self._cache.states
         blocks = self._read_blocks(lease, keys)
+        checkpoint, pieces = (0, []) if states is None else states.held(lease)
         try:
             return await asyncio.to_thread(
                 write_bundle,
@@ -260,6 +268,9 @@ class CacheControl:
                 blocks,
                 block_bytes=self._device.block_bytes,
                 key=key,
+                checkpoint=checkpoint,
+                pieces=[piece for piece, _ in pieces],
+                read_piece=lambda number: self._read_block(pieces[number][1]),
             )
         finally:
             await self._give_up(lease, lease.num_tokens)
@@ -287,8 +298,8 @@ class CacheControl:
         tokens = header.tokens[: header.num_blocks * size]
         if not len(tokens):
             return header, 0
-        num_present = await self._run(lambda: self._num_present(namespace, tokens))
-        if num_present == header.num_blocks:
+        num_present, reached = await self._run(lambda: self._present(namespace, tokens))
+        if num_present == header.num_blocks and reached >= header.checkpoint:
             return header, 0
         lease = await self._borrow(lambda: self._cache.reserve(namespace, tokens, num_new=0))
         if lease is None:
@@ -308,9 +319,29 @@ class CacheControl:
                 await self._run(lambda: self._cache.finish_load(lease))
             num_good = first = lease.num_cached_tokens // size
             await asyncio.to_thread(read_blocks, file, header, take)
+            await self._bring_checkpoint(lease, file, header)
         finally:
             await self._give_up(lease, num_good * size)
-        return header, num_good - first
+        return header, max(0, num_good - max(first, num_present))
+
+    async def _bring_checkpoint(self, lease: Lease, file: BinaryIO, header: BundleHeader) -> None:
+        """Take the checkpoint of a file, whose KV is there, if it has one and there is room for it."""
+        states = self._cache.states
+        if states is None or not header.checkpoint:
+            return
+        pieces = await self._run(lambda: states.bring(lease, header.checkpoint))
+        if pieces is None:
+            return
+        if len(pieces) != header.num_pieces:
+            raise StorageMismatch(
+                f"the file's checkpoint has {header.num_pieces} blocks, here it would have {len(pieces)}"
+            )
+
+        def take(number: int, _key: BlockKey, data: memoryview) -> None:
+            self._device.into([pieces[number][1]], [torch.frombuffer(data, dtype=torch.uint8)])
+
+        await asyncio.to_thread(read_pieces, file, header, [key for key, _ in pieces], take)
+        await self._run(lambda: states.enter(lease))
 
     def _check_whole(self) -> None:
         if self._num_ranks > 1:
@@ -363,11 +394,12 @@ class CacheControl:
         task.add_done_callback(self._background.discard)
         return asyncio.shield(task)
 
-    def _num_present(self, namespace: Namespace, tokens: TokenArray) -> int:
+    def _present(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
+        """Return how many leading blocks are on the device, and the position of the deepest checkpoint."""
         lease = self._cache.hold(namespace, tokens)
-        count = lease.num_committed
+        count, position = lease.num_committed, 0 if lease.state is None else lease.state.position
         self._cache.free(lease, lease.num_tokens)
-        return count
+        return count, position
 
     def _keys(self, namespace: Namespace, tokens: TokenArray) -> list[BlockKey]:
         return self._space.roots(namespace).chain(tokens)
@@ -393,6 +425,13 @@ class CacheControl:
 
     def _expire(self, pin_id: str) -> None:
         self._take_out(pin_id)  # it may be gone: `unpin` was faster
+
+    def _read_block(self, block_id: int) -> memoryview:
+        """Return a copy of the bytes of a block on the device."""
+        copy = torch.empty(self._device.block_bytes, dtype=torch.uint8)
+        self._device.out([block_id], [copy])
+        view: memoryview = copy.numpy().data
+        return view
 
     def _read_blocks(self, lease: Lease, keys: list[BlockKey]) -> Iterator[memoryview]:
         """Yield the bytes of leading blocks: those the lease holds, then what lower tiers have."""

@@ -294,6 +294,11 @@ class PrefixCache:
             self._states.pin(lease, len(held))
         return lease
 
+    @property
+    def states(self) -> CachedStates | None:
+        """Recurrent states and windows; None: the model has neither."""
+        return self._states
+
     def checkpoint_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Return the keys under which lower tiers may have checkpoints of a prompt with these blocks."""
         return [] if self._states is None else self._states.likely_pieces(keys)

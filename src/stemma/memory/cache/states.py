@@ -188,6 +188,34 @@ class CachedStates:
         found.is_rolling = False
         self._go_on(lease, position, 0)
 
+    def bring(self, lease: Lease, position: int) -> list[tuple[BlockKey, int]] | None:
+        """Make room for a checkpoint that is brought from elsewhere; return its blocks' keys and ids.
+
+        None: it is here already, can't lie at this position, or there is no room. `enter` follows once the
+        bytes are there; the lease computes nothing.
+        """
+        if position % self.unit or not 0 < position <= lease.num_tokens or not self._keeps:
+            return None
+        if self._key_at(lease, position) in self._checkpoints:
+            return None
+        self.end(lease)
+        if not self.begin_loading(lease, position, 0):
+            return None
+        return list(zip(self.piece_keys(lease, position), self.blocks_of(lease), strict=True))
+
+    def enter(self, lease: Lease) -> None:
+        """Enter the checkpoint that `bring` made room for."""
+        own = lease.state
+        assert own is not None
+        self._enter(lease, own.position, own.state, is_rolling=False)
+
+    def held(self, lease: Lease) -> tuple[int, list[tuple[BlockKey, int]]]:
+        """Return where the checkpoint that a lease holds lies, and its blocks' keys and ids; 0: none."""
+        if lease.state is None or not lease.state.position:
+            return 0, []
+        position = lease.state.position
+        return position, list(zip(self.piece_keys(lease, position), self.blocks_of(lease), strict=True))
+
     def end(self, lease: Lease) -> None:
         """Free what a sequence that ends holds, and what a step took for it."""
         own = lease.state
