@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,16 @@ from stemma.engine.llm import engine_settings
 from stemma.errors import StorageError
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.prefix.keys import DEFAULT_NAMESPACE
+from stemma.types import Tier
 
 ANY = BundleTrust(takes_unsigned=True)
 TOKENS = prompt(1, 200)
 LONGER = np.concatenate([TOKENS, prompt(2, 40)])
 
 
-def engine_of(path: Path) -> AsyncEngine:
-    settings = engine_settings(path, kv_cache_memory="4MB", block_size=16, max_batch_tokens=64)
-    return AsyncEngine.from_settings(settings)
+def engine_of(path: Path, **settings: Any) -> AsyncEngine:
+    fields = {"kv_cache_memory": "4MB", "block_size": 16, "max_batch_tokens": 64} | settings
+    return AsyncEngine.from_settings(engine_settings(path, **fields))
 
 
 def ids_of(outputs: list[RequestOutput]) -> list[int]:
@@ -58,6 +60,28 @@ async def test_a_prompt_goes_on_from_an_imported_prefix(family: str, tmp_path: P
         )
         assert again == 0
         await target.check()
+    finally:
+        source.close()
+        target.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
+async def test_what_was_imported_goes_to_lower_tiers(family: str, tmp_path: Path) -> None:
+    path = hybrids.build(family, tmp_path / "model")
+    source, target = (
+        engine_of(path),
+        engine_of(path, host_cache="100MB", load_when="always", host_write="write_through"),
+    )
+    try:
+        content = await exported(source)
+        await target.cache_control.import_(lambda _tokens: DEFAULT_NAMESPACE, io.BytesIO(content), ANY)
+        assert await target.cache_control.drain(10.0)
+        for number in range(40):  # the device has no room for all
+            await collect(target, request(f"other {number}", prompt(10 + number, 600), greedy(1)))
+        outputs = await collect(target, request("longer", LONGER, greedy(8)))
+        assert outputs[-1].cache.cached_by_tier == {Tier.HOST: 192}
+        expected = await collect(source, request("longer", LONGER, greedy(8)))
+        assert ids_of(outputs) == ids_of(expected)
     finally:
         source.close()
         target.close()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from stemma.config.settings import ModelSettings
 from stemma.errors import ModelError
 from stemma.model.causal_lm import CausalLM
+from stemma.model.formats.gguf.tokenizer import end_token_ids
 from stemma.model.gguf_header import read_header
 from stemma.model.loading import load_model
 from tests import gguf_files
@@ -144,3 +145,23 @@ def test_metadata_that_contradict_changed_tensors_are_refused(
     path = gguf_files.build(family, tmp_path, metadata=metadata).path
     with pytest.raises(ModelError, match=re.escape(message)):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (("<|end|>", "<|user|>"), ("<|end|>",)),
+        (("<|end|>", "<|return|>", "<|call|>"), ("<|return|>", "<|call|>")),
+        (("<|user|>", "<|observation|>"), ("<|observation|>",)),
+    ],
+)
+def test_tokens_that_end_an_answer(special: tuple[str, ...], ends: tuple[str, ...], tmp_path: Path) -> None:
+    """Phi-3's, GPT-OSS', in which one of them ends a message only, and GLM-4's."""
+    tokens = [f"token {number}" for number in range(20)] + list(special)
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 20 + [3] * len(special),
+        "tokenizer.ggml.eos_token_id": 4,
+    }
+    header = read_header(gguf_files.build("phi3", tmp_path, metadata=metadata).path)
+    assert end_token_ids(header) == (4, *(tokens.index(text) for text in ends))
