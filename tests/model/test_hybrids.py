@@ -12,7 +12,9 @@ from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.fused import FusedDecoder
+from stemma.model.families.registry import FAMILIES
 from stemma.model.loading import load_model
+from stemma.model.parallel.share import Share, check_share
 from stemma.native.library import load_kernels
 from tests import hybrids
 from tests.model.conftest import MODULES, NATIVE, TORCH
@@ -107,3 +109,11 @@ def test_index_keys_are_kept_as_they_were_computed(root: Path) -> None:
         model.layout(16, "int8")
     with pytest.raises(ConfigError, match="kv_layout rows"):
         model.layout(16, "auto", "nz")
+
+
+@pytest.mark.parametrize("family", [*IN_ONE_CALL, *hybrids.SPARSE])
+def test_several_ranks_are_refused_by_name(family: str) -> None:
+    config = hybrids.config_of(family)
+    [architecture] = [one.architecture for one in FAMILIES if one.model_type == config.model_type]
+    with pytest.raises(UnsupportedModel, match=f"{architecture} isn't served on several ranks"):
+        check_share(architecture, config, Share(0, 2))
