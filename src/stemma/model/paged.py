@@ -79,7 +79,7 @@ class AttentionStep:
         self._slot_offsets = slots % block_size
         self._plans: dict[tuple[int | None, int], Plan] = {}
         self._chosen: list[torch.Tensor] = []
-        """Of each sequence, the tokens that its queries chose last; [n, C] bool."""
+        """The tokens that each sequence's queries chose last, [n, C] bool."""
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -35,7 +35,7 @@ class Selection:
     top_k: int
     """Tokens that a query sees at most, itself included if it is among them."""
     dim: int
-    """Of an index key."""
+    """Numbers of an index key."""
     scoring: Scoring | None
     """None: the layer takes what the layer before chose."""
 

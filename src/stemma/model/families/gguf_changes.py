@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to tensors, undone: order of rows and columns, numbers, joined layers."""
+"""Changes that llama.cpp's converter makes to tensors, undone: order of rows, numbers, joined layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Join:
     plain: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
     """Joins tensors that never stay quantized; None: rows below each other."""
     dimensions: int = 2
-    """Of the parts in the file."""
+    """Those that the parts have in the file."""
 
 
 def unchanged(_name: str, _config: Any) -> Change | None:

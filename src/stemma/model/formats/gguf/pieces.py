@@ -105,7 +105,7 @@ class Whole:
 
     @property
     def shape(self) -> torch.Size:
-        """Of codes: rows below each other."""
+        """The shape of its codes: rows below each other."""
         return torch.Size((sum(piece.shape[0] for piece in self.pieces), *self.pieces[0].shape[1:]))
 
     @property
