@@ -7,7 +7,8 @@ dequantizes them: what transformers computes with it is what must come out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import Gemma3TextConfig, GemmaConfig, PreTrainedConfig
 
 from stemma.model.tiny import save_checkpoint
 from tests import checkpoints
+from tests.gguf_layouts import LAYOUTS
 
 Kind = GGMLQuantizationType
 ARCHITECTURES = {
@@ -32,7 +34,7 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
-}
+} | {family: layout.architecture for family, layout in LAYOUTS.items()}
 """Family -> llama.cpp's name of it."""
 
 _GEMMAS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -59,7 +61,8 @@ class TinyGGUF:
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
-    config = (_GEMMAS | checkpoints.CONFIGS)[family]()
+    made = {family: layout.config for family, layout in LAYOUTS.items()}
+    config = (checkpoints.CONFIGS | _GEMMAS | made)[family]()
     if family == "gemma2":
         config.tie_word_embeddings = True
     if family == "qwen3-moe":
@@ -93,9 +96,9 @@ def build(
         if value is not None:
             _add(writer, key, value)
     for name, tensor in _stacked(weights).items():
-        data = _as_stored(family, config, name, tensor.numpy())
-        type_ = _kind_of(name, data, kind)
-        writer.add_tensor(_gguf_name(family, config, name), _bytes(data, type_), raw_dtype=type_)
+        for made, data in _tensors(family, config, name, tensor.numpy()):
+            type_ = _kind_of(name, data, kind)
+            writer.add_tensor(made, _bytes(data, type_), raw_dtype=type_)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -103,6 +106,21 @@ def build(
     writer.write_tensors_to_file()
     writer.close()
     return TinyGGUF(path if not tensors_a_part else min(folder.glob("model-*.gguf")), plain)
+
+
+def _tensors(
+    family: str, config: Any, name: str, data: npt.NDArray[Any]
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Yield the file's tensors for one of transformers."""
+    if family not in LAYOUTS:
+        yield _gguf_name(family, config, name), _as_stored(family, config, name, data)
+        return
+    layer, within = "", name
+    if name.startswith("model.layers."):
+        _, _, number, within = name.split(".", 3)
+        layer = f"blk.{number}."
+    for made, stored in LAYOUTS[family].tensors(config, within, data):
+        yield layer + made, stored
 
 
 def _bytes(data: npt.NDArray[Any], kind: Kind) -> npt.NDArray[Any]:
@@ -149,21 +167,34 @@ def random_rows(kind: Kind, num_rows: int, num_blocks: int) -> npt.NDArray[np.ui
     for offset in _SCALE_OFFSETS.get(kind, (0, 2) if kind in (Kind.Q4_1, Kind.Q5_1) else (0,)):
         values = rng.normal(0.0, 1.0, (num_rows, num_blocks, 1)).astype(np.float16)
         rows[..., offset : offset + 2] = values.view(np.uint8)
+    if kind == Kind.MXFP4:
+        rows[..., 0] = rng.integers(100, 150, rows.shape[:2])  # an exponent
     return rows.reshape(num_rows, -1)
 
 
 def _kind_of(name: str, data: npt.NDArray[Any], kind: Kind | Callable[[str], Kind]) -> Kind:
     """Vectors and routers stay float32, as llama.cpp leaves them; a function chooses by transformers'
     name."""
-    if data.ndim == 1 or ".mlp.gate." in name:
+    if data.ndim == 1 or any(part in name for part in _PLAIN):
         return Kind.F32
     return kind if isinstance(kind, Kind) else kind(name)
+
+
+_PLAIN = (
+    *(".mlp.gate.", ".block_sparse_moe.gate.", ".router.", "_bias", ".A_log", ".D", ".mamba.norm."),
+    *(".conv1d.", ".conv.conv.", "shared_expert_gate", ".in_proj_a.", ".in_proj_b.", ".in_proj_ba."),
+)
+"""What llama.cpp leaves in float32, in names of transformers."""
 
 
 def _rounded(name: str, tensor: torch.Tensor, kind: Kind | Callable[[str], Kind]) -> torch.Tensor:
     data = tensor.numpy()
     type_ = _kind_of(name, data, kind)
-    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(_bytes(data, type_), type_)))
+    # GPT-OSS has experts as [inputs, outputs], the file's rows are outputs.
+    is_turned = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    data = data.swapaxes(1, 2) if is_turned else data
+    rounded = gguf.dequantize(_bytes(data, type_), type_)
+    return torch.from_numpy(np.ascontiguousarray(rounded.swapaxes(1, 2) if is_turned else rounded))
 
 
 def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -173,7 +204,7 @@ def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name in sorted(
         weights, key=lambda each: [int(part) if part.isdigit() else 0 for part in each.split(".")]
     ):
-        if ".experts." in name:
+        if re.search(r"\.experts\.[0-9]", name):
             head, rest = name.split(".experts.")
             experts.setdefault(f"{head}.experts.{rest.partition('.')[2]}", []).append(weights[name])
         else:
@@ -203,7 +234,7 @@ def _gguf_name(family: str, config: Any, name: str) -> str:
 
 
 def _fields(family: str, config: Any) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope, layout = config.rope_parameters, LAYOUTS.get(family)
     theta = rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"]
     fields = {
         "context_length": config.max_position_embeddings,
@@ -212,10 +243,12 @@ def _fields(family: str, config: Any) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 0.0),
         "rope.freq_base": float(theta),
     }
-    if family not in ("llama", "qwen2"):
+    if layout is not None:
+        fields |= layout.fields(config)
+    elif family not in ("llama", "qwen2"):
         fields |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     if family in ("gemma2", "gemma3"):
         fields["attention.sliding_window"] = config.sliding_window

@@ -125,6 +125,23 @@ MIXED_ATTENTION: dict[str, dict[str, Any]] = {
     },
 }
 """Layers of two kinds of attention, that keep KV of two shapes or see only a chunk of the context."""
+_INDEXED = {
+    **{"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8},
+    **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    **{
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    },
+    **{"index_topk": 20, "index_head_dim": 16, "index_n_heads": 12},
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED | {"indexer_types": ["full", "shared", "full"]},
+}
+"""Each query sees the 20 tokens that an indexer chooses."""
 REFUSED: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64}
 }
@@ -133,7 +150,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the tiny config of a `model_type`."""
-    fields = base_fields() | (FIELDS | MIXED_ATTENTION | REFUSED)[family] | overrides
+    fields = base_fields() | (FIELDS | MIXED_ATTENTION | SPARSE | REFUSED)[family] | overrides
     if family in ("mamba", "falcon_mamba", "mamba2"):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             fields.pop(name, None)

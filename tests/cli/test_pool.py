@@ -12,6 +12,7 @@ from stemma.cli.pool import app, layout_of
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
 from stemma.model.loading import load_model
+from tests import hybrids
 from tests.checkpoints import FAMILIES, build
 
 
@@ -59,6 +60,11 @@ def test_the_layout_read_from_config_json_is_the_one_the_model_has(family: str, 
     assert layout_of(tmp_path, "float32") == model.layout(64)
     for kv_dtype in ("int8", "fp8"):
         assert layout_of(tmp_path, kv_dtype) == model.layout(64, kv_dtype)
+
+
+def test_the_layout_of_sparse_attention_has_the_keys_of_its_indexer(tmp_path: Path) -> None:
+    model = load_model(ModelSettings(path=hybrids.build("deepseek_v32", tmp_path), device="cpu"))
+    assert layout_of(tmp_path, "float32") == model.layout(64)
 
 
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:

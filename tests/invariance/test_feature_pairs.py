@@ -40,9 +40,10 @@ GROUP = 5
 """Requests at a time that leave steps room for drafts, once their prompts are known."""
 MTP = "deepseek-v3-mtp"
 HYBRID = "qwen3_next"
-OTHER_FAMILIES = {"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID}
+SPARSE = "glm_moe_dsa"
+OTHER_FAMILIES = {"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE}
 """By engine; the others have a Qwen2."""
-LEFT_OUT = {"no adapters": "adapter", "small": "pinned", "hybrid": "adapter", "hybrid drafts": "adapter"}
+LEFT_OUT = {"no adapters": "adapter", "small": "pinned"}
 """By engine, the feature that its requests don't have; beside pins a small cache has no room."""
 BASE: dict[str, Any] = {
     "kv_cache_memory": "4MB",
@@ -63,6 +64,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "mtp": {"speculation": "mtp"},
     "hybrid": {"block_size": 16},
     "hybrid drafts": {"block_size": 16, "speculation": "auto", "dtype": "float32"},
+    "sparse": {"speculation": "auto", "max_batch_tokens": 120},
 }
 """Settings of engines, beside those of `BASE`."""
 SOURCES = {
@@ -72,6 +74,7 @@ SOURCES = {
     "codes": {"tree", "grammar"},
     "mtp": {"mtp", "grammar"},
     "hybrid drafts": {"tree"},
+    "sparse": {"tree"},
 }
 """Who must have drafted."""
 
@@ -89,9 +92,10 @@ class Workshop:
         path = self._root / family
         if not path.exists():
             ends = {"eos_token_id": ENDS}
-            if family == HYBRID:
-                return hybrids.build(family, path, generation=ends)
-            build_mtp(path, generation=ends) if family == MTP else build(family, path, generation=ends)
+            if family in (HYBRID, SPARSE):
+                hybrids.build(family, path, generation=ends)
+            else:
+                build_mtp(path, generation=ends) if family == MTP else build(family, path, generation=ends)
             for seed, name in enumerate(ADAPTERS):
                 _write_adapter(path, self._root / f"{family}-{name}", seed)
         return path
@@ -141,7 +145,10 @@ class Workshop:
 
 def _write_adapter(checkpoint: Path, path: Path, seed: int) -> None:
     """Write an adapter that adds to all linear layers but routed experts and what isn't adaptable."""
-    names = ("q_proj", "k_proj", "v_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    names = (
+        *("q_proj", "k_proj", "v_proj", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    )
     generator = torch.Generator().manual_seed(seed)
     matrices = {}
     for key, weight in sorted(load_file(checkpoint / "model.safetensors").items()):

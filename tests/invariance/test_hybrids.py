@@ -23,8 +23,8 @@ from tests.native.isa import level_params
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
 DTYPES = ("bfloat16", "float32")
-ENGINES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba", "gemma4_text")
-"""One of each kind of recurrence, and windows of another shape; the others run in `make test-all`."""
+ENGINES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba", "gemma4_text", "glm_moe_dsa")
+"""One of each kind of recurrence, windows of another shape, chosen tokens; others run in `make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def settings_of(path: Path, **fields: Any) -> ModelSettings:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION])
+@pytest.mark.parametrize("family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE])
 def test_any_schedule(family: str, dtype: str, root: Path) -> None:
     settings = settings_of(checkpoint(family, root), dtype=dtype)
     check_schedules(load_model(settings), 1)

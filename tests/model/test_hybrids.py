@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import UnsupportedModel
+from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.fused import FusedDecoder
+from stemma.model.families.registry import FAMILIES
 from stemma.model.loading import load_model
+from stemma.model.parallel.share import Share, check_share
 from stemma.native.library import load_kernels
 from tests import hybrids
 from tests.model.conftest import MODULES, NATIVE, TORCH
@@ -53,7 +55,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
 
 
-EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION)
+EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE)
 
 
 @pytest.mark.parametrize(("family", "way"), [(f, way) for f in EVERY for way in ways_of(f)])
@@ -91,3 +93,27 @@ def test_a_recurrence_that_isnt_known_is_refused_by_name(tmp_path: Path) -> None
     path = hybrids.build("recurrent_gemma", tmp_path)
     with pytest.raises(UnsupportedModel, match=r"RecurrentGemmaForCausalLM.*Qwen3.*DeepSeek"):
         load_model(ModelSettings(path=path, device="cpu"))
+
+
+def test_a_choice_that_no_layer_makes_is_refused_by_name(tmp_path: Path) -> None:
+    path = hybrids.build("glm_moe_dsa", tmp_path, indexer_types=["shared", "full", "full"])
+    with pytest.raises(
+        UnsupportedModel, match=r"GlmMoeDsaForCausalLM: layer 0 chooses no tokens.*indexer_types"
+    ):
+        load_model(ModelSettings(path=path, device="cpu"))
+
+
+def test_index_keys_are_kept_as_they_were_computed(root: Path) -> None:
+    model = load_model(ModelSettings(path=checkpoint("deepseek_v32", root), device="cpu"))
+    with pytest.raises(ConfigError, match="leave kv_cache_dtype auto"):
+        model.layout(16, "int8")
+    with pytest.raises(ConfigError, match="kv_layout rows"):
+        model.layout(16, "auto", "nz")
+
+
+@pytest.mark.parametrize("family", [*IN_ONE_CALL, *hybrids.SPARSE])
+def test_several_ranks_are_refused_by_name(family: str) -> None:
+    config = hybrids.config_of(family)
+    [architecture] = [one.architecture for one in FAMILIES if one.model_type == config.model_type]
+    with pytest.raises(UnsupportedModel, match=f"{architecture} isn't served on several ranks"):
+        check_share(architecture, config, Share(0, 2))

@@ -95,6 +95,8 @@ def layout_of(path: Path, dtype: str | None = None, block_size: int = 64) -> KVL
         if "kv_lora_rank" in config:  # MLA: one compressed latent for all heads
             rank = int(config["kv_lora_rank"])
             latent_dim = rank + int(config["qk_rope_head_dim"])
+            if config.get("index_topk"):  # sparse attention: an indexer's key lies beside the latent
+                latent_dim += int(config["index_head_dim"])
             scaled = 0 if stored == "plain" else rank
             return KVLayout(num_layers, 1, block_size, 1, latent_dim, named, stored, scaled)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)

@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 
 from stemma.model.latent import LatentProjection
+from stemma.model.selection import Selection
 
 SUPPORTED = (
     "Stemma serves causal language models of transformers that go through its attention interface and keep "
     "per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM3, Seed-OSS, Qwen3-MoE, Gemma 2, "
     "DeepSeek-V2/V3/R1 and others built alike; and hybrids with the recurrent layers of Qwen3-Next, Qwen3.5, "
-    "Kimi-Linear, Granite 4, Mamba and LFM2."
+    "Kimi-Linear, Granite 4, Mamba and LFM2; and the sparse attention of DeepSeek-V3.2 and GLM-5."
 )
 
 
@@ -35,6 +36,8 @@ class AttentionCall:
     """Tokens before this one are seen by no query but their own; 0: all tokens are seen."""
     rotates: bool = True
     """Whether queries and keys are rotated by their positions before this call."""
+    selection: Selection | None = field(default=None, compare=False)
+    """How queries choose the tokens that they see; None: they see all."""
 
 
 class StepContext(Protocol):

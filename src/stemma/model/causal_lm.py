@@ -33,6 +33,8 @@ class KVShape:
     """The state that recurrent layers keep of a sequence; None: there are none."""
     windows: WindowGroup | None = None
     """Layers whose KV may lie in pages; None: there are none, or all are."""
+    index_dim: int = 0
+    """Last dims of a row, which are an indexer's key; 0: there is none."""
 
     @property
     def is_mixed(self) -> bool:
@@ -188,6 +190,8 @@ class CausalLM:
             plain = replace(plain, num_layers=num_layers, windows=shape.windows)
         if shape.state is not None and self.device.type != "cpu":
             raise ConfigError(f"{self.info.architecture} has recurrent layers, which run on CPU only")
+        if shape.index_dim:
+            self._check_index(kv_dtype, arrangement)
         if arrangement == "nz":
             self._check_tiles()
             plain = replace(plain, tiled=True)
@@ -199,6 +203,17 @@ class CausalLM:
                 "the model's dtype; leave kv_cache_dtype auto"
             )
         return replace(plain, stored=kv_dtype, latent_rank=shape.latent_rank)
+
+    def _check_index(self, kv_dtype: KVDtype, arrangement: KVArrangement) -> None:
+        """Raise ConfigError unless the keys of an indexer can lie so."""
+        name = self.info.architecture
+        if self.device.type != "cpu":
+            raise ConfigError(f"{name} has sparse attention, which runs on CPU only; set device cpu")
+        if kv_dtype != "auto" or arrangement != "rows":
+            raise ConfigError(
+                f"{name} chooses tokens by the keys of an indexer, which are kept as they were computed; "
+                "leave kv_cache_dtype auto and kv_layout rows"
+            )
 
     def _check_tiles(self) -> None:
         """Raise ConfigError unless the model's KV can lie in pieces of 16 columns."""

@@ -19,6 +19,7 @@ from stemma.memory.device.kv import TORCH_DTYPES
 from stemma.model.attention import SUPPORTED
 from stemma.model.directory import CONFIG, StoredTensor, check_directory, has_file, is_gguf, read_json
 from stemma.model.extent import check_counts
+from stemma.model.families.registry import family_of
 from stemma.model.foreign_code import foreign_code
 from stemma.model.llama_config import read_llama_config
 
@@ -135,6 +136,8 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
             f"encoder's output. {SUPPORTED}"
         )
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or [])
+    if family_of(config.model_type) is not None:
+        layer_types -= {"indexed_attention"}
     if layer_types - _SERVED_LAYER_TYPES:
         named = str((architectures or [config.model_type])[0])
         other = ", ".join(sorted(layer_types - _SERVED_LAYER_TYPES))

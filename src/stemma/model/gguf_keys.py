@@ -22,6 +22,10 @@ _ARCHITECTURE_READ = frozenset(
         *("rope.dimension_count", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.type"),
         *("rope.scaling.factor", "rope.scaling.original_context_length"),
         *("rope.scaling.yarn_ext_factor", *YARN_KEYS),
+        *("attention.scale", "embedding_scale", "residual_scale", "logit_scale", "shortconv.l_cache"),
+        *(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "group_count")),
+        *("ssm.time_step_rank", "full_attention_interval", "rope.dimension_sections"),
+        *("expert_shared_feed_forward_length", "nextn_predict_layers"),
     }
 )
 """Keys of an architecture, without its name, that some family reads here."""

@@ -22,6 +22,7 @@ from stemma.model.foreign.loading import Cut, load_modules
 from stemma.model.foreign.packing import pack_modules
 from stemma.model.foreign.probe import probe
 from stemma.model.foreign.reference import FirstLayers, needs_check, take_reference
+from stemma.model.foreign.sparse import index_latents
 from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.foreign_code import foreign_code
 from stemma.model.load import Load, Loaded
@@ -62,6 +63,7 @@ def load_by_modules(load: Load) -> Loaded:
     with foreign_code(f"can't run {architecture}"):
         use_paged_attention(hf_model)
         cache_latents(hf_model)
+        index_latents(hf_model)
         kv_shape, calls = probe(hf_model, last_position=load.max_model_len - 1, after_layer=files.drop_pages)
     memory = None if load.plan is None else load.plan.take_memory()
     report = _dropping_pages(load, files, "packing weights")

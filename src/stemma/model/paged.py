@@ -23,6 +23,7 @@ from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
 from stemma.model.kv_format import KVRows
 from stemma.model.latent import LatentProjection
+from stemma.model.selection import Selection, choose
 
 PACKED_QUERIES = 32
 """Chunks up to this many queries pack heads; for longer ones torch repeats K and V, which is then cheap."""
@@ -77,12 +78,16 @@ class AttentionStep:
         self._slot_blocks = slots // block_size
         self._slot_offsets = slots % block_size
         self._plans: dict[tuple[int | None, int], Plan] = {}
+        self._chosen: list[torch.Tensor] = []
+        """The tokens that each sequence's queries chose last, [n, C] bool."""
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
         rows = self.write(call, key, value)
+        if call.selection is not None and call.selection.chooses(self._batch.context_lens):
+            return self._attend_selected(call, call.selection, query, rows[0])
         value_dim = value.shape[-1] if call.latent is None else call.latent.value_dim
         output = query.new_empty(query.shape[0], query.shape[1], value_dim)
         self.read(call, query, rows, output)
@@ -132,6 +137,25 @@ class AttentionStep:
                 target.copy_(latent.project(weighted))
             else:
                 target.copy_(_prefill(call, queries, *latent.expand(keys[:, 0]), chunk.mask))
+
+    def _attend_selected(
+        self, call: AttentionCall, selection: Selection, query: torch.Tensor, rows: KVRows
+    ) -> torch.Tensor:
+        """Attend with each query to the latents that it chooses; [T, H, Dv]."""
+        latent, parts = call.latent, []
+        assert latent is not None
+        for seq, context_len in enumerate(self._batch.context_lens):
+            start, stop = self._batch.query_starts[seq : seq + 2]
+            num_blocks = -(-context_len // self._block_size)
+            blocks = self._batch.block_tables[seq, :num_blocks].to(self._kv.device, torch.int64)
+            keys = rows.gather(blocks).flatten(0, 1)[:context_len]
+            if selection.scoring is not None:
+                del self._chosen[seq:]
+                self._chosen.append(choose(selection, slice(start, stop), keys[:, 0]))
+            latents = keys[..., : latent.rank + latent.rope_dim]
+            absorbed = latent.absorb(query[start:stop])
+            parts.append(_prefill(call, absorbed, latents, latents[..., : latent.rank], self._chosen[seq]))
+        return latent.project(torch.cat(parts))
 
     def _plan(self, window: int | None, first_key: int) -> Plan:
         plan = self._plans.get((window, first_key))
@@ -210,7 +234,7 @@ def _gather(
     if rows[1] is not None:
         return keys, rows[1].gather(blocks)
     assert latent is not None, "keys without values"
-    return keys, keys[..., : latent.rank]
+    return keys[..., : latent.rank + latent.rope_dim], keys[..., : latent.rank]
 
 
 def _decode(

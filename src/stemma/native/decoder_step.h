@@ -170,11 +170,11 @@ class DecoderStep {
             hidden = norm(hidden, delta, layer.input_norm, rows);
             multiply(layer.qkv, room_.normed, rows, room_.qkv, layer.qkv.n);
             const bool at_end = l == a_.num_layers - 1 && a_.states == nullptr;
+            adapt_qkv(layer, l);
             if (layer.recurrent.kind != NOT_RECURRENT) {
                 RecurrentStep<T>(layer.recurrent, a_.state_rows, room_.qkv, layer.qkv.n, a_.rows, room_.recurrent)
                     .run(team_, member_, room_.attended);
             } else {
-                adapt_qkv(layer, l);
                 prepare_and_attend(layer, l, at_end);
                 if (layer.gates) gate_attended(layer);
             }

@@ -13,6 +13,7 @@
 #include "mixture.h"
 #include "products.h"
 #include "scan.h"
+#include "selection.h"
 #include "units.h"
 
 #include "layouts.h"  // written for the build by structures.py; needs all of the above
@@ -181,6 +182,9 @@ void stemma_pack_codes(const PackCodesArgs* args) {
     const PackCodesArgs& a = *args;
     int64_t first = a.first / STRIP, last = (a.first + a.rows + STRIP - 1) / STRIP;
     for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_codes(a, first + i); });
+}
+void stemma_select_tokens(const SelectionArgs* args) {
+    args->is_bf16 ? select_tokens<bf16>(*args) : select_tokens<float>(*args);
 }
 void stemma_scan(const ScanArgs* args) {
     for_pieces(args->rows, args->heads, args->value_dim, PANELS * LANES,

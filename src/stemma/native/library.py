@@ -95,10 +95,11 @@ class Kernels:
         self.scan = library.stemma_scan
         self.select = library.stemma_select
         self.convolve = library.stemma_convolve
+        self.select_tokens = library.stemma_select_tokens
         for function in (
             *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
             *(self.pack, self.pack_codes, self.compress, self.multiply, self.mixture, self.merge_parts),
-            *(self.scan, self.select, self.convolve),
+            *(self.scan, self.select, self.convolve, self.select_tokens),
         ):
             function.argtypes = [ctypes.c_void_p]
             function.restype = None

@@ -14,7 +14,8 @@ struct LowRankArgs {
     float scale;
 };
 
-// With latents: query is what makes the query or its latent, key what makes the token's latent
+// With latents: query is what makes the query or its latent, key what makes the token's latent. Of a recurrent layer and
+// one with gates, query adds to all that reads the hidden states
 struct AdapterLayerArgs {
     LowRankArgs query, key, value, expand, output, gate, up, down;
 };

@@ -141,6 +141,10 @@ class ConvolveArgs(Mirror):
     """Rows of a short convolution (scan.h)."""
 
 
+class SelectionArgs(Mirror):
+    """Queries that choose tokens (selection.h)."""
+
+
 def _read_fields() -> None:
     """Give every mirror its fields; one that holds another comes after it."""
     headers = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.h")))

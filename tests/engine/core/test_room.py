@@ -16,7 +16,7 @@ from tests.engine.harness import greedy, prompt
 
 from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
-from stemma.engine.operator.cache_control import Pin
+from stemma.engine.operator.cache_answers import Pin
 from stemma.errors import GenerationFailed, InvalidRequest, PromptTooLong
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.types import FinishReason, Tier

@@ -71,6 +71,43 @@ def test_a_prompt_leaves_states_where_others_may_go_on() -> None:
     states.check([])
 
 
+def test_a_pinned_checkpoint_stays_while_others_need_room() -> None:
+    states = make_states(4)
+    first = lease_of(0, 64)
+    states.begin(first, 0)
+    run(states, first, 64)
+    states.end(first)
+    pinned = lease_of(0, 100)
+    states.pin(pinned, 96)
+    for prompt in range(1, 9):
+        lease = lease_of(prompt, 128)
+        assert states.begin(lease, 0)
+        run(states, lease, 128)
+        states.end(lease)
+    assert deepest(states, pinned, 96) == 64
+    assert states.num_checkpoints == 4
+    assert states.flush([pinned]) == 3
+    assert deepest(states, pinned, 96) == 64
+    states.check([pinned])
+    states.end(pinned)
+    assert states.flush() == 1
+    states.check([])
+
+
+def test_pins_leave_sequences_half_of_the_places() -> None:
+    states = make_states(4)
+    pinned = []
+    for prompt in range(3):
+        lease = lease_of(prompt, 64)
+        states.begin(lease, 0)
+        run(states, lease, 64)
+        states.end(lease)
+        pinned.append(lease_of(prompt, 64))
+        states.pin(pinned[-1], 64)
+    assert [lease.state is not None for lease in pinned] == [True, True, False]
+    states.check(pinned)
+
+
 def test_a_state_is_kept_where_the_tree_branched() -> None:
     states = make_states(8)
     first = lease_of(0, 200)

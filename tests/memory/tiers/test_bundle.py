@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.contracts.block_store_suite import bytes_of
 
 from stemma.errors import StorageError, StorageMismatch, UntrustedFile
-from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header, write_bundle
+from stemma.memory.tiers.bundle import BundleTrust, read_blocks, read_header, read_pieces, write_bundle
 from stemma.prefix.keys import DEFAULT_NAMESPACE, ChainRoots, KeySpace, Namespace, PublicHead
+from stemma.types import BlockKey
 
 SPACE = KeySpace("model-a", "layout-a", 16)
 ROOTS = SPACE.roots(DEFAULT_NAMESPACE)
@@ -57,6 +58,55 @@ def test_round_trip(num_blocks: int, key: bytes | None) -> None:
     assert header.keys == KEYS[:num_blocks]
     assert header.tokens.tolist() == TOKENS[:48].tolist()
     assert read(content, OURS if key else ANY) == [bytes_of(key, BLOCK_BYTES) for key in KEYS[:num_blocks]]
+
+
+PIECES = [BlockKey(bytes([number]) * 32) for number in range(2)]
+
+
+def with_checkpoint(position: int = 32, pieces: list[BlockKey] = PIECES) -> bytes:
+    file = io.BytesIO()
+    blocks = (memoryview(bytes_of(key, BLOCK_BYTES)) for key in KEYS)
+    write_bundle(
+        file,
+        SPACE,
+        ROOTS,
+        TOKENS,
+        blocks,
+        block_bytes=BLOCK_BYTES,
+        key=SECRET,
+        checkpoint=position,
+        pieces=pieces,
+        read_piece=lambda number: memoryview(bytes_of(pieces[number], BLOCK_BYTES)),
+    )
+    return file.getvalue()
+
+
+def read_checkpoint(content: bytes) -> list[bytes]:
+    file, taken = io.BytesIO(content), []
+    header = read_header(file, OURS)
+    header.check(SPACE, ROOTS, BLOCK_BYTES, vocab_size=1000)
+    read_blocks(file, header, lambda _position, _key, _data: None)
+    assert (header.checkpoint, header.num_pieces) == (32, 2)
+    read_pieces(file, header, PIECES, lambda _number, _key, data: taken.append(bytes(data)))
+    return taken
+
+
+def test_a_checkpoint_travels_and_every_damage_of_it_is_noticed() -> None:
+    content = with_checkpoint()
+    assert read_checkpoint(content) == [bytes_of(key, BLOCK_BYTES) for key in PIECES]
+    for at in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        with pytest.raises(StorageError):
+            read_checkpoint(bytes(damaged))
+    with pytest.raises(StorageError, match="ends within block 1"):
+        read_checkpoint(content[:-1])
+
+
+@pytest.mark.parametrize(("position", "pieces"), [(40, PIECES), (32, []), (0, PIECES)])
+def test_a_checkpoint_that_cant_be_is_refused(position: int, pieces: list[BlockKey]) -> None:
+    with pytest.raises(StorageError, match="its lengths disagree"):
+        read_header(io.BytesIO(with_checkpoint(position, pieces)), OURS)
 
 
 @pytest.mark.parametrize("key", [SECRET, None])

@@ -38,7 +38,9 @@ from tests.gguf_files import ARCHITECTURES, K_QUANTS
 from tests.model.paging import PagedSequences, plain_logits
 
 TOLERANCE = 1e-4
-SIMPLE = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
+
+
+SIMPLE = (Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)
 
 
 def load(path: Path, dtype: str = "float32") -> CausalLM:
@@ -320,7 +322,7 @@ def test_fingerprint_names_weights_and_metadata(tmp_path: Path) -> None:
         ({"llama.rope.freq_base": -1.0}, "above 0"),
         ({"llama.rope.scaling.type": "odd", "llama.rope.scaling.factor": 2.0}, "scales its rotary embedding"),
         ({"llama.rope.dimension_count": 8}, "dimension_count makes 8"),
-        ({"llama.expert_count": 8}, "with experts"),
+        ({"llama.expert_count": 8}, "has no tensor blk.0.ffn_up_exps"),
         ({"llama.attention.sliding_window": 8}, "sliding window"),
         ({"general.alignment": 3}, "alignment"),
         ({"split.count": 2}, "says that it is one of 2 parts"),

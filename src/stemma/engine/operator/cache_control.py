@@ -18,10 +18,18 @@ import torch
 
 from stemma.engine.core.engine import Engine
 from stemma.engine.core.tree_outline import MAX_BELOW, TreeOutline, add_copies, add_lower, outline_tree
-from stemma.errors import InvalidRequest, Overloaded
+from stemma.engine.operator.cache_answers import CacheLookup, FlushReport, Pin
+from stemma.errors import InvalidRequest, Overloaded, StorageMismatch
 from stemma.memory.cache.lease import Lease
 from stemma.memory.device.copy import DeviceCopy
-from stemma.memory.tiers.bundle import BundleHeader, BundleTrust, read_blocks, read_header, write_bundle
+from stemma.memory.tiers.bundle import (
+    BundleHeader,
+    BundleTrust,
+    read_blocks,
+    read_header,
+    read_pieces,
+    write_bundle,
+)
 from stemma.prefix.keys import DEFAULT_NAMESPACE, KeySpace, Namespace
 from stemma.types import BlockKey, Tier, TokenArray
 
@@ -37,52 +45,12 @@ class RunBetweenSteps(Protocol):
         """Return what the function returns, or raise what it raises."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheLookup:
-    """Where the tokens of a prompt lie. Nothing was computed or moved to find out."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Leading tokens that some tier has: what a request would not have to compute, if all were loaded."""
-    served_by_tier: Mapping[Tier, int]
-    """The same, each token counted for the nearest tier that has it."""
-    tokens_by_tier: Mapping[Tier, int]
-    """Tokens that lie in each tier; a token may lie in several."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A prefix that may not be evicted."""
-
-    pin_id: str
-    num_prompt_tokens: int
-    tokens_by_tier: Mapping[Tier, int]
-    """Tokens pinned in each tier."""
-    ttl_s: float | None
-    """Seconds it was pinned for; None: until `unpin`."""
-
-
 @dataclass(slots=True)
 class _Held:
     pin: Pin
     lease: Lease
     lower_pins: dict[Tier, list[BlockKey]]
     timer: asyncio.TimerHandle | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FlushReport:
-    """The result of a flush."""
-
-    freed_blocks: Mapping[Tier, int]
-    kept_blocks: Mapping[Tier, int]
-    """Blocks that requests or pins hold."""
-    block_bytes: int
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that are free now and weren't before."""
-        return sum(self.freed_blocks.values()) * self.block_bytes
 
 
 class CacheControl:
@@ -149,6 +117,8 @@ class CacheControl:
     async def pin(self, namespace: Namespace, tokens: TokenArray, ttl_s: float | None = None) -> Pin:
         """Forbid eviction of the full blocks of a prompt, in every local tier that holds them now.
 
+        Of a model with recurrent layers or windows, of the checkpoints that prompts go on from, too.
+
         Raises InvalidRequest if nothing of it is cached, or too much would be pinned.
         """
         lease = await self._borrow(lambda: self._hold(namespace, tokens), self._let_go)
@@ -166,7 +136,10 @@ class CacheControl:
         except asyncio.CancelledError:
             self._take_out(pin.pin_id)  # nobody will learn its id
             raise
-        counts |= {tier: len(pinned) * size for tier, pinned in held.lower_pins.items()}
+        blocks = set(keys)
+        counts |= {
+            tier: size * sum(key in blocks for key in held.lower_pins[tier]) for tier in held.lower_pins
+        }
         held.pin = replace(pin, tokens_by_tier={t: n for t, n in counts.items() if n})
         if not held.pin.tokens_by_tier:
             await self.unpin(pin.pin_id)
@@ -193,7 +166,8 @@ class CacheControl:
 
     async def _pin_lower(self, held: _Held, keys: list[BlockKey]) -> None:
         """Pin in the lower tiers too; in a thread, for the event loop doesn't wait for a store's lock."""
-        pins = await asyncio.to_thread(self._cache.below.pin, keys)
+        pieces = self._cache.checkpoint_keys(keys)
+        pins = await asyncio.to_thread(self._cache.below.pin, [*keys, *pieces])
         if held.pin.pin_id in self._held:
             held.lower_pins = pins
         else:  # unpinned meanwhile
@@ -242,8 +216,9 @@ class CacheControl:
         self._check_whole()
         lease = await self._borrow(lambda: self._cache.hold(namespace, tokens))
         assert lease is not None
-        keys = self._keys(namespace, tokens)
+        keys, states = self._keys(namespace, tokens), self._cache.states
         blocks = self._read_blocks(lease, keys)
+        checkpoint, pieces = (0, []) if states is None else states.held(lease)
         try:
             return await asyncio.to_thread(
                 write_bundle,
@@ -254,6 +229,9 @@ class CacheControl:
                 blocks,
                 block_bytes=self._device.block_bytes,
                 key=key,
+                checkpoint=checkpoint,
+                pieces=[piece for piece, _ in pieces],
+                read_piece=lambda number: self._read_block(pieces[number][1]),
             )
         finally:
             await self._give_up(lease, lease.num_tokens)
@@ -281,8 +259,8 @@ class CacheControl:
         tokens = header.tokens[: header.num_blocks * size]
         if not len(tokens):
             return header, 0
-        num_present = await self._run(lambda: self._num_present(namespace, tokens))
-        if num_present == header.num_blocks:
+        num_present, reached = await self._run(lambda: self._present(namespace, tokens))
+        if num_present == header.num_blocks and reached >= header.checkpoint:
             return header, 0
         lease = await self._borrow(lambda: self._cache.reserve(namespace, tokens, num_new=0))
         if lease is None:
@@ -302,9 +280,29 @@ class CacheControl:
                 await self._run(lambda: self._cache.finish_load(lease))
             num_good = first = lease.num_cached_tokens // size
             await asyncio.to_thread(read_blocks, file, header, take)
+            await self._bring_checkpoint(lease, file, header)
         finally:
             await self._give_up(lease, num_good * size)
-        return header, num_good - first
+        return header, max(0, num_good - max(first, num_present))
+
+    async def _bring_checkpoint(self, lease: Lease, file: BinaryIO, header: BundleHeader) -> None:
+        """Take the checkpoint of a file, whose KV is there, if it has one and there is room for it."""
+        states = self._cache.states
+        if states is None or not header.checkpoint:
+            return
+        pieces = await self._run(lambda: states.bring(lease, header.checkpoint))
+        if pieces is None:
+            return
+        if len(pieces) != header.num_pieces:
+            raise StorageMismatch(
+                f"the file's checkpoint has {header.num_pieces} blocks, here it would have {len(pieces)}"
+            )
+
+        def take(number: int, _key: BlockKey, data: memoryview) -> None:
+            self._device.into([pieces[number][1]], [torch.frombuffer(data, dtype=torch.uint8)])
+
+        await asyncio.to_thread(read_pieces, file, header, [key for key, _ in pieces], take)
+        await self._run(lambda: states.enter(lease))
 
     def _check_whole(self) -> None:
         if self._num_ranks > 1:
@@ -357,11 +355,12 @@ class CacheControl:
         task.add_done_callback(self._background.discard)
         return asyncio.shield(task)
 
-    def _num_present(self, namespace: Namespace, tokens: TokenArray) -> int:
+    def _present(self, namespace: Namespace, tokens: TokenArray) -> tuple[int, int]:
+        """Return how many leading blocks are on the device, and the position of the deepest checkpoint."""
         lease = self._cache.hold(namespace, tokens)
-        count = lease.num_committed
+        count, position = lease.num_committed, 0 if lease.state is None else lease.state.position
         self._cache.free(lease, lease.num_tokens)
-        return count
+        return count, position
 
     def _keys(self, namespace: Namespace, tokens: TokenArray) -> list[BlockKey]:
         return self._space.roots(namespace).chain(tokens)
@@ -387,6 +386,13 @@ class CacheControl:
 
     def _expire(self, pin_id: str) -> None:
         self._take_out(pin_id)  # it may be gone: `unpin` was faster
+
+    def _read_block(self, block_id: int) -> memoryview:
+        """Return a copy of the bytes of a block on the device."""
+        copy = torch.empty(self._device.block_bytes, dtype=torch.uint8)
+        self._device.out([block_id], [copy])
+        view: memoryview = copy.numpy().data
+        return view
 
     def _read_blocks(self, lease: Lease, keys: list[BlockKey]) -> Iterator[memoryview]:
         """Yield the bytes of leading blocks: those the lease holds, then what lower tiers have."""

@@ -13,7 +13,7 @@ of others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,7 @@ from stemma.prefix.explain import (
 )
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
-from stemma.types import NO_RETENTION, BlockIds, Retention, Tier, TokenArray
+from stemma.types import NO_RETENTION, BlockIds, BlockKey, Retention, Tier, TokenArray
 
 _NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
 _NO_MATCH = Match(0, _NO_BLOCKS)
@@ -278,7 +278,8 @@ class PrefixCache:
     def hold(self, namespace: Namespace, tokens: TokenArray) -> Lease:
         """Return a lease on the full blocks of a prompt that are on the device; it may be empty.
 
-        Nothing is allocated, copied or loaded. `free(lease, lease.num_tokens)` frees it.
+        It holds the deepest checkpoint behind them too, if there is one and room enough beside it. Nothing is
+        allocated, copied or loaded. `free(lease, lease.num_tokens)` frees it.
         """
         found = _NO_MATCH
         if self._cached is not None and len(tokens):
@@ -289,7 +290,18 @@ class PrefixCache:
         self._leased.share(lease, found.block_ids[:num_full])
         self._leased.add(lease)
         self._held.add(lease)
+        if self._states is not None:
+            self._states.pin(lease, len(held))
         return lease
+
+    @property
+    def states(self) -> CachedStates | None:
+        """Recurrent states and windows; None: the model has neither."""
+        return self._states
+
+    def checkpoint_keys(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the keys under which lower tiers may have checkpoints of a prompt with these blocks."""
+        return [] if self._states is None else self._states.likely_pieces(keys)
 
     def extend(self, lease: Lease, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in total; return False, taking nothing, if there is none."""
@@ -468,7 +480,7 @@ class PrefixCache:
         self.end_rests()
         self._leased.free_loaded()
         if self._states is not None:
-            self._states.flush()
+            self._states.flush(self._held)
         return self._cached.flush() if self._cached is not None else 0
 
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:

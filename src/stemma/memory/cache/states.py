@@ -13,7 +13,7 @@ Below the device a checkpoint is blocks like any other, under keys of its own (`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -173,6 +173,49 @@ class CachedStates:
         lease.state = LeaseState(one.state, one.position, 0)
         lease.state.pages.update(one.pages)
 
+    def pin(self, lease: Lease, num_tokens: int) -> None:
+        """Let a lease that computes nothing hold the deepest checkpoint within its `num_tokens`.
+
+        It holds none if sequences would be left with less than half of the places.
+        """
+        position = self.deepest(lease.keys(num_tokens // self._block_size), num_tokens)
+        if not position:
+            return
+        found = self._checkpoints[self._key_at(lease, position)]
+        for slots in (self._states, self._pages):
+            if self._num_spare(slots) - len(self._held(found, slots)) < slots.count // 2:
+                return
+        found.is_rolling = False
+        self._go_on(lease, position, 0)
+
+    def bring(self, lease: Lease, position: int) -> list[tuple[BlockKey, int]] | None:
+        """Make room for a checkpoint that is brought from elsewhere; return its blocks' keys and ids.
+
+        None: it is here already, can't lie at this position, or there is no room. `enter` follows once the
+        bytes are there; the lease computes nothing.
+        """
+        if position % self.unit or not 0 < position <= lease.num_tokens or not self._keeps:
+            return None
+        if self._key_at(lease, position) in self._checkpoints:
+            return None
+        self.end(lease)
+        if not self.begin_loading(lease, position, 0):
+            return None
+        return list(zip(self.piece_keys(lease, position), self.blocks_of(lease), strict=True))
+
+    def enter(self, lease: Lease) -> None:
+        """Enter the checkpoint that `bring` made room for."""
+        own = lease.state
+        assert own is not None
+        self._enter(lease, own.position, own.state, is_rolling=False)
+
+    def held(self, lease: Lease) -> tuple[int, list[tuple[BlockKey, int]]]:
+        """Return where the checkpoint that a lease holds lies, and its blocks' keys and ids; 0: none."""
+        if lease.state is None or not lease.state.position:
+            return 0, []
+        position = lease.state.position
+        return position, list(zip(self.piece_keys(lease, position), self.blocks_of(lease), strict=True))
+
     def end(self, lease: Lease) -> None:
         """Free what a sequence that ends holds, and what a step took for it."""
         own = lease.state
@@ -271,12 +314,17 @@ class CachedStates:
         assert lease.state is not None
         return self._blocks_of(lease.state.state, [page for _, page in sorted(lease.state.pages.items())])
 
-    def flush(self) -> int:
-        """Drop all checkpoints; return how many."""
-        count = len(self._checkpoints)
-        for key in list(self._checkpoints):
+    def flush(self, pinned: Iterable[Lease] = ()) -> int:
+        """Drop all checkpoints but those that these leases hold (`pin`); return how many."""
+        kept = {
+            self._key_at(lease, lease.state.position)
+            for lease in pinned
+            if lease.state is not None and lease.state.position
+        }
+        dropped = [key for key in self._checkpoints if key not in kept]
+        for key in dropped:
             self._drop(key)
-        return count
+        return len(dropped)
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Raise IntegrityError unless states and pages agree with their holders (slow)."""
@@ -448,6 +496,11 @@ class CachedStates:
 
     def _can_take(self, slots: Slots) -> bool:
         return not slots.count or bool(slots.num_free) or any(True for _ in self._evictable(slots))
+
+    def _num_spare(self, slots: Slots) -> int:
+        """Return how many places are free, or held by one checkpoint alone."""
+        held = (place for one in self._checkpoints.values() for place in self._held(one, slots))
+        return slots.num_free + sum(slots.holders(place) == 1 for place in held)
 
     def _evictable(self, slots: Slots) -> list[tuple[BlockKey, _Checkpoint]]:
         """Return the checkpoints without which there would be more free places."""

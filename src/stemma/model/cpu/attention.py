@@ -18,6 +18,7 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StoredAs
 from stemma.model.attention import AttentionCall
 from stemma.model.batch import ForwardBatch
+from stemma.model.cpu.selection import select
 from stemma.native.library import Kernels
 from stemma.native.structures import AttendArgs, BatchArgs, KVFormat, WriteArgs
 
@@ -87,6 +88,8 @@ class NativeAttentionStep:
         self.kv = kv
         self._kernels = kernels
         self._plans: dict[tuple[int, int], NativePlan] = {}
+        self._selected: NativePlan | None = None
+        """Over the tokens that queries chose last."""
 
     def __enter__(self) -> NativeAttentionStep:
         return self
@@ -97,6 +100,7 @@ class NativeAttentionStep:
         for plan in self._plans.values():
             plan.free(self._kernels)
         self._plans.clear()
+        self._drop_selected()
 
     def plan(self, num_kv_heads: int, group_size: int) -> NativePlan:
         """Return the step's plan for layers of this shape."""
@@ -112,14 +116,15 @@ class NativeAttentionStep:
     ) -> torch.Tensor:
         """Write the KV of the new tokens, then attend; see `StepContext.attend`."""
         self.write(call, key, value)
-        plan = self.plan(key.shape[1], query.shape[1] // key.shape[1])
+        kv, group_size = self.kv, query.shape[1] // key.shape[1]
+        selects = call.selection is not None and call.selection.chooses(self._batch.context_lens)
+        plan = self._plan_selected(call, group_size) if selects else self.plan(key.shape[1], group_size)
         value_dim = value.shape[2]
         if call.latent is not None:
             query, value_dim = call.latent.absorb(query), call.latent.rank
         if query.stride(2) != 1:
             query = query.contiguous()
         output = query.new_empty(query.shape[0], query.shape[1], value_dim)
-        kv = self.kv
         args = AttendArgs(
             query=query.data_ptr(),
             keys=kv.address(call.layer_idx, 0),
@@ -127,10 +132,10 @@ class NativeAttentionStep:
             output=output.data_ptr(),
             query_token_stride=query.stride(0),
             query_head_stride=query.stride(1),
-            block_stride=kv.block_stride,
+            block_stride=kv.token_stride if selects else kv.block_stride,
             token_stride=kv.token_stride,
             head_stride=kv.layout.head_dim,
-            key_dim=key.shape[2],
+            key_dim=query.shape[2],
             value_dim=value_dim,
             window=call.sliding_window or 0,
             first_key=call.first_key,
@@ -142,6 +147,22 @@ class NativeAttentionStep:
         )
         self._kernels.attend(plan.open(self._kernels), ctypes.addressof(args))
         return output if call.latent is None else call.latent.project(output)
+
+    def _plan_selected(self, call: AttentionCall, group_size: int) -> NativePlan:
+        """Return the plan over chosen tokens: each query is a sequence, each of its tokens a block."""
+        assert call.selection is not None
+        if call.selection.scoring is not None:
+            self._drop_selected()
+            places, counts = select(self._kernels, call.selection, call.layer_idx, self._batch, self.kv)
+            starts = np.arange(len(counts) + 1, dtype=np.int32)
+            self._selected = NativePlan(PlannedQueries(starts, counts, places), 1, 1, group_size)
+        assert self._selected is not None
+        return self._selected
+
+    def _drop_selected(self) -> None:
+        if self._selected is not None:
+            self._selected.free(self._kernels)
+        self._selected = None
 
     def write(self, call: AttentionCall, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the KV of the new tokens into its slots."""

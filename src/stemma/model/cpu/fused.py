@@ -82,7 +82,7 @@ class FusedDecoder:
         self._heads = heads_of(layout, dtype)
         self._embed, self._head = packed.embed, packed.head
         self._step = DecoderStep(kernels, layout, packed.layers, packed.norm, packed.head, dtype)
-        self._num_layers, self._dtype = len(packed.layers), dtype
+        self._layout, self._dtype = layout, dtype
         self._embedding_scale, self._logits_divisor = layout.embedding_scale, layout.logits_divisor
         self._adaptable = adaptable(layout)
 
@@ -92,7 +92,7 @@ class FusedDecoder:
 
     def prepare_adapter(self, adapter: Adapter) -> PackedAdapter:
         """Return the adapter as a step of this decoder uses it."""
-        return PackedAdapter(self._kernels, adapter, self._num_layers, self._dtype)
+        return PackedAdapter(self._kernels, adapter, self._layout, self._dtype)
 
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return the logits of its `logits_rows`, [L, vocab] float32."""

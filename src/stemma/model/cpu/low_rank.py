@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from stemma.model.cpu.weights import PackedProduct
-from stemma.model.families.layout import Mixture, ModelLayout
+from stemma.model.families.layout import Layer, Linear, Mixture, ModelLayout
 from stemma.model.lora.adapter import Adapter, AdapterRows, LinearShape, LowRankPair
 from stemma.native.library import Kernels
 from stemma.native.structures import AdapterLayerArgs, AdapterRowsArgs, LowRankArgs
-
-_ATTENTION = {
-    **{"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"},
-    **{"q_a_proj": "query", "q_b_proj": "expand", "kv_a_proj_with_mqa": "key"},
-}
-_GATED = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-"""Names of transformers' layers -> fields of `AdapterLayer`."""
 
 
 class PackedAdapter:
     """An adapter's matrices as the kernels read them."""
 
-    def __init__(self, kernels: Kernels, adapter: Adapter, num_layers: int, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: Kernels, adapter: Adapter, layout: ModelLayout, dtype: torch.dtype) -> None:
         self._products: list[PackedProduct] = []  # the structures point into them
-        self.layers = (AdapterLayerArgs * num_layers)()
+        self.layers = (AdapterLayerArgs * len(layout.layers))()
         """Where the kernels find them; valid as long as this object."""
-        for index in range(num_layers):
-            for name, field in _fields(index).items():
-                if (pair := adapter.pairs.get(name)) is not None:
-                    setattr(self.layers[index], field, self._pack(kernels, pair, dtype))
+        for described, layer in zip(self.layers, layout.layers, strict=True):
+            for field, pair in _pairs_of(layer, adapter.pairs):
+                setattr(described, field, self._pack(kernels, pair, dtype))
 
     def _pack(self, kernels: Kernels, pair: LowRankPair, dtype: torch.dtype) -> LowRankArgs:
         down, up = (PackedProduct(kernels, [matrix]) for matrix in pair.ready(dtype))
@@ -46,15 +38,9 @@ def adaptable(layout: ModelLayout) -> dict[str, LinearShape]:
     """
     found: dict[str, LinearShape] = {}
     for layer in layout.layers:
-        expand = None if layer.latent is None else layer.latent.expand
-        gated = layer.mlp.shared if isinstance(layer.mlp, Mixture) else layer.mlp
-        ends = () if gated is None else (gated.gate, gated.up, gated.down)
-        # Inputs in another order, and those of a recurrent layer, aren't where an adapter adds.
-        inputs = () if layer.order is not None or layer.recurrent is not None else layer.inputs
-        output = () if layer.recurrent is not None else (layer.output,)
-        for linear in (*inputs, *output, expand, *ends):
-            if linear is not None:
-                found[linear.name] = LinearShape(linear.outputs, linear.inputs)
+        for linear in (*layer.inputs, *(linear for _, linear in _alone(layer))):
+            rows = linear.outputs if linear.piece is None else linear.piece.shape[0]
+            found[linear.name] = LinearShape(rows, linear.inputs)
     return found
 
 
@@ -69,10 +55,51 @@ def describe_rows(adapters: Sequence[AdapterRows]) -> ctypes.Array[AdapterRowsAr
     return rows
 
 
-def _fields(index: int) -> dict[str, str]:
-    layer = f"model.layers.{index}"
-    return {f"{layer}.self_attn.{name}": field for name, field in _ATTENTION.items()} | {
-        f"{layer}.{path}.{name}": field
-        for path in ("mlp", "mlp.shared_experts", "mlp.shared_expert")
-        for name, field in _GATED.items()
-    }
+def _pairs_of(layer: Layer, pairs: Mapping[str, LowRankPair]) -> Iterator[tuple[str, LowRankPair]]:
+    """Yield fields of `AdapterLayer` and what an adapter has for them."""
+    if layer.order is None and layer.recurrent is None:
+        for field, linear in zip(("query", "key", "value"), layer.inputs, strict=False):
+            if linear.name in pairs:
+                yield field, pairs[linear.name]
+    elif (joined := _joined(layer, pairs)) is not None:
+        yield "query", joined
+    for field, linear in _alone(layer):
+        if (pair := pairs.get(linear.name)) is not None:
+            yield field, _rows_of(pair, linear)
+
+
+def _alone(layer: Layer) -> Iterator[tuple[str, Linear]]:
+    """Yield fields of `AdapterLayer`, and layers that are products of their own."""
+    yield "output", layer.output
+    if layer.latent is not None and layer.latent.expand is not None:
+        yield "expand", layer.latent.expand
+    gated = layer.mlp.shared if isinstance(layer.mlp, Mixture) else layer.mlp
+    if gated is not None:
+        yield from (("gate", gated.gate), ("up", gated.up), ("down", gated.down))
+
+
+def _rows_of(pair: LowRankPair, linear: Linear) -> LowRankPair:
+    """Return what is added to a layer's own outputs, of those of the tensor that it is a piece of."""
+    if linear.piece is None:
+        return pair
+    first = linear.piece.first_row
+    return LowRankPair(pair.down, pair.up[first : first + linear.outputs], pair.scale)
+
+
+def _joined(layer: Layer, pairs: Mapping[str, LowRankPair]) -> LowRankPair | None:
+    """Return what is added to all inputs of a layer, in the order of its rows; None: nothing is."""
+    downs, ups, first = [], [], 0
+    rows = sum(linear.outputs for linear in layer.inputs)
+    for linear in layer.inputs:
+        if (pair := pairs.get(linear.name)) is not None:
+            up = torch.zeros(rows, pair.up.shape[1])
+            up[first : first + linear.outputs] = pair.up.float() * pair.scale
+            downs.append(pair.down.float())
+            ups.append(up)
+        first += linear.outputs
+    if not downs:
+        return None
+    whole = torch.cat(ups, dim=1)
+    if layer.order is not None:
+        whole = whole[list(layer.order)]
+    return LowRankPair(torch.cat(downs), whole, 1.0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stemma.errors import UnsupportedModel
 from stemma.model.families.family import Family
 from stemma.model.families.gguf import FOUR_NORMS, LAYER_NAMES, Fields, GGUFForm, dense
+from stemma.model.families.gguf_changes import Change, less_one
 from stemma.model.gguf_keys import shown
 
 if TYPE_CHECKING:
@@ -81,9 +82,13 @@ def _query_scalar(config: dict[str, Any], layers_of_27b: int) -> int:
     return int(config["head_dim"])
 
 
+def _change(name: str, _config: Any) -> Change | None:
+    return Change(numbers=less_one) if name.endswith("norm.weight") else None
+
+
 GEMMA2 = Family("gemma2", "Gemma2ForCausalLM")
 GEMMA_FORMS = (
-    GGUFForm("gemma", _gemma, LAYER_NAMES, norm_offset=1.0),
-    GGUFForm("gemma2", _gemma2, LAYER_NAMES | FOUR_NORMS, norm_offset=1.0),
-    GGUFForm("gemma3", _gemma3, LAYER_NAMES | FOUR_NORMS, norm_offset=1.0),
+    GGUFForm("gemma", _gemma, LAYER_NAMES, change=_change),
+    GGUFForm("gemma2", _gemma2, LAYER_NAMES | FOUR_NORMS, change=_change),
+    GGUFForm("gemma3", _gemma3, LAYER_NAMES | FOUR_NORMS, change=_change),
 )

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stemma.errors import ModelError, UnsupportedModel
+from stemma.model.families.gguf_changes import Change, Join, unchanged
 from stemma.model.gguf_keys import NEUTRAL, YARN_KEYS, shown, standing_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -57,11 +60,20 @@ class GGUFForm:
     """As llama.cpp names it."""
     config: Callable[[Fields], PreTrainedConfig]
     layer_names: Mapping[str, str]
-    """Names of a layer's tensors in the file -> in transformers."""
-    pairs_rotate: bool = False
-    """Whether rows of queries and keys that rotate together lie next to each other, not half a head apart."""
-    norm_offset: float = 0.0
-    """The number that the file's norms have more than transformers'."""
+    """Names of a layer's tensors in the file -> in transformers, without ``.weight`` and ``.bias``, or both
+    with all of it."""
+    top_names: Mapping[str, str] = field(default_factory=lambda: TOP_NAMES)
+    """Names of the tensors of no layer, likewise."""
+    experts: Mapping[str, str] = field(default_factory=lambda: EXPERTS)
+    """Names of tensors that stack a layer's experts -> of an expert's weight, with ``{}`` for its number."""
+    change: Callable[[str, Any], Change | None] = unchanged
+    """Takes a weight's name within its layer, and the config."""
+    joins: Mapping[str, Join] = field(default_factory=dict)
+    """By names within a layer."""
+    has_experts: bool = False
+    """Whether it is a mixture of an architecture that is also dense."""
+    read_by_config: frozenset[str] = frozenset()
+    """Tensors that are no weights."""
 
 
 class Fields:
@@ -107,6 +119,19 @@ class Fields:
             )
         return value
 
+    def by_layer(self, key: str, num_layers: int) -> list[int]:
+        """Return a whole number for each layer, 0 or more; a file may have one for all."""
+        value = self.get(key)
+        each = value if isinstance(value, list) else [value] * num_layers
+        if len(each) != num_layers or any(
+            type(one) is not int or not 0 <= one <= _MAX_NUMBER for one in each
+        ):
+            raise ModelError(
+                f"{self.header.path}: {self._prefix}{key} is {shown(value)}, must be a whole number for each "
+                f"of {num_layers} layers; download it again"
+            )
+        return each
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive finite number."""
         value = self.get(key)
@@ -132,28 +157,62 @@ class Fields:
         return shape
 
 
-def base(fields: Fields) -> dict[str, Any]:
-    """Return what all families share, compared with the tensors."""
+def count_layers(fields: Fields, *, guesses: bool = False) -> int:
+    """Return the number of layers, compared with the tensors.
+
+    `guesses`: the family may have layers behind them that guess tokens, which aren't counted.
+    """
     header = fields.header
     layers = {int(match[1]) for match in map(_LAYER.match, header.tensors) if match}
-    num_layers, heads = fields.whole("block_count"), fields.whole("attention.head_count")
-    if len(layers) != num_layers or max(layers) != num_layers - 1:
-        raise ModelError(f"{header.path} counts {num_layers} layers, its tensors make {len(layers)}")
-    kv_heads = fields.whole("attention.head_count_kv", heads)
+    stated = fields.whole("block_count")
+    if len(layers) != stated or max(layers) != stated - 1:
+        raise ModelError(f"{header.path} counts {stated} layers, its tensors make {len(layers)}")
+    guessing = fields.get("nextn_predict_layers") if guesses else None
+    if guessing is not None and (type(guessing) is not int or not 0 <= guessing < stated):
+        raise ModelError(f"{header.path}: nextn_predict_layers is {shown(guessing)}, of {stated} layers")
+    return stated - (guessing or 0)
+
+
+def base(
+    fields: Fields,
+    *,
+    num_layers: int | None = None,
+    kv_heads: int | None = None,
+    attention: tuple[str, ...] = ("blk.0.attn_q", "blk.0.attn_k"),
+    has_gates: bool = False,
+    is_partial: bool = False,
+    angles: Callable[[Fields], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return what all families share, compared with the tensors.
+
+    `attention`: the tensors of queries and keys of a layer, or the one of queries, keys and values; none: no
+    layer attends. `has_gates`: queries come with gates. `is_partial`: a part of a head may be rotated.
+    `angles` makes `rope_parameters`, by default `rope`.
+    """
+    header, heads = fields.header, fields.whole("attention.head_count")
+    num_layers = count_layers(fields) if num_layers is None else num_layers
+    if kv_heads is None:
+        kv_heads = fields.whole("attention.head_count_kv", heads)
     vocab_size, hidden_size = fields.shape("token_embd.weight")
     head_dim = fields.whole("attention.key_length", max(1, hidden_size // heads))
+    rotated = fields.whole("rope.dimension_count", head_dim)
     found = {
         "embedding_length": (fields.whole("embedding_length"), hidden_size),
-        "attention.head_count": (heads * head_dim, fields.shape("blk.0.attn_q.weight")[0]),
-        "attention.head_count_kv": (kv_heads * head_dim, fields.shape("blk.0.attn_k.weight")[0]),
         "attention.value_length": (fields.whole("attention.value_length", head_dim), head_dim),
-        "rope.dimension_count": (fields.whole("rope.dimension_count", head_dim), head_dim),
+        "rope.dimension_count": (rotated, min(rotated, head_dim) if is_partial else head_dim),
     }
+    rows = [heads * head_dim * (1 + has_gates), kv_heads * head_dim]
+    if len(attention) == 1:
+        rows = [rows[0] + 2 * rows[1]]
+    keys = ("attention.head_count", "attention.head_count_kv")
+    for key, tensor, wanted in zip(keys, attention, rows, strict=False):
+        found[key] = wanted, fields.shape(f"{tensor}.weight")[0]
     for key, (stated, stored) in found.items():
         if stated != stored:
             raise ModelError(
                 f"{header.path}: {header.architecture}.{key} makes {stated}, the tensors have {stored}"
             )
+    partial = {"partial_rotary_factor": rotated / head_dim} if is_partial else {}
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -163,10 +222,11 @@ def base(fields: Fields) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": fields.whole("context_length"),
-        "rope_parameters": rope(fields),
+        "rope_parameters": (angles or rope)(fields) | partial,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": _token_id(header, "bos"),
         "eos_token_id": _token_id(header, "eos"),
+        "pad_token_id": _token_id(header, "padding"),
     }
 
 
@@ -175,19 +235,36 @@ def _token_id(header: GGUFHeader, name: str) -> int | None:
     return value if type(value) is int and 0 <= value <= _MAX_NUMBER else None
 
 
-def dense(fields: Fields) -> dict[str, Any]:
-    """Return the fields of a model without experts."""
+def experts(fields: Fields) -> tuple[int, int, int]:
+    """Return experts, those that a token gets, and their width, compared with the tensors."""
+    num_experts, width, _ = fields.shape("blk.0.ffn_up_exps.weight", num_dimensions=3)
+    if num_experts != fields.whole("expert_count"):
+        raise ModelError(f"{fields.header.path}: expert_count isn't that of its tensors, {num_experts}")
+    if width != fields.whole("expert_feed_forward_length", width):
+        raise ModelError(
+            f"{fields.header.path}: expert_feed_forward_length isn't that of its tensors, {width}"
+        )
+    num_used = fields.whole("expert_used_count")
+    if num_used > num_experts:
+        raise ModelError(f"{fields.header.path}: expert_used_count is {num_used}, of {num_experts} experts")
+    return num_experts, num_used, width
+
+
+def dense(fields: Fields, *, is_joined: bool = False, **shapes: Any) -> dict[str, Any]:
+    """Return the fields of a model without experts.
+
+    `is_joined`: gate and up are one tensor. `shapes`: for `base`.
+    """
     if fields.get("expert_count"):
         raise UnsupportedModel(
-            f"{fields.header.path} is a {fields.header.architecture} with experts (Mixtral or its kin), of "
-            "which "
-            "GGUF files aren't read; give the directory of the original checkpoint"
+            f"{fields.header.path} is a {fields.header.architecture} with experts, of which GGUF files "
+            "aren't read; give the directory of the original checkpoint"
         )
     fields.get("expert_used_count")  # of no experts: nothing
     width = fields.whole("feed_forward_length")
-    if width != fields.shape("blk.0.ffn_up.weight")[0]:
+    if width * (1 + is_joined) != fields.shape("blk.0.ffn_up.weight")[0]:
         raise ModelError(f"{fields.header.path}: feed_forward_length is {width}, its tensors have another")
-    return base(fields) | {"intermediate_size": width}
+    return base(fields, **shapes) | {"intermediate_size": width}
 
 
 def rope(fields: Fields) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stemma.errors import ModelError
 from stemma.model.families.family import Family
-from stemma.model.families.gguf import LAYER_NAMES, Fields, GGUFForm, base, dense
+from stemma.model.families.gguf import LAYER_NAMES, Fields, GGUFForm, base, dense, experts
 from stemma.model.families.layout import Gated, Linear, Mixture, RoutedBy, Router
 from stemma.model.families.mistral import one_window
 from stemma.model.families.pattern import ATTENTION, LlamaPattern, gated, layer_path
@@ -54,16 +53,7 @@ def _qwen3(fields: Fields) -> PreTrainedConfig:
 def _qwen3_moe(fields: Fields) -> PreTrainedConfig:
     from transformers import Qwen3MoeConfig
 
-    num_experts, width, _ = fields.shape("blk.0.ffn_up_exps.weight", num_dimensions=3)
-    if num_experts != fields.whole("expert_count"):
-        raise ModelError(f"{fields.header.path}: expert_count isn't that of its tensors, {num_experts}")
-    if width != fields.whole("expert_feed_forward_length", width):
-        raise ModelError(
-            f"{fields.header.path}: expert_feed_forward_length isn't that of its tensors, {width}"
-        )
-    num_used = fields.whole("expert_used_count")
-    if num_used > num_experts:
-        raise ModelError(f"{fields.header.path}: expert_used_count is {num_used}, of {num_experts} experts")
+    num_experts, num_used, width = experts(fields)
     return Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         num_experts=num_experts,

@@ -150,22 +150,31 @@ def _delta(config: Any, path: str, *, is_joined: bool, **parts: Any) -> Layer:
 
 def _by_kind(groups: int, each: int, key_dim: int, value_dim: int) -> tuple[int, ...]:
     """Return the rows of both inputs, which lie head by head, by kind: q, k, v, gates, b and a."""
-    values = each * value_dim
-    sizes = (key_dim, key_dim, values, values)
-    stride = sum(sizes)
-    starts = (0, key_dim, 2 * key_dim, 2 * key_dim + values)
-    first = [
-        range(group * stride + start, group * stride + start + size)
-        for start, size in zip(starts, sizes, strict=True)
-        for group in range(groups)
-    ]
-    behind = groups * stride
+    first = rows_by_kind(groups, each, key_dim, value_dim)
+    behind = len(first)
     second = [
         range(behind + (2 * group + kind) * each, behind + (2 * group + kind + 1) * each)
         for kind in range(2)
         for group in range(groups)
     ]
-    return tuple(chain(*first, *second))
+    return tuple(chain(first, *second))
+
+
+def rows_by_kind(groups: int, each: int, key_dim: int, value_dim: int) -> list[int]:
+    """Return the rows of ``in_proj_qkvz``, which lie head by head, by kind: q, k, v and gates.
+
+    `each`: value heads of a key head, of which there are `groups`.
+    """
+    values = each * value_dim
+    sizes = (key_dim, key_dim, values, values)
+    stride = sum(sizes)
+    starts = (0, key_dim, 2 * key_dim, 2 * key_dim + values)
+    return [
+        row
+        for start, size in zip(starts, sizes, strict=True)
+        for group in range(groups)
+        for row in range(group * stride + start, group * stride + start + size)
+    ]
 
 
 def _mlp(config: Any, number: int) -> Gated | Mixture:

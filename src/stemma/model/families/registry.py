@@ -7,23 +7,31 @@ from typing import Any
 
 import torch
 
-from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SPARSE
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
 from stemma.model.families.gguf import GGUFForm
+from stemma.model.families.glm4 import GLM4_FORM
+from stemma.model.families.gpt_oss import GPT_OSS_FORM
 from stemma.model.families.granite import GRANITE
+from stemma.model.families.granite_gguf import GRANITE_FORM
 from stemma.model.families.layout import ModelLayout
-from stemma.model.families.llama import LLAMA, LLAMA_FORM
+from stemma.model.families.lfm2 import LFM2_FORM
+from stemma.model.families.llama import LLAMA, LLAMA_FORMS
 from stemma.model.families.mistral import MISTRAL
+from stemma.model.families.olmo import OLMO2_FORM
 from stemma.model.families.pattern import LlamaPattern
+from stemma.model.families.phi3 import PHI3_FORM
 from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN_FORMS
 from stemma.model.families.qwen_next import QWEN_NEXT
+from stemma.model.families.qwen_next_gguf import QWEN_NEXT_FORMS
 from stemma.model.families.seed_oss import SEED_OSS
 from stemma.model.families.smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    *SPARSE,
     GEMMA2,
     *GRANITE,
     LLAMA,
@@ -37,10 +45,14 @@ FAMILIES: tuple[Family, ...] = (
 )
 _CONFIG_MODULES = ("transformers.models.", "stemma.model.llama_config")
 """Where configs come from that mean what they say; imported by whoever has one."""
-GGUF_FORMS: dict[str, GGUFForm] = {
-    form.architecture: form for form in (LLAMA_FORM, *QWEN_FORMS, *GEMMA_FORMS)
+_FORMS: tuple[GGUFForm, ...] = (
+    *(*LLAMA_FORMS, *QWEN_FORMS, *GEMMA_FORMS, *QWEN_NEXT_FORMS),
+    *(GLM4_FORM, GPT_OSS_FORM, GRANITE_FORM, LFM2_FORM, OLMO2_FORM, PHI3_FORM),
+)
+GGUF_FORMS: dict[tuple[str, bool], GGUFForm] = {
+    (form.architecture, form.has_experts): form for form in _FORMS
 }
-"""Architectures that are read from GGUF files."""
+"""Architectures that are read from GGUF files, and whether these are mixtures that may also be dense."""
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)

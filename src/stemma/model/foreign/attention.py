@@ -15,6 +15,7 @@ import torch
 
 from stemma.errors import UnsupportedModel
 from stemma.model.attention import SUPPORTED, AttentionCall, StepContext
+from stemma.model.selection import Selection
 
 ATTENTION = "stemma_paged"
 STEP_KEYWORD = "stemma_step"
@@ -31,12 +32,13 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    selection: Selection | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' interface demands: q [1, H, T, D], k and v [1, Hk, T, D] -> [1, T, H, Dv].
 
-    `s_aux` [H] are attention sinks. Raises UnsupportedModel if the model doesn't forward our keyword or
-    brings its own mask or bias.
+    `s_aux` [H] are attention sinks; `selection` comes from layers of `foreign/sparse.py` alone. Raises
+    UnsupportedModel if the model doesn't forward our keyword or brings its own mask or bias.
     """
     step: StepContext | None = kwargs.get(STEP_KEYWORD)
     if step is None:
@@ -58,6 +60,7 @@ def paged_attention(
         first_key=getattr(module, "stemma_first_key", 0),
         sinks=None if s_aux is None else s_aux.detach().float(),
         rotates=bool(getattr(module, "use_rope", True)),
+        selection=selection,
     )
     output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return output.unsqueeze(0), None

@@ -12,8 +12,8 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.foreign.weights import ModuleWeights
 
-_ROUTERS = frozenset({"gate", "router"})
-"""Names under which mixtures of experts keep the layer that chooses; it is small, and never rounded."""
+_CHOOSING = frozenset({"gate", "router", "weights_proj"})
+"""Names of the layers that choose experts, and weigh the heads that choose tokens: small, never rounded."""
 
 
 class PackedLinear(nn.Module):
@@ -65,7 +65,7 @@ def pack_linears(
     head = output_of() if callable(output_of) else None
     for number, (parent, name, linear) in enumerate(found):
         report(number / len(found))
-        if name in _ROUTERS:
+        if name in _CHOOSING:
             product = packing.plain(linear.weight.detach(), linear.bias)
         else:
             pack = packing.head if linear is head else packing.linears

@@ -74,7 +74,8 @@ def probe(
     (heads, dim), latent = in_blocks.pop(), ordered[0].latent
     rank = 0 if latent is None else latent.rank
     num_parts = 2 if latent is None else 1
-    return KVShape(len(calls), num_parts, heads, dim, rank, state, windows), ordered
+    index_dim = 0 if ordered[0].selection is None else ordered[0].selection.dim
+    return KVShape(len(calls), num_parts, heads, dim, rank, state, windows, index_dim), ordered
 
 
 def _windows(calls: list[AttentionCall], shapes: list[tuple[int, int]]) -> WindowGroup | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from stemma.model.weights.named import Affine, Weight
 from stemma.model.weights.stored import DeferredWeight
 
 _EXPERT = "experts"
+_MIXTRAL = re.compile(r"\.block_sparse_moe\.experts\.([0-9]+)\.(w[123])\.")
+"""How checkpoints of Mixtral's pattern name experts."""
+_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 class ModuleWeights:
@@ -25,8 +29,8 @@ class ModuleWeights:
         such module, or if its weight has another shape.
         """
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-        self._codes = codes
-        for name, value in codes.items():
+        self._codes = {_MIXTRAL.sub(_renamed, name): value for name, value in codes.items()}
+        for name, value in self._codes.items():
             _check_place(model, name, value)
 
     @property
@@ -59,6 +63,10 @@ class ModuleWeights:
         path = self._paths.get(module)
         found = None if path is None else self._codes.get(f"{path}.{name}" if path else name)
         return None if found is None else found.make()
+
+
+def _renamed(match: re.Match[str]) -> str:
+    return f".mlp.experts.{match[1]}.{_PARTS[match[2]]}."
 
 
 def _check_place(model: nn.Module, name: str, value: DeferredWeight) -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from stemma.engine.operator.cache_control import CacheLookup, Pin
+from stemma.engine.operator.cache_answers import CacheLookup, Pin
 from stemma.errors import Forbidden, InvalidRequest, StorageError, UntrustedFile
 from stemma.memory.tiers.bundle import BundleTrust
 from stemma.model.lora.adapter import Adapter

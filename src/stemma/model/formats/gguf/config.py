@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 def form_of(header: GGUFHeader) -> GGUFForm:
     """Return how the file's family looks. Raises UnsupportedModel for an architecture that isn't read."""
-    form = GGUF_FORMS.get(header.architecture)
+    has_experts = bool(header.metadata.get(f"{header.architecture}.expert_count"))
+    form = GGUF_FORMS.get((header.architecture, has_experts))
+    form = form or GGUF_FORMS.get((header.architecture, False))
     if form is None:
+        known = dict.fromkeys(name for name, _ in GGUF_FORMS)
         raise UnsupportedModel(
             f"{header.path} holds the architecture {shown(header.architecture)}; read from GGUF are "
-            f"{', '.join(GGUF_FORMS)}. Give the directory of the original checkpoint"
+            f"{', '.join(known)}. Give the directory of the original checkpoint"
         )
     return form
 

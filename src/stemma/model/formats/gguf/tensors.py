@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from gguf.quants import IQ4_NL
+from gguf.quants import IQ4_NL, MXFP4
 
 from stemma.errors import ModelError
 from stemma.model.gguf_header import GGUFTensor
@@ -228,6 +228,14 @@ def _iq4_xs(blocks: torch.Tensor) -> _Parts:
     return _weight(codes, _half(blocks, 0) * (scales.float() - 32.0), 8)
 
 
+def _mxfp4(blocks: torch.Tensor) -> _Parts:
+    """Exponents of two, halved since codes are doubled; the least two are no normal numbers."""
+    exponents = blocks[..., :1].int()
+    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp_max(1), (exponents - 1) << 23)
+    levels = torch.tensor(MXFP4.kvalues, dtype=torch.int8)
+    return _weight(levels[_shifted(blocks[..., 1:], 4, 16).int()], bits.view(torch.float32), 8)
+
+
 _UNSIGNED = (_Kind.Q4_1, _Kind.Q4_K)
 """Types whose codes are 0..15."""
 _SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Parts]] = {
@@ -243,4 +251,5 @@ _SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Parts]] = {
     _Kind.Q6_K: _q6_k,
     _Kind.IQ4_NL: _iq4_nl,
     _Kind.IQ4_XS: _iq4_xs,
+    _Kind.MXFP4: _mxfp4,
 }

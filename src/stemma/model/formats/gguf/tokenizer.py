@@ -33,11 +33,18 @@ _LLAMA3 = frozenset(
     {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
 )
 """Vocabularies as Llama 3's: a prompt begins with BOS, and a word that is a token needs no merges."""
+_OTHER_NAMES = {"glm4": "dbrx", "chatglm-bpe": "dbrx"}
+"""Vocabularies that split as one that transformers knows by another name, in llama.cpp."""
 _KINDS = ("gpt2", "llama")
 """Read values of `tokenizer.ggml.model`: byte-level BPE, SentencePiece."""
 _ENDS = ("eos", "eot", "eom")
-_END_TEXTS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>")
+_END_TEXTS = (
+    *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"),
+    *("<|return|>", "<|call|>", "<|observation|>"),
+)
 """Tokens that end an answer whatever the metadata say, as in llama.cpp."""
+_END_OF_MESSAGE, _END_OF_ANSWER = "<|end|>", "<|return|>"
+"""The first ends an answer too (Phi-3), unless the vocabulary has the second (GPT-OSS)."""
 
 
 def read_tokenizer(header: GGUFHeader) -> PreTrainedTokenizerFast:
@@ -91,7 +98,10 @@ def end_token_ids(header: GGUFHeader) -> tuple[int, ...]:
     ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
     found = {index for index in ids if type(index) is int and 0 <= index < len(tokens)}
     control = {tokens[index]: index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL}
-    return tuple(sorted(found | {control[text] for text in _END_TEXTS if text in control}))
+    ends = {control[text] for text in _END_TEXTS if text in control}
+    if _END_OF_MESSAGE in control and _END_OF_ANSWER not in control:
+        ends.add(control[_END_OF_MESSAGE])
+    return tuple(sorted(found | ends))
 
 
 def _array(header: GGUFHeader, name: str) -> list[Any]:
@@ -117,6 +127,8 @@ def _fields(header: GGUFHeader) -> dict[str, Any]:
         if f"tokenizer.{key}" in header.metadata
     }
     kind, split = fields.get("tokenizer_type"), fields.get("pre_tokenizer_type")
+    if isinstance(split, str):
+        split = fields["pre_tokenizer_type"] = _OTHER_NAMES.get(split, split)
     if kind not in _KINDS:
         raise UnsupportedModel(
             f"{header.path} has a tokenizer of kind {shown(kind)}; read from GGUF are "
