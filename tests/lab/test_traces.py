@@ -2,17 +2,19 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stemma.engine.trace_log import TraceLog
+from stemma.engine.trace_log import FinishedRequest, TraceHeader, TraceLog
 from stemma.errors import ConfigError, StorageError, TraceError
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer, chain_ids
 from stemma.lab.traces.reader import open_trace
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
+from stemma.types import FinishReason, RetentionHint, Tier
 
 SAMPLE = Path(__file__).parent.parent / "data" / "mooncake_conversation_head.jsonl"
 
@@ -150,16 +152,23 @@ class TestOpenAIChat:
         assert chain_ids(tokens[:4], 2).tolist() == ids[:2].tolist()
 
 
+HEADER = TraceHeader(4, 16)
+PROMPT = np.arange(8, dtype=np.int32)
+NOTHING = np.empty(0, np.int32)
+
+
 class TestRecorded:
     def test_round_trip(self, tmp_path):
         path = tmp_path / "trace.jsonl"
         prompt = np.arange(10, dtype=np.int32)
         output = np.array([50, 51, 52], dtype=np.int32)
         other = Namespace(salt="tenant")
-        with TraceLog(path, 4, 16) as log:
-            log.record(1.0, DEFAULT_NAMESPACE, prompt, output, 0)
-            log.record(2.0, DEFAULT_NAMESPACE, np.concatenate([prompt, output]), output, 12)
-            log.record(3.0, other, prompt, output, 0)
+        more = np.concatenate([prompt, output])
+        with TraceLog(path, replace(HEADER, capacity_blocks=99, eviction="lru")) as log:
+            log.record(FinishedRequest(1.0, DEFAULT_NAMESPACE, prompt, output, session="a"))
+            tiers = {Tier.DEVICE: 8, Tier.DISK: 4}
+            log.record(FinishedRequest(2.0, DEFAULT_NAMESPACE, more, output, tiers, "a"))
+            log.record(FinishedRequest(3.0, other, prompt, output, session="a"))
         trace = read(path)
         assert trace.block_size == 4
         # 10 prompt tokens and the two generated ones that have KV are three blocks.
@@ -168,21 +177,55 @@ class TestRecorded:
         assert trace.num_prompt_blocks.tolist() == [3, 4, 3]
         assert not set(trace.blocks_of(2).tolist()) & set(trace.blocks_of(0).tolist())
         assert trace.output_tokens.tolist() == [3, 3, 3]
+        assert trace.cached_tokens.tolist() == [0, 12, 0]
+        assert trace.sessions.tolist() == [
+            0,
+            0,
+            1,
+        ]  # a tenant has sessions of its own
+
+    def test_what_a_line_tells(self, tmp_path):
+        with TraceLog(tmp_path / "t", HEADER) as log:
+            hint = RetentionHint(70, 9.0)
+            reason = FinishReason.STOP
+            log.record(
+                FinishedRequest(1.0, DEFAULT_NAMESPACE, PROMPT, NOTHING, {}, "", reason, 0.5, 2.0, hint)
+            )
+        text = (tmp_path / "t").read_text().splitlines()[1]
+        found = json.loads(text)
+        assert (found["finish_reason"], found["queue_wait_s"], found["service_s"]) == ("stop", 0.5, 2.0)
+        assert (found["priority"], found["ttl_s"], found["session"]) == (70, 9.0, "")
 
     def test_salt_differs_between_recordings(self, tmp_path):
         texts = []
         for name in ("a", "b"):
-            with TraceLog(tmp_path / name, 4, 16) as log:
-                log.record(1.0, DEFAULT_NAMESPACE, np.arange(8, dtype=np.int32), np.empty(0, np.int32), 0)
+            with TraceLog(tmp_path / name, HEADER) as log:
+                log.record(FinishedRequest(1.0, DEFAULT_NAMESPACE, PROMPT, NOTHING, session="mine"))
             texts.append((tmp_path / name).read_text().splitlines()[1])
-        assert texts[0] != texts[1]
+        assert json.loads(texts[0])["session"] != json.loads(texts[1])["session"]
+        assert json.loads(texts[0])["blocks"] != json.loads(texts[1])["blocks"]
 
-    def test_appends_after_a_restart(self, tmp_path):
+    def test_runs_follow_each_other_by_the_wall_clock(self, tmp_path):
+        """A reboot begins the engine's clock anew: without the epoch the second run would come first."""
         path = tmp_path / "trace.jsonl"
-        for start in (0.0, 5.0):
-            with TraceLog(path, 4, 16) as log:
-                log.record(start, DEFAULT_NAMESPACE, np.arange(8, dtype=np.int32), np.empty(0, np.int32), 0)
-        assert read(path).num_unique_blocks == 4
+        for epoch, start in ((1000.0, 500.0), (2000.0, 5.0)):
+            with TraceLog(path, replace(HEADER, epoch_s=epoch)) as log:
+                log.record(FinishedRequest(start, DEFAULT_NAMESPACE, PROMPT, NOTHING))
+        trace = read(path)
+        assert trace.num_unique_blocks == 4
+        assert trace.timestamps_s.tolist() == [0.0, 505.0]
+        assert trace.blocks_of(0).tolist() == [0, 1]
+
+    def test_versions_are_not_mixed(self, tmp_path):
+        path = tmp_path / "trace.jsonl"
+        line = {"timestamp_s": 0, "input_tokens": 4, "output_tokens": 0, "blocks": "AAAAAAAAAAA="}
+        first = {"format": "stemma-trace", "version": 1, "block_size": 4}
+        write_lines(path, first, line)
+        assert read(path).cached_tokens.tolist() == [-1]
+        with TraceLog(path, HEADER):
+            pass
+        with pytest.raises(TraceError, match="versions 1 and 2"):
+            read(path)
 
     def test_too_few_hashes(self, tmp_path):
         header = {"format": "stemma-trace", "version": 1, "block_size": 4}
@@ -192,7 +235,7 @@ class TestRecorded:
 
     def test_unwritable(self, tmp_path):
         with pytest.raises(StorageError, match="can't record"):
-            TraceLog(tmp_path / "no" / "dir", 4, 16)
+            TraceLog(tmp_path / "no" / "dir", HEADER)
 
 
 class TestCollect:

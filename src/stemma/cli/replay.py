@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -124,7 +125,23 @@ def replay_command(
     console.print(savings_table(trace, rows, model, prices))
     for caveat in trace.caveats:
         console.print(f"note: {caveat}", style="dim")
+    _tell_error(console, trace)
     _write_files(console, trace, results, rows, json_path, html_path)
+
+
+def _tell_error(console: Console, trace: Trace) -> None:
+    """Say how far a replay of the recorded cache is from what the server found, if the trace tells both."""
+    measured, is_told = trace.measured, trace.cached_tokens >= 0
+    if measured is None or not measured.capacity_blocks or not is_told.all():
+        return
+    num_tokens = max(1, int(trace.input_tokens.sum()))
+    found = float(trace.cached_tokens.sum()) / num_tokens
+    replayed = replay(trace, measured.eviction, measured.capacity_blocks).token_hit_ratio(trace)
+    console.print(
+        f"The server that recorded it found {found:.1%} of prompt tokens cached. Replayed with its policy "
+        f"({measured.eviction}) and size ({measured.capacity_blocks:,} blocks): {replayed:.1%}, an error of "
+        f"{100 * (replayed - found):+.1f} points: running requests hold blocks there, tiers below give some."
+    )
 
 
 def parse_policies(text: str) -> list[str]:
@@ -184,6 +201,7 @@ def load_trace(
             requests = (request for _, request in zip(range(limit), requests, strict=False))
         # The block size may stand in a header line, so it is read after the first request.
         collected = collect(path.name, lambda: reader.format.block_size, requests, reader.format.caveats)
+    collected = replace(collected, measured=reader.format.measured)
     if reader.num_bad:
         console.print(f"{reader.num_bad} bad lines skipped", style="yellow")
         for reason in reader.bad_lines:

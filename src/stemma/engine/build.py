@@ -39,7 +39,7 @@ from stemma.engine.ranks.pool import OtherPools
 from stemma.engine.ranks.settings import pool_part, rank_key_space
 from stemma.engine.ranks.tiers import RankedTiers
 from stemma.engine.sampling.grammar import GrammarCompiler
-from stemma.engine.trace_log import TraceLog
+from stemma.engine.trace_log import TraceHeader, TraceLog
 from stemma.errors import ConfigError
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
@@ -218,7 +218,7 @@ def assemble_engine(
         clock=clock,
         drafter=drafter or own_drafter,
         model_drafts=model_drafts,
-        trace_log=open_trace_log(asked, supervisor),
+        trace_log=open_trace_log(asked, supervisor, clock, cache.capacity_tokens),
         queue=open_queue(settings, model.device) if cache.is_plain else None,
         memory=memory,
         grammars=GrammarCompiler(
@@ -346,13 +346,18 @@ def open_kv_events(
     )
 
 
-def open_trace_log(settings: CacheSettings, supervisor: Supervisor) -> TraceLog | None:
+def open_trace_log(
+    settings: CacheSettings, supervisor: Supervisor, clock: Callable[[], float], capacity_tokens: int
+) -> TraceLog | None:
     """Return the trace that the settings ask for, or None. Raises StorageError."""
     if settings.record_trace is None:
         return None
-    return TraceLog(
-        settings.record_trace,
-        min(settings.block_size, MAX_TRACE_BLOCK_SIZE),
+    block_size = min(settings.block_size, MAX_TRACE_BLOCK_SIZE)
+    header = TraceHeader(
+        block_size,
         settings.block_size,
-        supervisor=supervisor,
+        capacity_tokens // block_size,
+        settings.eviction,
+        time.time() - clock(),
     )
+    return TraceLog(settings.record_trace, header, supervisor=supervisor)

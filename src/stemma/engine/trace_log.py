@@ -1,10 +1,16 @@
 """Recording live traffic for the lab: hashes only, salted, no text.
 
-A file is JSONL. Its first line is a header, ``{"format": "stemma-trace", "version": 1, "block_size": 16,
-"server_block_size": 64}``; then one line per finished request::
+A file is JSONL. Its first line is a header, ``{"format": "stemma-trace", "version": 2, "epoch_s": 1.76e9,
+"block_size": 16, "server_block_size": 64, "capacity_blocks": 4096, "eviction": "hazard"}``; then one line per
+finished request::
 
-    {"timestamp_s": 12.25, "namespace": "9f...", "input_tokens": 40, "output_tokens": 9,
-     "num_cached_tokens": 32, "blocks": "<base64 of little-endian 64-bit hashes>"}
+    {"timestamp_s": 12.25, "namespace": "9f...", "session": "03...", "input_tokens": 40, "output_tokens": 9,
+     "num_cached_tokens": 32, "cached_by_tier": {"device": 32}, "finish_reason": "stop", "queue_wait_s": 0.01,
+     "service_s": 1.5, "priority": 50, "ttl_s": null, "blocks": "<base64 of little-endian 64-bit hashes>"}
+
+`timestamp_s` + `epoch_s` are seconds since 1970: runs of a server that was restarted, or rebooted, follow
+each other. `capacity_blocks` counts blocks of the trace on the device. `session` is a keyed hash of what the
+client calls its conversation (`prompt_cache_key`, `session_id`); "" if it names none.
 
 `blocks` has one hash per `block_size` tokens of the prompt and, after them, of what was generated and has KV
 (all but the last token); the last one may stand for a partial block. Each is a keyed BLAKE2b over its
@@ -18,7 +24,8 @@ import base64
 import hashlib
 import logging
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -30,21 +37,44 @@ import orjson
 from stemma.errors import StorageError
 from stemma.prefix.keys import Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor, start_thread
-from stemma.types import TokenArray
+from stemma.types import NO_HINT, FinishReason, RetentionHint, Tier, TokenArray
 
 TRACE_FORMAT = "stemma-trace"
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 _HASH_BYTES = 8
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Finished:
+class FinishedRequest:
+    """What is recorded of a request; arrays must not change afterwards."""
+
     timestamp_s: float
+    """Arrival, on the engine's clock."""
     namespace: Namespace
     prompt: TokenArray
     output: TokenArray
-    num_cached_tokens: int
+    cached_by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    session: str = ""
+    finish_reason: FinishReason | None = None
+    queue_wait_s: float = 0.0
+    service_s: float = 0.0
+    """From arrival to end."""
+    hint: RetentionHint = NO_HINT
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """What a recording says of its server."""
+
+    block_size: int
+    """Tokens that get one hash."""
+    server_block_size: int
+    capacity_blocks: int = 0
+    """Blocks of the trace that the device holds; 0: unknown."""
+    eviction: str = ""
+    epoch_s: float = 0.0
+    """Seconds since 1970 where the engine's clock is 0."""
 
 
 class TraceLog:
@@ -53,44 +83,27 @@ class TraceLog:
     def __init__(
         self,
         path: Path,
-        block_size: int,
-        server_block_size: int,
+        header: TraceHeader,
         salt: bytes | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        """Open `path` for appending; `block_size` tokens get one hash. Raises StorageError."""
-        self.block_size = block_size
+        """Open `path` for appending. Raises StorageError."""
+        self.block_size = header.block_size
         self._path = path
         self._salt = secrets.token_bytes(32) if salt is None else salt
-        header = {
-            "format": TRACE_FORMAT,
-            "version": TRACE_VERSION,
-            "block_size": block_size,
-            "server_block_size": server_block_size,
-        }
+        first = {"format": TRACE_FORMAT, "version": TRACE_VERSION, **asdict(header)}
         try:
             self._file: BinaryIO = path.open("ab", buffering=0)
-            self._file.write(orjson.dumps(header) + b"\n")
+            self._file.write(orjson.dumps(first) + b"\n")
         except OSError as error:
             raise StorageError(f"can't record a trace to {path}: {error}") from error
-        self._queue: SimpleQueue[_Finished | None] = SimpleQueue()
+        self._queue: SimpleQueue[FinishedRequest | None] = SimpleQueue()
         self._thread = start_thread("stemma-trace", self._run, supervisor or LoggingSupervisor())
 
-    def record(
-        self,
-        timestamp_s: float,
-        namespace: Namespace,
-        prompt: TokenArray,
-        output: TokenArray,
-        num_cached_tokens: int,
-    ) -> None:
-        """Queue one finished request that arrived at `timestamp_s`. `prompt` must not change afterwards.
-
-        Nothing is recorded once writing has failed.
-        """
-        if not self._thread.is_alive():
-            return
-        self._queue.put(_Finished(timestamp_s, namespace, prompt, output.copy(), num_cached_tokens))
+    def record(self, finished: FinishedRequest) -> None:
+        """Queue one finished request. Nothing is recorded once writing has failed."""
+        if self._thread.is_alive():
+            self._queue.put(finished)
 
     def close(self) -> None:
         """Write what is queued and close the file; a second call does nothing."""
@@ -116,7 +129,7 @@ class TraceLog:
                 logger.error("recording to %s stops: %s", self._path, error)
                 break
 
-    def _line(self, finished: _Finished) -> bytes:
+    def _line(self, finished: FinishedRequest) -> bytes:
         namespace = finished.namespace
         seed = self._digest(f"{len(namespace.salt)}:{namespace.salt}:{namespace.adapter}".encode(), b"")
         # The last generated token was never fed back, so it has no KV that a later prompt could reuse.
@@ -124,9 +137,16 @@ class TraceLog:
         line = {
             "timestamp_s": round(finished.timestamp_s, 6),
             "namespace": seed.hex(),
+            "session": self._digest(seed, finished.session.encode()).hex() if finished.session else "",
             "input_tokens": len(finished.prompt),
             "output_tokens": len(finished.output),
-            "num_cached_tokens": finished.num_cached_tokens,
+            "num_cached_tokens": sum(finished.cached_by_tier.values()),
+            "cached_by_tier": {str(tier): number for tier, number in finished.cached_by_tier.items()},
+            "finish_reason": finished.finish_reason,
+            "queue_wait_s": round(finished.queue_wait_s, 6),
+            "service_s": round(finished.service_s, 6),
+            "priority": finished.hint.priority,
+            "ttl_s": finished.hint.ttl_s,
             "blocks": base64.b64encode(self._hashes(seed, tokens)).decode(),
         }
         return orjson.dumps(line) + b"\n"

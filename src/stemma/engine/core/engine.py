@@ -162,7 +162,7 @@ class Engine:
         """End one sequence whose text met a stop string; ignored if it is over already."""
         state = self._requests.get(request_id)
         if state is not None and state.sequences[index].status is not Status.FINISHED:
-            self._finish(state.sequences[index])
+            self._finish(state.sequences[index], FinishReason.STOP)
 
     def step(self) -> list[SequenceNews]:
         """Run one step and return what it did. An error in it ends its requests, never the loop.
@@ -434,7 +434,7 @@ class Engine:
         """Append what was drawn, end the sequence if that ends it, and commit what was computed."""
         sequence, draft = one.sequence, one.item.draft
         if not sequence.state.ending.max_tokens:
-            self._finish(sequence)
+            self._finish(sequence, FinishReason.LENGTH)
             return SequenceNews(sequence.state, sequence.index, finish_reason=FinishReason.LENGTH)
         num_held = num_accepted(draft, one.token_ids)
         source: str | None = None
@@ -452,7 +452,7 @@ class Engine:
         self._keep_hidden(one.item, sequence)
         self._tally.num_generated_tokens += num_taken
         if reason is not None:
-            self._finish(sequence)
+            self._finish(sequence, reason)
         elif sequence is one.item.sequence:
             self._scheduler.commit(one.item)
             if draft:
@@ -490,14 +490,14 @@ class Engine:
             self._drafter.finish(sequence.age, request.namespace, sequence.tokens, num_known)
         self._scheduler.remove(sequence)
 
-    def _finish(self, sequence: SequenceState) -> None:
+    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._remove(sequence)
         self._scheduler.seats.note_end()
         state = sequence.state
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
             del self._requests[state.request.request_id]
-            self._tally.finish(state)
+            self._tally.finish(state, reason)
 
     def _end(self, request_id: str, reason: FinishReason, error: StemmaError | None) -> list[SequenceNews]:
         """Finish every sequence of a request that hasn't ended, including those that don't exist yet."""
@@ -512,7 +512,7 @@ class Engine:
                     continue
                 self._remove(sequence)
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
-        self._tally.finish(state)
+        self._tally.finish(state, reason)
         return news
 
 

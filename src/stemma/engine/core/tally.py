@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stemma.engine.api import CacheReport
 from stemma.engine.core.request import RequestState, SequenceState
-from stemma.engine.trace_log import TraceLog
-from stemma.types import Tier
+from stemma.engine.trace_log import FinishedRequest, TraceLog
+from stemma.types import FinishReason, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -75,17 +75,26 @@ class Tally:
                 logger.info(line)
             self._batch.clear()
 
-    def finish(self, state: RequestState) -> None:
-        """Record a finished request in the trace; of several answers the first."""
+    def finish(self, state: RequestState, reason: FinishReason) -> None:
+        """Record a finished request in the trace; of several answers the first.
+
+        `reason`: why the last of its answers ended.
+        """
         if self._trace_log is not None and state.cache is not None:
-            request, tokens = state.request, state.sequences[0].tokens
-            num_prompt = len(request.prompt_token_ids)
+            request, first = state.request, state.sequences[0]
             self._trace_log.record(
-                state.arrival,
-                request.namespace,
-                request.prompt_token_ids,
-                tokens[num_prompt:],
-                state.cache.num_cached_tokens,
+                FinishedRequest(
+                    state.arrival,
+                    request.namespace,
+                    request.prompt_token_ids,
+                    first.tokens[len(request.prompt_token_ids) :].copy(),
+                    dict(state.cache.cached_by_tier),
+                    request.session,
+                    reason,
+                    state.queue_wait_s,
+                    self._clock() - state.arrival,
+                    request.retention.rest,
+                )
             )
 
     def close(self) -> None:

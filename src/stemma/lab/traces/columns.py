@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import ConfigError
-from stemma.lab.traces.request import RawIds, TraceRequest
+from stemma.lab.traces.request import Measured, RawIds, TraceRequest
 from stemma.types import TokenArray
 
 Int64 = npt.NDArray[np.int64]
@@ -41,7 +41,11 @@ class Trace:
     """-1 where unknown."""
     turns: Int64
     """0 where unknown."""
+    cached_tokens: Int64
+    """Prompt tokens that the server found cached; -1 where unknown."""
     caveats: tuple[str, ...] = ()
+    measured: Measured | None = None
+    """The cache that `cached_tokens` tell of."""
 
     @property
     def num_requests(self) -> int:
@@ -103,7 +107,9 @@ class Trace:
             num_unique_blocks=int(ids.max()) + 1 if end else 0,
             sessions=self.sessions[:num],
             turns=self.turns[:num],
+            cached_tokens=self.cached_tokens[:num],
             caveats=self.caveats,
+            measured=self.measured,
         )
 
 
@@ -121,14 +127,15 @@ def collect(
     equal blocks behind different prefixes have different KV.
     """
     timestamps: list[float] = []
-    counts: list[tuple[int, int, int, int, int]] = []
+    counts: list[tuple[int, int, int, int, int, int]] = []
     chains: list[RawIds] = []
     for request in requests:
         timestamps.append(request.timestamp_s)
         session = -1 if request.session is None else request.session
         turn = 0 if request.turn is None else request.turn
         num_prompt = request.num_prompt_blocks
-        counts.append((request.input_tokens, request.output_tokens, num_prompt, session, turn))
+        cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
+        counts.append((request.input_tokens, request.output_tokens, num_prompt, session, turn, cached))
         chains.append(request.block_ids)
     if not timestamps:
         raise ConfigError(f"{name}: the trace has no requests")
@@ -154,6 +161,7 @@ def collect(
         num_unique_blocks=num_unique,
         sessions=columns[:, 3],
         turns=columns[:, 4],
+        cached_tokens=columns[:, 5],
         caveats=caveats,
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 from stemma.engine.trace_log import TRACE_FORMAT, TRACE_VERSION
 from stemma.errors import TraceError
 from stemma.lab.traces.json_lines import parse_object
-from stemma.lab.traces.request import TraceFormat, TraceRequest, take, take_count, take_number
+from stemma.lab.traces.request import Measured, TraceFormat, TraceRequest, take, take_count, take_number
 
 
 class RecordedFormat(TraceFormat):
@@ -22,6 +22,10 @@ class RecordedFormat(TraceFormat):
 
     def __init__(self) -> None:
         self.block_size = 0
+        self.measured: Measured | None = None
+        self._epoch_s: float | None = None
+        """Of the last header; None: version 1, whose clocks can't be compared."""
+        self._sessions: dict[tuple[float | None, object], int] = {}
 
     @staticmethod
     def recognises(record: Mapping[str, object]) -> bool:
@@ -48,19 +52,36 @@ class RecordedFormat(TraceFormat):
         if len(ids) < num_prompt_blocks:
             message = f"{len(ids)} block hashes, but the prompt alone has {num_prompt_blocks} blocks"
             raise TraceError(message, line_number=number)
+        is_told = "num_cached_tokens" in record
         return TraceRequest(
-            timestamp_s=take_number(record, "timestamp_s", number),
+            timestamp_s=take_number(record, "timestamp_s", number) + (self._epoch_s or 0.0),
             block_ids=ids,
             input_tokens=input_tokens,
             output_tokens=take_count(record, "output_tokens", number),
             num_prompt_blocks=num_prompt_blocks,
+            session=self._session(record),
+            num_cached_tokens=take_count(record, "num_cached_tokens", number) if is_told else None,
         )
 
+    def _session(self, record: Mapping[str, object]) -> int | None:
+        name = record.get("session")
+        if not name:
+            return None
+        return self._sessions.setdefault((self._epoch_s, str(name)), len(self._sessions))
+
     def _read_header(self, record: Mapping[str, object], number: int) -> None:
-        if record.get("format") != TRACE_FORMAT or record.get("version") != TRACE_VERSION:
-            found = f"{record.get('format')!r} version {record.get('version')!r}"
-            message = f"not {TRACE_FORMAT} version {TRACE_VERSION}: {found}"
+        version = record.get("version")
+        if record.get("format") != TRACE_FORMAT or version not in (1, TRACE_VERSION):
+            found = f"{record.get('format')!r} version {version!r}"
+            message = f"not {TRACE_FORMAT} version 1 or {TRACE_VERSION}: {found}"
             raise TraceError(message, line_number=number)
+        if self.block_size and (version == 1) != (self._epoch_s is None):
+            message = "recordings of versions 1 and 2 in one file: their times can't be compared; split it"
+            raise TraceError(message, line_number=number)
+        if version == TRACE_VERSION:
+            self._epoch_s = take_number(record, "epoch_s", number)
+            capacity = take_count(record, "capacity_blocks", number)
+            self.measured = Measured(str(record.get("eviction", "")), capacity)
         block_size = take_count(record, "block_size", number)
         if block_size < 1 or (self.block_size and block_size != self.block_size):
             raise TraceError(f"block size {block_size} after {self.block_size}", line_number=number)

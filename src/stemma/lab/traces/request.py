@@ -32,6 +32,17 @@ class TraceRequest:
     """Conversation, if the trace knows it."""
     turn: int | None = None
     """1 for the first request of a conversation, if the trace knows it."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the server found cached, if the trace knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The device cache of the server that recorded a trace."""
+
+    eviction: str
+    capacity_blocks: int
+    """In blocks of the trace."""
 
 
 class TraceFormat(ABC):
@@ -43,6 +54,8 @@ class TraceFormat(ABC):
 
     block_size: int
     """Tokens that one block id stands for; 0 if there are no ids."""
+    measured: Measured | None = None
+    """The cache whose hits the requests tell, if they do."""
 
     @abstractmethod
     def parse(self, line: bytes, number: int) -> TraceRequest | None:

@@ -31,6 +31,7 @@ def generation_request(
         retention=Retention(hint_of(body.priority, body.cache_ttl_s), ranges_of(body.cache_retention or ())),
         beam=beam,
         adapter=adapter,
+        session=body.prompt_cache_key or body.session_id or "",
     )
 
 

@@ -107,11 +107,9 @@ class OpenAIRequest(SearchedRequest, KeptRequest):
             "store",
             "service_tier",
             "safety_identifier",
-            "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
             "request_id",
-            "session_id",
             "stream_interval",
         }
     )
@@ -123,6 +121,10 @@ class OpenAIRequest(SearchedRequest, KeptRequest):
     max_tokens: Count | None = None
     n: Choices | None = None
     user: Name | None = None
+    prompt_cache_key: Name | None = None
+    """What the client calls its conversation: recorded traces tell sessions apart by its hash."""
+    session_id: Name | None = None
+    """The same, in vLLM's words."""
     # Beyond OpenAI: names as in vLLM.
     add_special_tokens: bool | None = None
     """Whether BOS and the like are added; default: yes for plain text, no for chat."""
