@@ -68,6 +68,12 @@ def _qwen3_moe(fields: Fields) -> PreTrainedConfig:
     )
 
 
+def _sections(config: Any) -> tuple[int, ...]:
+    """Return the axes of angles that lie axis behind axis: some for time, some for height, some for width."""
+    sections = config.rope_parameters.get("mrope_section") or ()
+    return tuple(number % 3 for number, size in enumerate(sections) for _ in range(size))
+
+
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", LlamaPattern(_inputs_of_attention))
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", LlamaPattern(_attention, norms_heads=True))
 QWEN3_MOE = Family(
@@ -75,6 +81,13 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     LlamaPattern(_attention, norms_heads=True, windows=one_window, mlp=_mlp),
 )
+QWEN2_5_VL_TEXT = Family(
+    "qwen2_5_vl_text",
+    "Qwen2_5_VLTextModel",
+    LlamaPattern(_inputs_of_attention, axes=_sections),
+    is_cut=False,
+)
+"""Behind a vision encoder, and never without."""
 QWEN_FORMS = (
     GGUFForm("qwen2", _qwen2, LAYER_NAMES),
     GGUFForm("qwen3", _qwen3, LAYER_NAMES),
