@@ -36,25 +36,24 @@ class ImageVectors:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._num_bytes = self._num_encoded = self._num_reused = 0
-        self._counted: bytes = b""
-        """The image used last: chunks of one prompt, one after the other, count once."""
 
     def stats(self) -> ImageStats:
         """Return the counters."""
         return ImageStats(self._num_encoded, self._num_reused, self._num_bytes)
 
-    def of(self, image: PromptImage) -> torch.Tensor:
-        """Return the vectors [N, H] of an image, encoding it unless they are kept. Raises InvalidRequest."""
+    def of(self, image: PromptImage, first: int = 0) -> torch.Tensor:
+        """Return the vectors [N, H] of an image, encoding it unless they are kept. Raises InvalidRequest.
+
+        `first`: the first of them that a step wants. An image that several steps share counts once.
+        """
         kept = self._kept.get(image.digest)
         if kept is not None:
             self._kept.move_to_end(image.digest)
-            self._num_reused += image.digest != self._counted
-            self._counted = image.digest
+            self._num_reused += first == 0
             return kept
         vectors = self._encoder.encode(image.pixels())
         assert len(vectors) == len(image.positions)
         self._num_encoded += 1
-        self._counted = image.digest
         self._kept[image.digest] = vectors
         self._num_bytes += vectors.nbytes
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
@@ -71,7 +70,7 @@ class ImageVectors:
                 first, end = np.searchsorted(image.positions, (item.start, item.end))
                 if first < end:
                     rows.append(image.positions[first:end] + (item.first_row - item.start))
-                    vectors.append(self.of(image)[first:end])
+                    vectors.append(self.of(image, int(first))[first:end])
         if not rows:
             return None
         return ImageRows(torch.from_numpy(np.concatenate(rows)), torch.cat(vectors))
