@@ -16,13 +16,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
 
 from stemma.model.tiny import build_tokenizer, randomize
 
-IMAGE_TOKENS = {"smolvlm": "<image>", "qwen2.5-vl": "<|image_pad|>"}
+IMAGE_TOKENS = {"smolvlm": "<image>", "qwen2.5-vl": "<|image_pad|>", "qwen3-vl": "<|image_pad|>"}
 _SMOLVLM_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -116,9 +118,36 @@ def _qwen(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+def _qwen3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = Qwen3VLConfig(
+        text_config={
+            **_text_fields(tokenizer),
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        image_token_id=_id(tokenizer, "<|image_pad|>"),
+        video_token_id=_id(tokenizer, "<|video_pad|>"),
+        vision_start_token_id=_id(tokenizer, "<|vision_start|>"),
+        vision_end_token_id=_id(tokenizer, "<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
 _MODELS: dict[str, Callable[[PreTrainedTokenizerFast], PreTrainedModel]] = {
     "smolvlm": _smolvlm,
     "qwen2.5-vl": _qwen,
+    "qwen3-vl": _qwen3,
 }
 _PREPROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {
@@ -136,6 +165,14 @@ _PREPROCESSORS: dict[str, dict[str, Any]] = {
         "min_pixels": 4 * 28 * 28,
         "max_pixels": 64 * 28 * 28,
         "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+    "qwen3-vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32},
+        "patch_size": 16,
         "temporal_patch_size": 2,
         "merge_size": 2,
     },

@@ -82,6 +82,12 @@ def test_any_way_of_serving(family: str, dtype: str, root: Path, tmp_path: Path)
         "host": {**small, "host_cache": "8MB", "num_threads": 2},
         "disk": {**small, **disk},
         "disk again": {**small, **disk},
+        "two tokens a step": {
+            "max_batch_tokens": 2,
+            "max_num_seqs": 2,
+            "num_threads": 2,
+            "speculation": "off",
+        },
         "hash index": {"index": "hash", "speculation": "off"},
         "drafts": {"speculation_adaptive": False, "speculation": "auto"},
         "steps overlap": {"overlap_schedule": "on", "speculation": "off"},

@@ -44,6 +44,8 @@ class ImageRows:
     """[E] int64: the rows of the batch that are placeholders."""
     vectors: torch.Tensor
     """[E, H] in the model's dtype: what the vision encoder made of them."""
+    features: torch.Tensor | None = None
+    """[F, E, H]: what is added to their hidden states behind each of the first F layers; None: nothing is."""
 
 
 @dataclass(slots=True)

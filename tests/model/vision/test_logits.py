@@ -22,6 +22,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 6e-2}
 CLASSES = {
     "smolvlm": "SmolVLMForConditionalGeneration",
     "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3-vl": "Qwen3VLForConditionalGeneration",
 }
 NUM_NEW = 12
 

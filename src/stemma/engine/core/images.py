@@ -42,9 +42,9 @@ class ImageVectors:
         return ImageStats(self._num_encoded, self._num_reused, self._num_bytes)
 
     def of(self, image: PromptImage, first: int = 0) -> torch.Tensor:
-        """Return the vectors [N, H] of an image, encoding it unless they are kept. Raises InvalidRequest.
+        """Return the vectors [1 + F, N, H] of an image, encoding it unless they are kept.
 
-        `first`: the first of them that a step wants. An image that several steps share counts once.
+        Raises InvalidRequest. `first`: the first of them that a step wants. An image that several steps share counts once.
         """
         kept = self._kept.get(image.digest)
         if kept is not None:
@@ -52,7 +52,7 @@ class ImageVectors:
             self._num_reused += first == 0
             return kept
         vectors = self._encoder.encode(image.pixels())
-        assert len(vectors) == len(image.positions)
+        assert vectors.shape[1] == len(image.positions)
         self._num_encoded += 1
         self._kept[image.digest] = vectors
         self._num_bytes += vectors.nbytes
@@ -70,10 +70,12 @@ class ImageVectors:
                 first, end = np.searchsorted(image.positions, (item.start, item.end))
                 if first < end:
                     rows.append(image.positions[first:end] + (item.first_row - item.start))
-                    vectors.append(self.of(image, int(first))[first:end])
+                    vectors.append(self.of(image, int(first))[:, first:end])
         if not rows:
             return None
-        return ImageRows(torch.from_numpy(np.concatenate(rows)), torch.cat(vectors))
+        found = torch.cat(vectors, dim=1)
+        features = found[1:] if len(found) > 1 else None
+        return ImageRows(torch.from_numpy(np.concatenate(rows)), found[0], features)
 
 
 def axes_of(step: StepRows) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, pixels: Pixels) -> torch.Tensor:
-        """Return the vectors of one image, [N, H], in the model's dtype."""
+        """Return the vectors of one image, as `Tower.encode`."""
         with self._operations:
             return self._tower.encode(pixels).contiguous()
 

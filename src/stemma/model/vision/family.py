@@ -20,7 +20,10 @@ class Tower(Protocol):
     modules: torch.nn.Module
 
     def encode(self, pixels: Pixels) -> torch.Tensor:
-        """Return the vectors that stand for one image's placeholders, [N, H] in the model's dtype."""
+        """Return what stands for one image's N placeholders, [1 + F, N, H] in the model's dtype.
+
+        First the vectors in place of embeddings, then what is added behind each of the first F layers.
+        """
 
 
 class Encoder(Protocol):
@@ -29,7 +32,7 @@ class Encoder(Protocol):
     config: VisionConfig
 
     def encode(self, pixels: Pixels) -> torch.Tensor:
-        """Return the vectors of one image, [N, H], in the model's dtype."""
+        """Return the vectors of one image, as `Tower.encode`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: an image in its own proportions, one placeholder for some patches, positions on three axes."""
+"""Qwen2.5-VL and Qwen3-VL: images in their own proportions, a placeholder for some patches, three axes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stemma.errors import UnsupportedModel
 from stemma.model.vision.family import Expansion, Pixels, VisionFamily
 
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
@@ -15,25 +16,40 @@ _TEXT = re.compile(r"^model\.(?:language_model\.)?")
 
 
 class _Tower:
-    """Encoder with its merger."""
+    """Encoder with its mergers."""
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-            Qwen2_5_VisionTransformerPretrainedModel,
-        )
-
-        make: Any = Qwen2_5_VisionTransformerPretrainedModel
-        self._model = make(config.vision_config)
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self._model = model
         self._model.to(dtype).eval()
         self.modules: torch.nn.Module = self._model
 
     def encode(self, pixels: Pixels) -> torch.Tensor:
         """See `Tower.encode`."""
         patches = torch.from_numpy(pixels["pixel_values"]).to(self._model.dtype)
-        found: torch.Tensor = self._model(
-            patches, grid_thw=torch.from_numpy(pixels["image_grid_thw"])
-        ).pooler_output
-        return found
+        found = self._model(patches, grid_thw=torch.from_numpy(pixels["image_grid_thw"]))
+        return torch.stack([found.pooler_output, *(getattr(found, "deepstack_features", None) or ())])
+
+
+def _tower_of_qwen2_5(config: Any, dtype: torch.dtype) -> _Tower:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    make: Any = Qwen2_5_VisionTransformerPretrainedModel
+    return _Tower(make(config.vision_config), dtype)
+
+
+def _tower_of_qwen3(config: Any, dtype: torch.dtype) -> _Tower:
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    num_features, num_layers = (
+        len(config.vision_config.deepstack_visual_indexes),
+        config.text_config.num_hidden_layers,
+    )
+    if num_features >= num_layers:
+        raise UnsupportedModel(
+            f"features of images are added behind {num_features} layers of {num_layers}; served are fewer"
+        )
+    make: Any = Qwen3VLVisionModel
+    return _Tower(make(config.vision_config), dtype)
 
 
 def _text_name(name: str) -> str | None:
@@ -59,7 +75,17 @@ QWEN2_5_VL = VisionFamily(
     "Qwen2_5_VLForConditionalGeneration",
     _text_name,
     _tower_name,
-    _Tower,
+    _tower_of_qwen2_5,
+    _expand,
+    {},
+    num_leading=1,
+)
+QWEN3_VL = VisionFamily(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    _text_name,
+    _tower_name,
+    _tower_of_qwen3,
     _expand,
     {},
     num_leading=1,

@@ -33,7 +33,7 @@ class _Tower:
         found: list[torch.Tensor] = self._model.get_image_features(
             torch.from_numpy(pixels["pixel_values"]), torch.from_numpy(pixels["pixel_attention_mask"])
         ).pooler_output
-        return torch.cat(found)
+        return torch.cat(found)[None]
 
 
 def _text_name(name: str) -> str | None:
