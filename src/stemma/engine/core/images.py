@@ -44,7 +44,8 @@ class ImageVectors:
     def of(self, image: PromptImage, first: int = 0) -> torch.Tensor:
         """Return the vectors [1 + F, N, H] of an image, encoding it unless they are kept.
 
-        Raises InvalidRequest. `first`: the first of them that a step wants. An image that several steps share counts once.
+        `first`: the first of them that a step wants. An image that several steps share counts once.
+        Raises InvalidRequest.
         """
         kept = self._kept.get(image.digest)
         if kept is not None:

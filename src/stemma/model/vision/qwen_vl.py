@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stemma.errors import UnsupportedModel
+from stemma.errors import ModelError, UnsupportedModel
 from stemma.model.vision.family import Expansion, Pixels, VisionFamily
 
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
@@ -18,7 +18,12 @@ _TEXT = re.compile(r"^model\.(?:language_model\.)?")
 class _Tower:
     """Encoder with its mergers."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, config: Any, dtype: torch.dtype) -> None:
+        wide, wanted = config.vision_config.out_hidden_size, config.text_config.hidden_size
+        if wide != wanted:
+            raise ModelError(
+                f"the vision encoder's vectors have {wide} numbers, the language model's {wanted}"
+            )
         self._model = model
         self._model.to(dtype).eval()
         self.modules: torch.nn.Module = self._model
@@ -34,7 +39,7 @@ def _tower_of_qwen2_5(config: Any, dtype: torch.dtype) -> _Tower:
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     make: Any = Qwen2_5_VisionTransformerPretrainedModel
-    return _Tower(make(config.vision_config), dtype)
+    return _Tower(make(config.vision_config), config, dtype)
 
 
 def _tower_of_qwen3(config: Any, dtype: torch.dtype) -> _Tower:
@@ -49,7 +54,7 @@ def _tower_of_qwen3(config: Any, dtype: torch.dtype) -> _Tower:
             f"features of images are added behind {num_features} layers of {num_layers}; served are fewer"
         )
     make: Any = Qwen3VLVisionModel
-    return _Tower(make(config.vision_config), dtype)
+    return _Tower(make(config.vision_config), config, dtype)
 
 
 def _text_name(name: str) -> str | None:

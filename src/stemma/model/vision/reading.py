@@ -59,11 +59,11 @@ class ImageReader:
             auto: Any = AutoImageProcessor
             self._processor: Any = auto.from_pretrained(str(path), local_files_only=True, backend="pil")
             described = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
+            self.placeholder_id = int(config.whole.image_token_id)
+            self.placeholder: str = tokenizer.token_text(self.placeholder_id)
         versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
         named = "\0".join((config.family.architecture, described, *versions))
         self._settings = hashlib.sha256(named.encode()).digest()
-        self.placeholder_id = int(config.whole.image_token_id)
-        self.placeholder: str = tokenizer.token_text(self.placeholder_id)
         self._known: OrderedDict[bytes, Expansion] = OrderedDict()
         self._lock = threading.Lock()
 
