@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ def test_any_way_of_serving(family: str, dtype: str, root: Path, tmp_path: Path)
         expected = [serve(llm, [one])[0] for one in chats]
         small = {**small_device(llm), "load_when": "always"}
     assert expected[2] != expected[6]  # the same question about another image
-    disk = {"disk_cache": str(tmp_path), "disk_cache_size": "64MB"}
+    disk = {"disk_cache": str(tmp_path / "disk"), "disk_cache_size": "64MB"}
+    config = tmp_path / "pool.json"
+    config.write_text(json.dumps({"path": str(tmp_path)}))
+    pool = {"pool": "directory", "pool_config": str(config), "load_when": "always"}
     ways: dict[str, dict[str, Any]] = {
         "device": {"speculation": "off"},
         "small chunks, two threads": {"max_batch_tokens": 19, "num_threads": 2, "speculation": "off"},
@@ -88,6 +92,8 @@ def test_any_way_of_serving(family: str, dtype: str, root: Path, tmp_path: Path)
             "num_threads": 2,
             "speculation": "off",
         },
+        "pool": pool,
+        "pool again": pool,
         "hash index": {"index": "hash", "speculation": "off"},
         "drafts": {"speculation_adaptive": False, "speculation": "auto"},
         "steps overlap": {"overlap_schedule": "on", "speculation": "off"},
@@ -105,3 +111,4 @@ def test_any_way_of_serving(family: str, dtype: str, root: Path, tmp_path: Path)
                         assert answer == expected[number], (way, round_number, number)
             by_tier = llm.stats().cached_tokens_by_tier
             assert (way != "disk again") or by_tier[Tier.DISK] > 100
+            assert (way != "pool again") or by_tier[Tier.POOL] > 100
