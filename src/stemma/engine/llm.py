@@ -28,8 +28,6 @@ from stemma.engine.supervisor import EngineSupervisor
 from stemma.errors import ConfigError, InvalidRequest
 from stemma.model.lora.adapter import Adapter
 from stemma.model.vision.prompt import PromptImages
-from stemma.model.vision.reading import ImageReader
-from stemma.model.vision.sources import ImageSource, split_images
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import TokenArray, as_tokens
 
@@ -127,8 +125,10 @@ class LLM:
         """
         if images is None:
             return self._run(self._encode(prompts), params, namespace, lora)
+        if self._images is None:
+            raise InvalidRequest(NO_IMAGES, param="images")
         texts: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        seen = [self._see(text, some) for text, some in zip(texts, images, strict=True)]
+        seen = [self._images.text(text, some) for text, some in zip(texts, images, strict=True)]
         return self._run([one[0] for one in seen], params, namespace, lora, [one[1] for one in seen])
 
     def generate_batch(
@@ -185,7 +185,7 @@ class LLM:
         if self._images is None:
             token_ids = [self.tokenizer.apply_chat_template(c) for c in conversations]
             return self._run(token_ids, params, namespace, lora)
-        seen = [self._see_chat(self._images, one) for one in conversations]
+        seen = [self._images.chat(one) for one in conversations]
         return self._run([one[0] for one in seen], params, namespace, lora, [one[1] for one in seen])
 
     def beam_search(
@@ -312,22 +312,6 @@ class LLM:
                 for prompt, one, name, of_prompt in zip(prompts, params, lora, seen, strict=True)
             ]
         )
-
-    def _see(self, text: Any, images: Sequence[Any]) -> tuple[TokenArray, PromptImages | None]:
-        """Return the ids of a text with placeholders, and its images in their places."""
-        if self._images is None:
-            raise InvalidRequest(NO_IMAGES, param="images")
-        if not isinstance(text, str):
-            raise InvalidRequest("a prompt with images is a text", param="prompts")
-        reader = self._images
-        read = [reader.read(ImageSource(one, f"image {n}")) for n, one in enumerate(images, 1)]
-        return reader.prompt(text, read, add_special_tokens=True)
-
-    def _see_chat(self, reader: ImageReader, messages: Messages) -> tuple[TokenArray, PromptImages | None]:
-        """Return the ids of a conversation, and its images in their places."""
-        rendered, sources = split_images(messages)
-        text = self.tokenizer.render_chat(rendered)
-        return reader.prompt(text, [reader.read(one) for one in sources], add_special_tokens=False)
 
     def _pool(
         self, prompts: list[TokenArray], pooling: Pooling, namespace: Namespace, lora: str | None

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from stemma.engine.llm import LLM, Generation
+from stemma.engine.llm import LLM
+from stemma.engine.offline import Generation
 from stemma.engine.sampling.params import SamplingParams
 from stemma.native.library import load_kernels
 from tests.model.vision.processors import processor_of

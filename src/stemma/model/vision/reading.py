@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from stemma.model.vision.decoding import (
 )
 from stemma.model.vision.family import Expansion, Pixels, VisionConfig
 from stemma.model.vision.prompt import PromptImages, ReadImage, place_images
-from stemma.model.vision.sources import ImageSource, bytes_of_data_url, is_data_url
+from stemma.model.vision.sources import ImageSource, bytes_of_data_url, is_data_url, split_images
 from stemma.types import TokenArray
 
 if TYPE_CHECKING:
@@ -66,6 +66,19 @@ class ImageReader:
         self._settings = hashlib.sha256(named.encode()).digest()
         self._known: OrderedDict[bytes, Expansion] = OrderedDict()
         self._lock = threading.Lock()
+
+    def text(self, text: object, images: Sequence[Any]) -> tuple[TokenArray, PromptImages | None]:
+        """Return the ids of a text with a placeholder for each of `images`, and these. Raises InvalidRequest."""
+        if not isinstance(text, str):
+            raise InvalidRequest("a prompt with images is a text", param="prompts")
+        read = [self.read(ImageSource(one, f"image {number}")) for number, one in enumerate(images, 1)]
+        return self.prompt(text, read, add_special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[TokenArray, PromptImages | None]:
+        """Return the ids of a conversation, and its images. Raises InvalidRequest."""
+        rendered, sources = split_images(messages)
+        text = self._tokenizer.render_chat(rendered)
+        return self.prompt(text, [self.read(one) for one in sources], add_special_tokens=False)
 
     def decoded_bytes(self, data: bytes, name: str) -> int:
         """Return how much memory the image in a file's bytes takes, by its header. Raises InvalidRequest."""
