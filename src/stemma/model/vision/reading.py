@@ -68,7 +68,7 @@ class ImageReader:
         self._lock = threading.Lock()
 
     def text(self, text: object, images: Sequence[Any]) -> tuple[TokenArray, PromptImages | None]:
-        """Return the ids of a text with a placeholder for each of `images`, and these. Raises InvalidRequest."""
+        """Return the ids of a text with a placeholder for each image, and these. Raises InvalidRequest."""
         if not isinstance(text, str):
             raise InvalidRequest("a prompt with images is a text", param="prompts")
         read = [self.read(ImageSource(one, f"image {number}")) for number, one in enumerate(images, 1)]
