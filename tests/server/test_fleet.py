@@ -279,3 +279,19 @@ async def test_events_that_cannot_be_followed_are_logged(
         servers[0].status = servers[1].status = 503
         assert (await proxy.post("/v1/completions", json={"prompt": TOKENS})).status_code == 503
         assert len(servers[0].bodies) == len(servers[1].bodies) == 1
+
+
+async def test_images_pass_through_and_their_questions_meet(proxy: httpx.AsyncClient) -> None:
+    """Which blocks an image's tokens name isn't known here."""
+
+    async def asked(image: str, question: str) -> str:
+        url = {"url": f"data:image/png;base64,{image * 500}"}
+        parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": question}]
+        body = {"messages": [{"role": "user", "content": parts}]}
+        answer = await proxy.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["served_by"]
+
+    homes = {image: {await asked(image, f"Question {n}") for n in range(4)} for image in "ABCDEFGH"}
+    assert all(len(home) == 1 for home in homes.values())
+    assert len(set.union(*homes.values())) > 1

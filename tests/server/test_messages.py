@@ -193,13 +193,17 @@ def test_thinking_is_left_out_unless_asked_for() -> None:
     assert blocks.blocks == [{"type": "text", "text": "a"}]
 
 
+SEEN = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
         ({"messages": []}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content[0].source"),
+        ({"messages": [{"role": "user", "content": [SEEN]}]}, "this model reads no images"),
         ({"system": [marked("x")] * 5}, "at most 4"),
         ({"system": [marked("x", ttl="2h")]}, "system[0].cache_control"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stemma.server.routing.prompts import head_of, pooled_head_of
+from stemma.server.routing.prompts import has_images, head_of, num_characters, pooled_head_of
 
 
 def test_all_turns_of_a_conversation_begin_alike() -> None:
@@ -37,3 +37,20 @@ def test_the_head_of_what_is_only_computed() -> None:
     ]
     for odd in odd_bodies:
         assert isinstance(pooled_head_of(odd), bytes)
+
+
+def seen(question: str, image: str = "data:image/png;base64,AAAA") -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+def test_questions_about_an_image_have_the_same_head() -> None:
+    assert head_of(seen("Who?")) == head_of(seen("Where is that?"))
+    assert head_of(seen("Who?")) != head_of(seen("Who?", "data:image/png;base64,BBBB"))
+    assert has_images(seen("Who?")["messages"])
+    assert not has_images([{"role": "user", "content": [{"type": "text", "text": "Who?"}]}, "odd"])
+
+
+def test_an_image_costs_the_same_whatever_its_file_takes() -> None:
+    large = seen("Who?", "data:image/png;base64," + "A" * 10**6)
+    assert num_characters(large) == num_characters(seen("Who?")) < 10_000

@@ -448,6 +448,27 @@ class MetricsTLSSettings(TLSSettings):
     flag_prefix: ClassVar[str] = "metrics_tls_"
 
 
+class ImageSettings(SettingsModel):
+    """Images in prompts, for models that read them."""
+
+    flag_prefix: ClassVar[str] = "image_"
+
+    cache: ByteSize = Field(default=256 * 2**20, ge=0)
+    """Memory of what the vision encoder made of the images used last, by their hash."""
+    memory: ByteSize = Field(default=512 * 2**20, gt=0)
+    """Decoded images of all open requests together, in bytes; a tenant may hold half of it."""
+    max_bytes: ByteSize = Field(default=20 * 2**20, gt=0)
+    """The largest file of an image."""
+    max_pixels: int = Field(default=25_000_000, ge=1)
+    """The largest image: width times height."""
+    max_number: int = Field(default=32, ge=1)
+    """Images in one request, at most."""
+    urls: bool = False
+    """Fetch images that requests name by http and https URLs. Never from private addresses."""
+    url_timeout_s: float = Field(default=10.0, gt=0.0)
+    """Longest time that one image may take to be fetched, redirects included."""
+
+
 class EngineSettings(SettingsModel):
     """Everything the engine needs."""
 
@@ -460,6 +481,7 @@ class EngineSettings(SettingsModel):
     speculation: SpeculationSettings = SpeculationSettings()
     lora: LoraSettings = LoraSettings()
     parallel: ParallelSettings = ParallelSettings()
+    images: ImageSettings = ImageSettings()
 
 
 class Settings(SettingsModel):

@@ -12,6 +12,7 @@ from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.errors import GenerationFailed, StemmaError
 from stemma.memory.tiers.tier_stats import TransferStats
 from stemma.model.lora.adapter import Adapter
+from stemma.model.vision.prompt import PromptImages, vocabulary_ids
 from stemma.prefix.explain import Parting
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import NO_RETENTION, FinishReason, Retention, Tier, TokenArray
@@ -40,6 +41,8 @@ class GenerationRequest:
     """Continues a request that was admitted and counted: a full queue or a drain doesn't refuse it, and its
     prompt is not counted again. Others are likely to continue it in turn: its blocks wait for them until the
     next step."""
+    images: PromptImages | None = None
+    """Those that ids of images in the prompt stand for; None: it has none."""
     shows_steps: bool = False
     """Where several steps are delivered together, its outputs have a delta for each."""
 
@@ -47,6 +50,11 @@ class GenerationRequest:
         key = "" if self.adapter is None else self.adapter.key
         if self.namespace.adapter != key:
             object.__setattr__(self, "namespace", replace(self.namespace, adapter=key))
+
+    @property
+    def vocabulary_ids(self) -> TokenArray:
+        """The prompt with the model's placeholder where ids of images stand: ids of the vocabulary alone."""
+        return vocabulary_ids(self.prompt_token_ids, self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +183,9 @@ class EngineStats:
     num_checkpoints: int = 0
     """Recurrent states and windows of KV that are kept on the device for later prompts."""
     num_evicted_checkpoints: int = 0
+    num_encoded_images: int = 0
+    """Images that the vision encoder computed."""
+    num_reused_images: int = 0
+    """Images whose vectors were kept from before, where their KV wasn't."""
+    image_cache_bytes: int = 0
+    """Memory of the vectors that are kept."""

@@ -128,6 +128,7 @@ class AsyncEngine(EngineClient):
         self.adapters = self.parts.adapters
         self.default_sampling: Mapping[str, float | int] = self.parts.model.default_sampling
         self.abilities = self.parts.model.abilities
+        self.images = self.parts.images
         self.eos_token_ids = engine.limits.eos_token_ids
         self.pool = self.parts.pool
         self.own_directory = self.parts.own_directory

@@ -25,6 +25,7 @@ from stemma.engine.cache_parts import (
 )
 from stemma.engine.core.adapter_seats import PreparedAdapters
 from stemma.engine.core.engine import Engine
+from stemma.engine.core.images import ImageVectors
 from stemma.engine.core.overlap import StreamQueue, ThreadQueue, WorkQueue
 from stemma.engine.core.prediction import ModelDrafts, PredictingRunner
 from stemma.engine.core.request import Limits
@@ -58,6 +59,8 @@ from stemma.model.located import other_names
 from stemma.model.plan import LoadPlan
 from stemma.model.progress import Progress
 from stemma.model.tokenizer import Tokenizer
+from stemma.model.vision.decoding import ImageLimits
+from stemma.model.vision.reading import ImageReader
 from stemma.native.copying import copy_function
 from stemma.native.process_memory import trim_heap
 from stemma.prefix.keys import KeySpace
@@ -91,6 +94,8 @@ class EngineParts:
     num_ranks: int = 1
     also_named: tuple[str, ...] = ()
     """Other names that requests may use for the model."""
+    images: ImageReader | None = None
+    """Reads images for prompts; None: the model reads text alone."""
 
     @property
     def own_directory(self) -> Path | None:
@@ -177,6 +182,7 @@ def assemble_engine(
         asked.block_size, asked.kv_cache_dtype, asked.kv_layout, frees_windows=frees_windows
     )
     memory: MemoryPlan | None = None
+    reader = make_image_reader(settings, model, tokenizer)
     if asked.memory_limit is not None:
         memory = plan_memory(asked.memory_limit, model, settings)
         num_bytes = memory.kv_bytes
@@ -245,7 +251,22 @@ def assemble_engine(
         publisher,
         1 if ranks is None else ranks.share.num_processes,
         also_named,
+        reader,
     )
+
+
+def make_image_reader(settings: EngineSettings, model: CausalLM, tokenizer: Tokenizer) -> ImageReader | None:
+    """Return what reads images for prompts; None for models of text alone. Raises ConfigError, ModelError."""
+    if model.encoder is None:
+        return None
+    if settings.cache.memory_limit is not None:
+        raise ConfigError(
+            f"memory_limit doesn't go with {model.info.architecture}: what its vision encoder takes isn't "
+            "measured; give kv_cache_memory"
+        )
+    images = settings.images
+    limits = ImageLimits(images.max_bytes, images.max_pixels)
+    return ImageReader(settings.model.path, model.encoder.config, tokenizer, limits)
 
 
 def _header_kept(path: Path) -> AbstractContextManager[None]:
@@ -302,7 +323,9 @@ def make_runner(
         "block_size": settings.cache.block_size,
     }
     if settings.speculation.mode != "mtp" or drafter is None:
-        return Runner(model, kv, **options), None
+        encoder = model.encoder
+        images = None if encoder is None else ImageVectors(encoder, settings.images.cache)
+        return Runner(model, kv, images=images, **options), None
     runner = PredictingRunner(model, kv, **options)
     return runner, ModelDrafts(runner, drafter, cache)
 

@@ -14,6 +14,7 @@ from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.model.abilities import Abilities
 from stemma.model.tokenizer import Tokenizer
+from stemma.model.vision.reading import ImageReader
 from stemma.supervision import Supervisor
 
 
@@ -33,6 +34,8 @@ class EngineClient(Protocol):
     """Ids that end an answer."""
     default_sampling: Mapping[str, float | int]
     """Fields of `SamplingParams` that the checkpoint's `generation_config.json` sets."""
+    images: ImageReader | None
+    """Reads images for prompts; None: the model reads text alone."""
     abilities: Abilities
     """Results that the model gives beside text, or instead."""
     pool: PoolAttachment | None

@@ -16,7 +16,7 @@ from stemma.config.settings import EngineSettings
 from stemma.engine.api import CacheReport, EngineStats, GenerationRequest
 from stemma.engine.beam_search import BeamSearch, Hypothesis
 from stemma.engine.build import build_engine
-from stemma.engine.core.validation import CheckedRequest
+from stemma.engine.core.validation import NO_IMAGES, CheckedRequest
 from stemma.engine.depth_first import DepthFirst, token_key
 from stemma.engine.offline import Completion, Generation, OfflineRun
 from stemma.engine.output.output import OutputProcessor
@@ -27,6 +27,7 @@ from stemma.engine.step_thread import StepThread
 from stemma.engine.supervisor import EngineSupervisor
 from stemma.errors import ConfigError, InvalidRequest
 from stemma.model.lora.adapter import Adapter
+from stemma.model.vision.prompt import PromptImages
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import TokenArray, as_tokens
 
@@ -79,6 +80,7 @@ class LLM:
         self.abilities = parts.model.abilities
         """What the model gives beside text, or instead."""
         self._rerank_tokens = checked.model.rerank_tokens
+        self._images = parts.images
         self.adapters = parts.adapters
         """Adapters (LoRA) by name; they may be loaded and unloaded at any time."""
         self.default_sampling = SamplingParams(**parts.model.default_sampling)  # type: ignore[arg-type]
@@ -105,6 +107,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        images: Sequence[Sequence[Any]] | None = None,
         namespace: Namespace = DEFAULT_NAMESPACE,
         lora: LoraNames = None,
     ) -> list[Generation]:
@@ -113,11 +116,20 @@ class LLM:
         They run depth first over the tree of their beginnings, so that what several share is computed once
         with little memory for KV. Prompts and results are all held in memory: see `generate_batch`.
 
+        `images` holds those of each prompt, which is then a text with a placeholder of the model for each:
+        images of Pillow's, bytes of files, or ``data:`` URLs.
+
         `lora` names the adapter, or one for each prompt; None is the model without one. Raises InvalidRequest
         or PromptTooLong if a prompt can't be served, UnknownModel for a name of no adapter, and StemmaError
         if a step failed.
         """
-        return self._run(self._encode(prompts), params, namespace, lora)
+        if images is None:
+            return self._run(self._encode(prompts), params, namespace, lora)
+        if self._images is None:
+            raise InvalidRequest(NO_IMAGES, param="images")
+        texts: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        seen = [self._images.text(text, some) for text, some in zip(texts, images, strict=True)]
+        return self._run([one[0] for one in seen], params, namespace, lora, [one[1] for one in seen])
 
     def generate_batch(
         self,
@@ -163,11 +175,18 @@ class LLM:
         namespace: Namespace = DEFAULT_NAMESPACE,
         lora: LoraNames = None,
     ) -> list[Generation]:
-        """Answer each conversation, rendered by the checkpoint's chat template."""
+        """Answer each conversation, rendered by the checkpoint's chat template.
+
+        The content of a message may be a list of parts: ``{"type": "text", "text": ...}``, and for models
+        that read images ``{"type": "image", "image": ...}``, an image as `generate` takes it.
+        """
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        token_ids = [self.tokenizer.apply_chat_template(c) for c in conversations]
-        return self._run(token_ids, params, namespace, lora)
+        if self._images is None:
+            token_ids = [self.tokenizer.apply_chat_template(c) for c in conversations]
+            return self._run(token_ids, params, namespace, lora)
+        seen = [self._images.chat(one) for one in conversations]
+        return self._run([one[0] for one in seen], params, namespace, lora, [one[1] for one in seen])
 
     def beam_search(
         self,
@@ -204,7 +223,7 @@ class LLM:
                 search.advance([one.completions[0].logprobs[0] for one in found])
         return [
             Generation(
-                request.prompt_token_ids,
+                request.vocabulary_ids,
                 [self._completion(i, one, request) for i, one in enumerate(search.result())],
                 reports[request.request_id],
             )
@@ -278,15 +297,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: Namespace,
         lora: LoraNames,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_sampling] * len(prompts)
         if lora is None or isinstance(lora, str):
             lora = [lora] * len(prompts)
+        seen = [None] * len(prompts) if images is None else images
         return self._run_requests(
             [
-                GenerationRequest(self._new_id(), prompt, one, namespace, adapter=self._adapter(name))
-                for prompt, one, name in zip(prompts, params, lora, strict=True)
+                GenerationRequest(
+                    self._new_id(), prompt, one, namespace, adapter=self._adapter(name), images=of_prompt
+                )
+                for prompt, one, name, of_prompt in zip(prompts, params, lora, seen, strict=True)
             ]
         )
 

@@ -106,7 +106,7 @@ class OfflineRun:
             except Overloaded:
                 return
             self._open[one.request_id] = Generation(
-                one.prompt_token_ids,
+                one.vocabulary_ids,
                 [Completion(k) for k in range(one.params.n)],
                 CacheReport(len(one.prompt_token_ids)),
             )

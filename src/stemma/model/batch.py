@@ -36,6 +36,18 @@ class PageTables:
     """[S, max_blocks] int32, on CPU: as `ForwardBatch.block_tables`; 0 for what no token sees."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """What a step reads of images in place of tokens."""
+
+    rows: torch.Tensor
+    """[E] int64: the rows of the batch that are placeholders."""
+    vectors: torch.Tensor
+    """[E, H] in the model's dtype: what the vision encoder made of them."""
+    features: torch.Tensor | None = None
+    """[F, E, H]: what is added to their hidden states behind each of the first F layers; None: nothing is."""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens of S sequences, flattened; sequence s owns rows ``query_starts[s]:query_starts[s + 1]``.
@@ -70,6 +82,12 @@ class ForwardBatch:
     """None: the model has no recurrent layers."""
     pages: PageTables | None = None
     """None: all KV lies in blocks."""
+
+    images: ImageRows | None = None
+    """None: no row is an image's placeholder."""
+    axes: torch.Tensor | None = None
+    """[3, T] int64: positions along time, height and width, for models whose angles have three axes. None:
+    `positions` on all three, as without images."""
 
     wants_hidden: bool = False
     """Whether decoders set `hidden`."""

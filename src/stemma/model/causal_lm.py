@@ -15,6 +15,7 @@ from stemma.memory.device.layout import COLUMNS, KVLayout, StateLayout, WindowGr
 from stemma.model.abilities import Abilities
 from stemma.model.batch import ForwardBatch
 from stemma.model.lora.adapter import Adapter, LinearShape
+from stemma.model.vision.family import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,13 @@ class CausalLM:
         dtype: torch.dtype,
         *,
         context_size: int = 1,
+        encoder: Encoder | None = None,
     ) -> None:
-        """`context_size`: ranks that the tokens of each block are divided over."""
+        """`context_size`: ranks that the tokens of each block are divided over.
+
+        `encoder`: makes vectors of images; None: the model reads text alone.
+        """
+        self.encoder = encoder
         self.decoder = decoder
         self.context_size = context_size
         self.info = info

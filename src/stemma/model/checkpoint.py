@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from stemma.model.checkpoint_config import STORED_DTYPES, dtype_of, quantization
 from stemma.model.directory import StoredTensor, open_safetensors, stored_tensors
 from stemma.model.formats.reading import find_format, read_quantized
 from stemma.model.formats.summary import FormatCounts
+from stemma.model.vision.checkpoint import split_tensors
+from stemma.model.vision.family import VisionConfig
 from stemma.model.weights.named import Weight
 from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
@@ -34,6 +36,8 @@ class Checkpoint:
     """All weights, if a reader of ours reads the format; None: they are plain, or transformers reads them."""
     counts: FormatCounts
     """Counts of the formats that the reader found."""
+    tower: list[StoredTensor] = field(default_factory=list)
+    """Of the vision encoder; the fields above are of the language model."""
 
     @property
     def codes(self) -> dict[str, DeferredWeight]:
@@ -58,13 +62,17 @@ class Checkpoint:
         return read_plain(self.stored) if self.quantized is None else self.quantized
 
 
-def open_checkpoint(settings: ModelSettings, config: Any) -> Checkpoint:
+def open_checkpoint(settings: ModelSettings, config: Any, vision: VisionConfig | None = None) -> Checkpoint:
     """Return the checkpoint of `settings`; what a reader of ours reads is looked through.
+
+    `config` is that of the language model; `vision` that of the encoder before it, if it has one.
 
     Raises ModelError if it is damaged, UnsupportedModel for what no reader knows.
     """
     path = settings.path
     stored = stored_tensors(path)
+    if vision is not None:
+        return _open_with_tower(settings, config, vision, stored)
     quantization = quantization_of(config)
     format_name = find_format(path, quantization)
     dtype = dtype_of(settings, config, stored)
@@ -79,6 +87,20 @@ def open_checkpoint(settings: ModelSettings, config: Any) -> Checkpoint:
         dtype = torch.bfloat16  # our products know no float16
     weights, counts = read_quantized(path, format_name, quantization, config, dtype)
     return Checkpoint(path, config, dtype, stored, format_name, weights, counts)
+
+
+def _open_with_tower(
+    settings: ModelSettings, config: Any, vision: VisionConfig, stored: list[StoredTensor]
+) -> Checkpoint:
+    path, architecture = settings.path, vision.family.architecture
+    if quantization_of(vision.whole) or any(tensor.dtype not in STORED_DTYPES for tensor in stored):
+        raise UnsupportedModel(
+            f"{path}: {architecture} with quantized weights isn't served; take the unquantized checkpoint "
+            "(quantize rounds its language model)"
+        )
+    split = split_tensors(path, vision.family, stored)
+    dtype = dtype_of(settings, config, split.text)
+    return Checkpoint(path, config, dtype, split.text, None, None, FormatCounts(), split.tower)
 
 
 def read_plain(stored: list[StoredTensor]) -> dict[str, torch.Tensor]:

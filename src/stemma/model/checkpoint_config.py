@@ -22,6 +22,8 @@ from stemma.model.extent import check_counts
 from stemma.model.families.registry import family_of
 from stemma.model.foreign_code import foreign_code
 from stemma.model.llama_config import read_llama_config
+from stemma.model.vision.checkpoint import text_config_of, vision_config_of
+from stemma.model.vision.family import VisionConfig
 
 _GENERATION = "generation_config.json"
 _SERVED_LAYER_TYPES = frozenset(
@@ -41,11 +43,13 @@ class Description:
     """A checkpoint's account of itself, found fit to be served as the settings ask."""
 
     config: Any
-    """That of transformers."""
+    """That of transformers, of the language model alone."""
     generation: dict[str, Any]
     """Its defaults of generation."""
     max_model_len: int
     """Tokens of prompt plus output."""
+    vision: VisionConfig | None = None
+    """Of its vision encoder; None: it reads text alone."""
 
 
 def describe_checkpoint(settings: ModelSettings) -> Description:
@@ -56,7 +60,10 @@ def describe_checkpoint(settings: ModelSettings) -> Description:
     """
     check_directory(settings.path)
     config = load_config(settings)
-    return Description(config, load_generation(settings.path), max_model_len(settings, config))
+    vision = vision_config_of(settings.path, config)
+    if vision is not None:
+        config = text_config_of(vision)
+    return Description(config, load_generation(settings.path), max_model_len(settings, config), vision)
 
 
 def runs_remote_code(settings: ModelSettings) -> bool:
@@ -68,7 +75,7 @@ def runs_remote_code(settings: ModelSettings) -> bool:
 
 
 def load_config(settings: ModelSettings) -> Any:
-    """Return the transformers config of a causal LM whose layers we serve; raise ModelError."""
+    """Return the transformers config of a causal LM, or of one behind a vision encoder; raise ModelError."""
     path = settings.path
     if is_gguf(path):
         return _load_gguf_config(settings)
@@ -122,6 +129,8 @@ def _known_model_types() -> Container[object]:
 def _check_architecture(settings: ModelSettings, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if vision_config_of(settings.path, config) is not None:
+        return
     architectures = list(getattr(config, "architectures", None) or [])
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if _is_headless(settings.path, config) or is_classifier(config):

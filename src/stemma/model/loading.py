@@ -15,13 +15,14 @@ from dataclasses import replace
 import torch
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import ConfigError
+from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model.causal_lm import CausalLM, ModelInfo
 from stemma.model.checkpoint import Checkpoint, open_checkpoint
 from stemma.model.checkpoint_abilities import read_abilities
 from stemma.model.checkpoint_config import describe_checkpoint, runs_remote_code
 from stemma.model.cpu.packing import Packing
 from stemma.model.fingerprint import model_fingerprint
+from stemma.model.foreign.vision import VisionEncoder, load_encoder
 from stemma.model.fused_loading import fitting_layout, load_fused
 from stemma.model.generation import default_sampling, eos_token_ids
 from stemma.model.load import Load, Loaded
@@ -31,6 +32,7 @@ from stemma.model.parallel.group import RankGroup
 from stemma.model.plan import LoadPlan
 from stemma.model.progress import Progress
 from stemma.model.selfcheck import check_served
+from stemma.model.vision.family import VisionConfig
 from stemma.model.weights.rounding import RoundInputs, RoundToNearest, round_to_nearest
 from stemma.native.levels import NUMERIC_VERSION
 from stemma.native.library import Kernels, load_kernels
@@ -73,31 +75,40 @@ def load_model(
         report("loading weights", 0.0)
         if group is not None:
             check_cut(settings, config, group.share)
-        checkpoint = open_checkpoint(settings, config)
+        checkpoint = open_checkpoint(settings, config, described.vision)
         abilities = read_abilities(settings, checkpoint)
         kernels = compiling.result() if compiling and checkpoint.dtype in _NATIVE_DTYPES else None
         how = _rounding(settings, checkpoint, kernels)
         packing = None if kernels is None else Packing(kernels, checkpoint.dtype, how)
-        loaded = _load(Load(settings, checkpoint, device, longest, packing, predicts, group, plan, report))
+        load = Load(settings, checkpoint, device, longest, packing, predicts, group, plan, report)
+        loaded, encoder = _load(load, described.vision)
         trim_heap()
         report("reading the fingerprint", 0.0)
         fingerprint = hashing.result()
     vocab_size = config.get_text_config().vocab_size
     info = ModelInfo(
-        architecture=loaded.architecture,
+        architecture=loaded.architecture if encoder is None else encoder.config.family.architecture,
         vocab_size=vocab_size,
         max_model_len=longest,
         eos_token_ids=eos_token_ids(described.generation, config, vocab_size),
         default_sampling=default_sampling(described.generation),
         fingerprint=fingerprint if how is None else how.fingerprint(fingerprint),
-        weight_bytes=loaded.num_bytes - (0 if packing is None else packing.saved_bytes),
+        weight_bytes=loaded.num_bytes
+        + (0 if encoder is None else encoder.num_bytes)
+        - (0 if packing is None else packing.saved_bytes),
         formats=_formats(checkpoint, loaded, packing),
         abilities=abilities,
         numeric_path=device.type if kernels is None else f"{kernels.level}-{NUMERIC_VERSION}",
     )
     context_size = 1 if group is None else group.share.context_size
     model = CausalLM(
-        loaded.decoder, info, loaded.kv_shape, device, checkpoint.dtype, context_size=context_size
+        loaded.decoder,
+        info,
+        loaded.kv_shape,
+        device,
+        checkpoint.dtype,
+        context_size=context_size,
+        encoder=encoder,
     )
     report("self-check", 0.0)
     with loaded.checked():
@@ -106,10 +117,24 @@ def load_model(
     return model
 
 
-def _load(load: Load) -> Loaded:
+def _load(load: Load, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
+    """Return the decoder, and the vision encoder if the checkpoint has one.
+
+    Raises UnsupportedModel for one with an encoder whose decoder isn't one native call.
+    """
     is_own = load.group is None and not runs_remote_code(load.settings)
-    layout = fitting_layout(load.checkpoint) if load.packing is not None and is_own else None
-    return load_by_modules(load) if layout is None else load_fused(load, layout)
+    packing, checkpoint = load.packing, load.checkpoint
+    layout = fitting_layout(checkpoint) if packing is not None and is_own else None
+    if vision is None:
+        return load_by_modules(load) if layout is None else load_fused(load, layout), None
+    if layout is None or packing is None:
+        raise UnsupportedModel(
+            f"{vision.family.architecture} reads images, which is served on CPU with kernels, in bfloat16 or "
+            "float32, by one process, from the tensors that the model was published with; stemma doctor says "
+            "whether the kernels can be used"
+        )
+    loaded = load_fused(load, layout)
+    return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
 
 
 def _formats(checkpoint: Checkpoint, loaded: Loaded, packing: Packing | None) -> str:

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from jinja2.meta import find_undeclared_variables
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
 from stemma.errors import InvalidRequest, ModelError
-from stemma.model.directory import is_gguf
+from stemma.model.directory import has_file, is_gguf, read_json
 from stemma.model.foreign_code import foreign_code
 from stemma.model.llama_config import read_llama_config
 from stemma.model.template_bounds import BoundedEnvironment, rendering, use_bounds
 from stemma.model.text_cuts import TextCuts
+from stemma.prefix.image_ids import FIRST_IMAGE_ID
 from stemma.types import TokenArray, as_tokens
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -27,6 +29,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
 _MAX_REASON_CHARS = 300
 _ADVICE = "take tokenizer.json and tokenizer_config.json from where the checkpoint comes from"
+_PROCESSOR_TEMPLATE = "chat_template.json"
 _ENCODING = ("_encode_plus", "_convert_encoding", "set_truncation_and_padding")
 """Methods of transformers' own class that lie between `encode` and the library tokenizers."""
 
@@ -84,6 +87,14 @@ def _without_offsets(hf: Any) -> Any:
     return raw if is_plain and not is_overridden and not raw.encode_special_tokens else None
 
 
+def _processor_template(path: Path) -> str | None:
+    """Return the template that a model's processor for images brings in a file of its own; None: none."""
+    if is_gguf(path) or not has_file(path, _PROCESSOR_TEMPLATE):
+        return None
+    found = read_json(path / _PROCESSOR_TEMPLATE).get("chat_template")
+    return found if isinstance(found, str) else None
+
+
 def _checked(token_ids: Sequence[int]) -> TokenArray:
     try:
         return as_tokens(token_ids)
@@ -108,6 +119,8 @@ class Tokenizer:
             )
             # Some broken files are noticed only in use. This also lifts limits of length that a file may set.
             self._hf.decode(self._hf.encode("a"))
+            if (template := _processor_template(path)) is not None:
+                self._hf.chat_template = template
         self._fast = _without_offsets(self._hf)
         self.cuts = None if self._fast is None else TextCuts.of(self._fast)
         """Where texts may be cut into pieces for `encode_pieces`; None: nowhere."""
@@ -190,6 +203,13 @@ class Tokenizer:
         own = set(inspect.signature(self._hf.apply_chat_template).parameters) | set(environment.globals)
         return frozenset(found - own - _TEMPLATE_GLOBALS)
 
+    def token_text(self, token_id: int) -> str:
+        """Return a token of the vocabulary as a text holds it; raise ModelError for an id of none."""
+        token = self._hf.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):
+            raise ModelError(f"the tokenizer has no token {token_id}, which config.json names; {_ADVICE}")
+        return token
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenArray:
         """Return the ids of `text`, int32; raise ModelError if the tokenizer fails or its ids don't fit."""
         with foreign_code("the tokenizer can't encode this text", f"; {_ADVICE}"):
@@ -212,10 +232,21 @@ class Tokenizer:
         return [_checked(ids) for ids in found]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD; raise ModelError if it fails."""
+        """Return the text of `token_ids`; incomplete UTF-8 becomes U+FFFD; raise ModelError if it fails.
+
+        An image's tokens read as one ``<image>``.
+        """
+        if len(token_ids) and max(token_ids) >= FIRST_IMAGE_ID:
+            return self._decode_around_images(token_ids, skip_special_tokens=skip_special_tokens)
         with foreign_code("the tokenizer can't decode these ids", f"; {_ADVICE}"):
             text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def _decode_around_images(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(
+            "<image>" if is_image else self.decode(list(run), skip_special_tokens=skip_special_tokens)
+            for is_image, run in groupby(token_ids, lambda token_id: token_id >= FIRST_IMAGE_ID)
+        )
 
     def render_chat(
         self,

@@ -46,6 +46,10 @@ struct StepArgs {
     AttendArgs attend;           // of layer 0; query and output are set here
     StateRows state_rows;        // of recurrent layers; its offset is set here
     const AdapterRowsArgs* adapters;  // [num_adapters], in order of rows
+    const void* features;        // [feature_layers, num_features, hidden_dim]: added behind the first layers
+    const int64_t* feature_rows; // [num_features]: the rows that get them
+    int64_t num_features;
+    int32_t feature_layers;      // fewer than num_layers
     int32_t num_adapters;
     int32_t is_bf16;
     int32_t centered;            // norms are centered_norm_row(), with weights in floats
@@ -167,6 +171,7 @@ class DecoderStep {
         const T* delta = nullptr;
         for (int l = 0; l < a_.num_layers; l++) {
             const LayerWeights& layer = a_.layers[l];
+            if (l > 0 && l <= a_.feature_layers) add_features(hidden, l - 1);
             hidden = norm(hidden, delta, layer.input_norm, rows);
             multiply(layer.qkv, room_.normed, rows, room_.qkv, layer.qkv.n);
             const bool at_end = l == a_.num_layers - 1 && a_.states == nullptr;
@@ -224,6 +229,19 @@ class DecoderStep {
 
     void copy_row(const T* from, int64_t row, T* to, int64_t i) const {
         std::memcpy(to + i * a_.hidden_dim, from + row * a_.hidden_dim, a_.hidden_dim * sizeof(T));
+    }
+
+    // Add what layer `l` left in room_.delta to the residual of the rows that have features, and then these.
+    void add_features(T* residual, int l) {
+        const T* features = (const T*)a_.features + l * a_.num_features * a_.hidden_dim;
+        team_.share(member_, a_.num_features, [&](int64_t i) {
+            const int64_t at = a_.feature_rows[i] * a_.hidden_dim;
+            for (int64_t d = 0; d < a_.hidden_dim; d++) {
+                const T sum = from_float<T>(to_float(residual[at + d]) + to_float(room_.delta[at + d]));
+                residual[at + d] = from_float<T>(to_float(sum) + to_float(features[i * a_.hidden_dim + d]));
+                room_.delta[at + d] = from_float<T>(0.0f);
+            }
+        });
     }
 
     // Add `delta`, if any, to the residual, and norm the sums into room_.normed. Returns where the sums are, once

@@ -85,7 +85,9 @@ class Engine:
         self._clock = clock
         self._drafter = drafter
         self._model_drafts = model_drafts
-        self._validator = RequestValidator(limits, vocab_size, grammars, generates=generates)
+        self._validator = RequestValidator(
+            limits, vocab_size, grammars, generates=generates, sees=runner.sees
+        )
         self._on_close = on_close
         self._tally = Tally(clock, trace_log, logs_hits=settings.log_hits)
         self._sampler = Sampler()
@@ -301,6 +303,7 @@ class Engine:
         """Return counters and gauges."""
         cache = self.cache.stats()
         drafts = {} if self._drafter is None else dict(self._drafter.counts)
+        images = self.runner.image_stats()
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -321,6 +324,9 @@ class Engine:
             num_draft_tokens=sum(count.num_proposed for count in drafts.values()),
             num_accepted_draft_tokens=sum(count.num_accepted for count in drafts.values()),
             drafts_by_source=drafts,
+            num_encoded_images=images.num_encoded,
+            num_reused_images=images.num_reused,
+            image_cache_bytes=images.cached_bytes,
         )
 
     def check(self) -> None:
@@ -373,7 +379,7 @@ class Engine:
         grammar = self._validator.grammar_of(request)
         sampling = SamplingState(
             request.params,
-            request.prompt_token_ids,
+            request.vocabulary_ids,
             self.vocab_size,
             index=index,
             ending=state.ending,

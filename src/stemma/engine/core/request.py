@@ -70,7 +70,7 @@ class RequestState:
         self.scores: PromptScores | None = None
         """Log-probabilities of the prompt, where the request wants them; its first sequence collects them."""
         if (num_top := request.params.prompt_logprobs) is not None:
-            self.scores = PromptScores(request.prompt_token_ids, num_top)
+            self.scores = PromptScores(request.vocabulary_ids, num_top)
         self.pooled: PooledPrompt | None = None
         """The vector of the prompt, where the request wants that instead of an answer."""
         if request.pooling is not None:

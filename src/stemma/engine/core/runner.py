@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from stemma.engine.core.adapter_seats import PreparedAdapters
+from stemma.engine.core.images import ImageStats, ImageVectors, axes_of
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
 from stemma.memory.device.kv import DeviceKV
@@ -96,11 +97,13 @@ class Runner:
         max_batch_tokens: int,
         adapters: PreparedAdapters | None = None,
         block_size: int | None = None,
+        images: ImageVectors | None = None,
     ) -> None:
         """`adapters`: makes those that a step needs ready; None: no request has one.
 
-        `block_size`: tokens of a block; None: `kv` holds them all.
+        `block_size`: tokens of a block; None: `kv` holds them all. `images`: None: the model reads none.
         """
+        self._images = images
         self.model = model
         self._adapters = adapters
         self.kv = kv
@@ -112,6 +115,15 @@ class Runner:
         self._counting: npt.NDArray[np.int64] = np.arange(max_batch_tokens, dtype=np.int64)
         self._buffers = StepBuffers(max_batch_tokens, model.device)
         self._other_buffers = StepBuffers(max_batch_tokens, model.device)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads images."""
+        return self._images is not None
+
+    def image_stats(self) -> ImageStats:
+        """Return what became of images so far."""
+        return ImageStats() if self._images is None else self._images.stats()
 
     def forward(self, rows: StepRows) -> torch.Tensor:
         """Return the logits that a step wants, [L, vocab] float32, in the order that `rows` says."""
@@ -156,6 +168,11 @@ class Runner:
         self._buffers, self._other_buffers = buffers, self._buffers
         for item in rows.items:
             self._fill(buffers, item)
+        images = None if self._images is None else self._images.rows(rows)
+        if images is not None:
+            buffers.token_ids.array[images.rows.numpy()] = (
+                0  # any of the vocabulary: a vector takes its place
+            )
         rows.write_logits_rows(buffers.logits_rows.array)
         context_lens = [item.end for item in rows.items]
         return ForwardBatch(
@@ -169,6 +186,8 @@ class Runner:
             adapters=() if self._adapters is None else self._adapters.rows(rows.adapters),
             states=_state_moves(rows) if self.kv.num_states else None,
             pages=self._page_tables(rows) if self.kv.num_pages else None,
+            images=images,
+            axes=None if self._images is None else axes_of(rows),
             wants_hidden=rows.wants_hidden,
         )
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from stemma.engine.api import CacheReport
 from stemma.engine.core.request import RequestState, SequenceState
 from stemma.engine.trace_log import FinishedRequest, TraceLog
+from stemma.model.vision.prompt import PromptImages
+from stemma.prefix.explain import Miss, MissReason
+from stemma.prefix.image_ids import FIRST_IMAGE_ID
 from stemma.types import FinishReason, Tier
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,8 @@ class Tally:
         if state.cache is not None:
             return
         miss, head = lease.miss, lease.namespace.head
+        if miss is not None and state.request.images is not None:
+            miss = at_image(miss, state.request.images, lease.num_cached_tokens)
         state.cache = CacheReport(
             num_prompt_tokens=len(state.request.prompt_token_ids),
             cached_by_tier=dict(lease.cached_by_tier),
@@ -101,6 +107,22 @@ class Tally:
         """Close the trace."""
         if self._trace_log is not None:
             self._trace_log.close()
+
+
+def at_image(miss: Miss, images: PromptImages, num_cached_tokens: int) -> Miss:
+    """Return the miss with the name of the image at which the prompt parts from what is cached."""
+    at = num_cached_tokens if miss.parting is None else miss.parting.num_common_tokens
+    image = images.image_at(at)
+    if image is None or miss.reason not in (MissReason.DIVERGED, MissReason.EXTENDS):
+        return miss
+    theirs = () if miss.parting is None else miss.parting.cached_token_ids
+    if miss.reason is MissReason.EXTENDS:
+        what = f"{image.name} begins there"
+    elif any(token_id >= FIRST_IMAGE_ID for token_id in theirs):
+        what = f"{image.name} differs"
+    else:
+        what = f"{image.name} stands where they have none"
+    return replace(miss, detail=f"{miss.detail.rstrip('.')}: {what}.")
 
 
 def reporter_lines(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NewType
 
+import numpy as np
+
 from stemma.budgets import Budget
 from stemma.engine.api import GenerationRequest
 from stemma.engine.core.request import Limits
@@ -11,7 +13,10 @@ from stemma.engine.pooling import Pooling
 from stemma.engine.sampling.grammar import Grammar, GrammarCompiler
 from stemma.engine.sampling.prompt_logprobs import MAX_REPORTED_VALUES
 from stemma.errors import InvalidRequest, PromptTooLong
+from stemma.model.vision.prompt import PromptImages
+from stemma.prefix.image_ids import are_images
 
+NO_IMAGES = "this model reads no images: only text parts are supported"
 CheckedRequest = NewType("CheckedRequest", GenerationRequest)
 """A request that passed `RequestValidator.checked`, which alone makes these."""
 
@@ -20,9 +25,19 @@ class RequestValidator:
     """Checks requests against model, KV cache and grammars. Thread-safe."""
 
     def __init__(
-        self, limits: Limits, vocab_size: int, grammars: GrammarCompiler | None, *, generates: bool = True
+        self,
+        limits: Limits,
+        vocab_size: int,
+        grammars: GrammarCompiler | None,
+        *,
+        generates: bool = True,
+        sees: bool = False,
     ) -> None:
-        """`grammars`: None refuses requests for structured output. `generates`: False, for all answers."""
+        """`grammars`: None refuses requests for structured output. `generates`: False, for all answers.
+
+        `sees`: whether the model reads images.
+        """
+        self._sees = sees
         self._generates = generates
         self._limits = limits
         self._vocab_size = vocab_size
@@ -48,7 +63,10 @@ class RequestValidator:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if num_tokens >= self._limits.max_tokens:
             raise PromptTooLong.of(f"{num_tokens} tokens", self._limits.max_tokens, param="prompt")
-        lowest, highest = int(request.prompt_token_ids.min()), int(request.prompt_token_ids.max())
+        if request.images is not None:
+            self._check_images(request, request.images)
+        known_ids = request.vocabulary_ids
+        lowest, highest = int(known_ids.min()), int(known_ids.max())
         if lowest < 0 or highest >= self._vocab_size:
             raise InvalidRequest(
                 f"token ids must be in [0, {self._vocab_size}), got {lowest if lowest < 0 else highest}",
@@ -63,6 +81,15 @@ class RequestValidator:
             )
         self.grammar_of(request)
         return CheckedRequest(request)
+
+    def _check_images(self, request: GenerationRequest, images: PromptImages) -> None:
+        """Raise InvalidRequest for a model without a vision encoder, or images that aren't where ids say."""
+        if not self._sees:
+            raise InvalidRequest(NO_IMAGES, param="messages")
+        placed = [one.positions for one in images.images]
+        where = np.concatenate(placed) if placed else np.empty(0, dtype=np.int64)
+        if not np.array_equal(np.flatnonzero(are_images(request.prompt_token_ids)), where):
+            raise InvalidRequest("the prompt's ids of images aren't those of its images", param="prompt")
 
     def _check_pooling(self, request: GenerationRequest, pooling: Pooling) -> None:
         """Raise InvalidRequest for tokens that don't exist, and for answers beside the vector."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stemma.engine.drafts.index_memory import MAX_CORPUS_TOKENS
+from stemma.prefix.image_ids import FIRST_IMAGE_ID
 from stemma.prefix.keys import Namespace
 from stemma.types import TokenArray
 
@@ -58,9 +59,10 @@ class SuffixIndex:
             self._num_since_start = 0
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the current sequence."""
+        """Append tokens to the current sequence. No continuation crosses those of images."""
         last, earlier, key = self._last, self._earlier, self._key
         num_since_start, end = self._num_since_start, len(self._tokens)
+        token_ids = _without_images(token_ids)
         for token_id in token_ids:
             end += 1
             num_since_start += 1
@@ -82,6 +84,7 @@ class SuffixIndex:
         if num_known < NGRAM:
             return None
         key = 0
+        suffix = _without_images(suffix)
         for token_id in suffix[-NGRAM:]:
             key = (key << _TOKEN_BITS) | token_id
         position = self._last.get(key, -1)
@@ -115,6 +118,13 @@ class SuffixIndex:
             period = len(found)
             found = [found[i % period] for i in range(max_tokens)]
         return tuple(found)
+
+
+def _without_images(token_ids: Sequence[int]) -> Sequence[int]:
+    """Return tokens with separators in place of ids of images, which exceed 21 bits. Nobody says those."""
+    if not token_ids or max(token_ids) < FIRST_IMAGE_ID:
+        return token_ids
+    return [min(token_id, _SEPARATOR) for token_id in token_ids]
 
 
 class SuffixCorpus:

@@ -42,6 +42,7 @@ from stemma.prefix.explain import (
     load_failed,
     no_state,
 )
+from stemma.prefix.image_ids import before_images, told_apart
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import KeySpace, Namespace
 from stemma.types import NO_RETENTION, BlockIds, BlockKey, Retention, Tier, TokenArray
@@ -486,11 +487,11 @@ class PrefixCache:
     def continuation(self, namespace: Namespace, tokens: TokenArray, max_tokens: int) -> TokenArray:
         """Return up to `max_tokens` tokens that followed `tokens` in the cache; empty if none did. Read-only.
 
-        Only the radix index can tell.
+        Only the radix index can tell. Nobody says images: the tokens end before one.
         """
         if self._cached is None:
             return _NO_BLOCKS
-        return self._cached.index.continuation(namespace, tokens, max_tokens)
+        return before_images(self._cached.index.continuation(namespace, tokens, max_tokens))
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -530,7 +531,13 @@ class PrefixCache:
     def _match(self, namespace: Namespace, tokens: TokenArray) -> Match:
         if self._cached is None or len(tokens) < 2:
             return _NO_MATCH
-        return self._cached.index.match(namespace, tokens[:-1])
+        found = self._cached.index.match(namespace, tokens[:-1])
+        num_tokens = told_apart(tokens, found.num_tokens)
+        if num_tokens == found.num_tokens:
+            return found
+        return replace(
+            found, num_tokens=num_tokens, block_ids=found.block_ids[: -(-num_tokens // self.block_size)]
+        )
 
     def _allocate(self, num_blocks: int) -> BlockIds | None:
         """Return fresh blocks, evicting as many as needed, those that rest too; None if that isn't enough."""

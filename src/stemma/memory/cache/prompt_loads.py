@@ -9,6 +9,7 @@ from stemma.memory.cache.lease import Lease, PendingLoad
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.explain import Miss, load_passed_over
+from stemma.prefix.image_ids import told_apart
 from stemma.prefix.index import Match
 from stemma.prefix.keys import KeySpace, Namespace, owner_tag, partial_key
 from stemma.types import BlockKey, Tier, TokenArray
@@ -29,7 +30,8 @@ class PromptLoads:
         last = (lease.num_tokens - 1) // self._block_size
         keys = [lease.key(i) for i in range(found.num_full_blocks(self._block_size), last)]
         keys += self._tail_key(lease.key_before(last), lease.tokens, found)
-        return tuple(self._lower.match(keys)), keys
+        tiers = tuple(self._lower.match(keys))
+        return tiers[: self._told_apart(lease, found.num_full_blocks(self._block_size), len(tiers))], keys
 
     def prefetch(
         self,
@@ -102,11 +104,19 @@ class PromptLoads:
         if pending.num_state_blocks:
             lease.has_loaded_state = num_loaded == len(pending.tiers) + pending.num_state_blocks
             num_loaded = min(num_loaded, len(pending.tiers))
+        num_loaded = self._told_apart(lease, pending.first, num_loaded)
         for number, tier in enumerate(pending.tiers[:num_loaded], pending.first):
             # The last token is always computed, even where its block was loaded.
             num_tokens = min(self._block_size, lease.num_tokens - 1 - number * self._block_size)
             lease.cached_by_tier[tier] = lease.cached_by_tier.get(tier, 0) + num_tokens
         return pending.first + num_loaded
+
+    def _told_apart(self, lease: Lease, first: int, num_blocks: int) -> int:
+        """Return how many of the blocks from `first` on are surely of the same images (`told_apart`)."""
+        end = (first + num_blocks) * self._block_size
+        if end >= lease.num_tokens or told_apart(lease.tokens, end) == end:
+            return num_blocks
+        return max(0, told_apart(lease.tokens, end) // self._block_size - first)
 
     def _tail_key(self, parent: BlockKey, tokens: TokenArray, found: Match) -> list[BlockKey]:
         """Return the key of the block of the prompt's last token, as a prefill server publishes it.

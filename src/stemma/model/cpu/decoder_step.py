@@ -85,6 +85,12 @@ class DecoderStep:
         args.states = None if states is None else states.data_ptr()
         args.layer_bytes = kv.data.stride(1) * kv.data.element_size()
         args.attend = attend
+        images = batch.images
+        args.feature_layers = 0
+        if images is not None and images.features is not None:
+            assert images.features.is_contiguous()
+            args.feature_layers, args.num_features = images.features.shape[:2]
+            args.features, args.feature_rows = images.features.data_ptr(), images.rows.data_ptr()
         adapters = describe_rows(batch.adapters) if batch.adapters else None
         args.adapters = None if adapters is None else ctypes.addressof(adapters)
         args.num_adapters = len(batch.adapters)

@@ -121,6 +121,8 @@ class FusedDecoder:
         self, batch: ForwardBatch, step: NativeAttentionStep, states: torch.Tensor | None = None
     ) -> torch.Tensor:
         hidden = self.embed(batch.token_ids)
+        if batch.images is not None:
+            hidden.index_copy_(0, batch.images.rows, batch.images.vectors)
         heads, attend = self._heads.of_step(batch, step.kv)
         plan = step.plan(self._heads.num_kv_heads, self._heads.group_size).open(self._kernels)
         logits = self._step.forward(batch, step.kv, hidden, heads, attend, plan, states)

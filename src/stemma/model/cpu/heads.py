@@ -44,6 +44,7 @@ class GroupedHeads:
         self._rotary_dim = heads.rotary_dim or heads.head_dim
         self.group_size = self._num_heads // self.num_kv_heads
         self._angles = RotaryAngles(angles, dtype)
+        self._axes = heads.axes
         self._made: tuple[ref[DeviceKV], RotateArgs, AttendArgs] | None = None
         self._step: tuple[torch.Tensor, ...] = ()
 
@@ -52,7 +53,11 @@ class GroupedHeads:
         if self._made is None or self._made[0]() is not kv:
             self._made = ref(kv), self._rotate_args(kv), self._attend_args(kv)
         _, rotate, attend = self._made
-        cos, sin = self._angles.at(batch.positions, max(batch.context_lens))
+        reach = max(batch.context_lens)
+        if batch.axes is None:
+            cos, sin = self._angles.at(batch.positions, reach)
+        else:
+            cos, sin = self._angles.at_axes(batch.axes, self._axes, reach)
         self._step = cos, sin  # the structure points there
         rotate.cos, rotate.sin = cos.data_ptr(), sin.data_ptr()
         rotate.slots, rotate.tokens = batch.slots.data_ptr(), len(batch.slots)

@@ -7,6 +7,7 @@ scale them by length), so they are computed once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,21 @@ class RotaryAngles:
             reach = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
             self._cos, self._sin = self._compute(torch.arange(reach))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def at_axes(
+        self, positions: torch.Tensor, axes: Sequence[int], num_positions: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, [T, head_dim], of `positions` [3, T] int64, all below `num_positions`.
+
+        ``axes[i]`` says along which of the three the pair of dims number i turns.
+        """
+        cos, sin = self.at(positions[0], num_positions)
+        column_of = torch.tensor(axes).repeat(2)  # both halves of a head have the same angles
+        for axis in (1, 2):
+            columns = column_of == axis
+            own_cos, own_sin = self.at(positions[axis], num_positions)
+            cos[:, columns], sin[:, columns] = own_cos[:, columns], own_sin[:, columns]
+        return cos, sin
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(self._like, positions[None])

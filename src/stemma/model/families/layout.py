@@ -249,6 +249,8 @@ class GroupedHeads:
     head_dim: int
     rotary_dim: int = 0
     """Leading dims that are rotated; 0: all."""
+    axes: tuple[int, ...] = ()
+    """For each angle of a head the axis, 0 to 2, whose position it turns by; empty: there is one axis."""
 
 
 class Rotation(IntEnum):

@@ -41,6 +41,11 @@ def all_rotate(config: Any) -> tuple[bool, ...]:
     return (True,) * int(config.num_hidden_layers)
 
 
+def one_axis(_config: Any) -> tuple[int, ...]:
+    """Return that positions have one axis."""
+    return ()
+
+
 def windows_by_type(config: Any) -> tuple[int | None, ...]:
     """Return the config's window for layers that `layer_types` says slide."""
     types = getattr(config, "layer_types", None) or ("full_attention",) * int(config.num_hidden_layers)
@@ -77,12 +82,17 @@ class LlamaPattern:
     """Takes a config; returns each layer's sliding window."""
     mlp: Mlp | None = None
     """None: one gated layer."""
+    axes: Callable[[Any], tuple[int, ...]] = one_axis
+    """Takes a config; returns the axis of each angle."""
 
     def layout(self, config: Any, num_tensors: int) -> ModelLayout | None:
         """Return what `config` makes; None: the native step doesn't compute it, or it has more tensors."""
         if config.num_hidden_layers > num_tensors:
             return None
-        heads = GroupedHeads(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
+        head_dim, axes = head_dim_of(config), self.axes(config)
+        heads = GroupedHeads(config.num_attention_heads, config.num_key_value_heads, head_dim, axes=axes)
+        if axes and len(axes) != head_dim // 2:
+            return None
         num_layers = config.num_hidden_layers
         rotating, windows = self.rotating(config), self.windows(config)
         if not (len(rotating) == len(windows) == num_layers) or not _is_native(config, heads):

@@ -8,7 +8,7 @@ from stemma.model.families.family import Family
 from stemma.model.families.gguf import LAYER_NAMES, Fields, GGUFForm, base, dense, experts
 from stemma.model.families.layout import Gated, Linear, Mixture, RoutedBy, Router
 from stemma.model.families.mistral import one_window
-from stemma.model.families.pattern import ATTENTION, LlamaPattern, gated, layer_path
+from stemma.model.families.pattern import ATTENTION, LlamaPattern, gated, head_dim_of, layer_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -68,6 +68,20 @@ def _qwen3_moe(fields: Fields) -> PreTrainedConfig:
     )
 
 
+def _sections(config: Any) -> tuple[int, ...]:
+    """Return the axes of angles that lie axis behind axis: some for time, some for height, some for width."""
+    sections = config.rope_parameters.get("mrope_section", (16, 24, 24))
+    return tuple(number % 3 for number, size in enumerate(sections) for _ in range(size))
+
+
+def _interleaved(config: Any) -> tuple[int, ...]:
+    """Return the axes of angles that take turns: time, height, width, and time alone from where these end."""
+    sections = config.rope_parameters.get("mrope_section", (24, 20, 20))
+    return tuple(
+        number % 3 if number < 3 * sections[number % 3] else 0 for number in range(head_dim_of(config) // 2)
+    )
+
+
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", LlamaPattern(_inputs_of_attention))
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", LlamaPattern(_attention, norms_heads=True))
 QWEN3_MOE = Family(
@@ -75,6 +89,20 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     LlamaPattern(_attention, norms_heads=True, windows=one_window, mlp=_mlp),
 )
+QWEN2_5_VL_TEXT = Family(
+    "qwen2_5_vl_text",
+    "Qwen2_5_VLTextModel",
+    LlamaPattern(_inputs_of_attention, axes=_sections),
+    is_cut=False,
+)
+"""Behind a vision encoder, and never without."""
+QWEN3_VL_TEXT = Family(
+    "qwen3_vl_text",
+    "Qwen3VLTextModel",
+    LlamaPattern(_attention, norms_heads=True, axes=_interleaved),
+    is_cut=False,
+)
+"""Behind a vision encoder, and never without."""
 QWEN_FORMS = (
     GGUFForm("qwen2", _qwen2, LAYER_NAMES),
     GGUFForm("qwen3", _qwen3, LAYER_NAMES),

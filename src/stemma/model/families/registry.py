@@ -22,7 +22,7 @@ from stemma.model.families.mistral import MISTRAL
 from stemma.model.families.olmo import OLMO2_FORM
 from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.phi3 import PHI3_FORM
-from stemma.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE, QWEN_FORMS
+from stemma.model.families.qwen import QWEN2, QWEN2_5_VL_TEXT, QWEN3, QWEN3_MOE, QWEN3_VL_TEXT, QWEN_FORMS
 from stemma.model.families.qwen_next import QWEN_NEXT
 from stemma.model.families.qwen_next_gguf import QWEN_NEXT_FORMS
 from stemma.model.families.seed_oss import SEED_OSS
@@ -37,8 +37,10 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,
     QWEN2,
+    QWEN2_5_VL_TEXT,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_VL_TEXT,
     *QWEN_NEXT,
     SEED_OSS,
     SMOLLM3,

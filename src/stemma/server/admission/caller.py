@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stemma.budgets import Holding
+
+if TYPE_CHECKING:  # proxies need callers, and no model
+    from stemma.model.vision.prompt import ReadImage
 
 
 @dataclass(slots=True)
@@ -17,6 +21,8 @@ class Caller:
     tenant: str = ""
     """Known once the key was checked; empty: there are no tenants."""
     holding: Holding = field(default_factory=Holding)
+    images: dict[str, ReadImage] = field(default_factory=dict)
+    """Its images that were read, by their URL: each once, however often a part of the prompt is rendered."""
 
 
 _current: ContextVar[Caller] = ContextVar("caller")

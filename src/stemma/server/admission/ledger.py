@@ -29,6 +29,7 @@ class Admission:
         self._max_output_tokens = settings.requests.max_output_tokens or engine.max_model_len
         num_sequences = scheduler.max_waiting + scheduler.seats
         self.bodies = shared("body_bytes", "bytes of request bodies", settings.server.body_memory)
+        self.images = shared("image_bytes", "bytes of decoded images", settings.engine.images.memory)
         self.tokenizing = shared(
             "tokenizing_queue", "prompts that wait to be tokenized", max(1, scheduler.max_waiting)
         )
@@ -37,7 +38,14 @@ class Admission:
             "output_tokens", "tokens reserved for answers", num_sequences * engine.max_model_len
         )
         self.rates = RateLimits()
-        self._budgets = [self.bodies, self.tokenizing, self.sequences, self.output_tokens, *engine.budgets]
+        self._budgets = [
+            self.bodies,
+            self.images,
+            self.tokenizing,
+            self.sequences,
+            self.output_tokens,
+            *engine.budgets,
+        ]
 
     def add(self, *budgets: Budget) -> None:
         """List budgets that others keep, such as that of a port's connections."""

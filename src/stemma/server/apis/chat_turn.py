@@ -44,18 +44,20 @@ async def chat_turn(
     """Return the turn that `body` asks for.
 
     `earlier` are the ids of the conversation after the last answer: the prompt begins with them if its text
-    begins with theirs.
+    begins with theirs, and no image stands in it.
     """
     params, beam = candidates(context.intake, body, chat_sampling(context.intake, body))
     prompt = await chat_prompt(context.intake, body, adapter, body.cache_salt or "")
     tokens = prompt.token_ids
-    if earlier is not None:
+    if earlier is not None and prompt.images is None:
         tokenizer, known = context.engine.tokenizer, earlier
         tokens = await context.intake.in_thread(lambda: continued(tokenizer, known, tokens))
         tokens = check_tokens(context.intake, tokens, "messages")
     reader = _answer_reader(context, body, tokens)
     params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
     generation = generation_request(request_id, tokens, params, body, adapter, beam)
+    if prompt.images is not None:
+        generation = replace(generation, images=prompt.images)
     return ChatTurn(body, RenderedRequest.of(generation, prompt.history), reader)
 
 

@@ -65,7 +65,7 @@ def _completion(
             context.token_text, result.prompt_logprobs, body.prompt_logprobs
         )
     if body.return_token_ids:
-        extra["prompt_token_ids"] = generation.prompt_token_ids.tolist()
+        extra["prompt_token_ids"] = generation.vocabulary_ids.tolist()
     choices = []
     for index, sequence in enumerate(keep_best(result.sequences, body.n or 1)):
         answer = reader.read(sequence.text)
@@ -122,7 +122,7 @@ async def _events(
     streams = [
         _ChoiceStream(context, i, reader, chunk, with_ids, is_plain) for i in range(generation.params.n)
     ]
-    ids = {"prompt_token_ids": generation.prompt_token_ids.tolist()} if with_ids else {}
+    ids = {"prompt_token_ids": generation.vocabulary_ids.tolist()} if with_ids else {}
     chunks = [event(chunk(stream.choice(role)) | ids) for stream in streams]
     async for index, output in outputs:
         meter.seen(index, output)

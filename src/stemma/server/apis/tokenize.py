@@ -61,7 +61,7 @@ async def _tokenized(context: ApiContext, body: TokenizeRequest, raw: dict[str, 
     if body.prompt is not None:
         ids = await _encode(context, body.prompt, "prompt", add_special_tokens=special)
     else:
-        ids = (await chat_prompt(context.intake, _as_chat(context, raw))).token_ids.tolist()
+        ids = (await chat_prompt(context.intake, _as_chat(context, raw))).vocabulary_ids.tolist()
     texts = await _texts(context, ids) if body.return_token_strs else None
     return {
         "count": len(ids),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, SequenceDelta
 from stemma.model.tokenizer import Tokenizer
 from stemma.prefix.explain import MissReason
+from stemma.prefix.image_ids import FIRST_IMAGE_ID, are_images
 from stemma.server.history.answers import WrittenAnswers
 from stemma.server.history.joining import History, Parted
 from stemma.types import FinishReason, TokenArray
@@ -111,9 +112,10 @@ class Follower:
 
     def _is_same_text(self, prompt: TokenArray, at: int, cached: Sequence[int]) -> bool:
         """Whether the prompt goes on from token `at` with the text of other ids, as far as that goes."""
-        if not cached:
+        mine_at = prompt[at : at + len(cached)]
+        if not cached or max(cached) >= FIRST_IMAGE_ID or are_images(mine_at).any():
             return False
-        mine = self._text(prompt[at : at + len(cached)].tolist())
+        mine = self._text(mine_at.tolist())
         other = self._text(cached)
         length = min(len(mine), len(other))
         first = len(self._text(cached[:1]))

@@ -42,6 +42,11 @@ class _EngineCollector(Collector):
             ("stemma_device_blocks_free", "Blocks that hold nothing", stats.num_free_blocks),
             ("stemma_device_blocks_cached", "Blocks in the prefix index", stats.num_cached_blocks),
             (
+                "stemma_image_cache_bytes",
+                "Memory of vectors of images that are kept",
+                stats.image_cache_bytes,
+            ),
+            (
                 "stemma_device_checkpoints",
                 "States of recurrent layers and windows of KV that are kept for later prompts",
                 stats.num_checkpoints,
@@ -62,6 +67,12 @@ class _EngineCollector(Collector):
                 "stemma_evicted_checkpoints",
                 "Kept states and windows that were dropped to make room",
                 stats.num_evicted_checkpoints,
+            ),
+            ("stemma_images_encoded", "Images that the vision encoder computed", stats.num_encoded_images),
+            (
+                "stemma_images_reused",
+                "Images whose vectors were kept from before, where their KV wasn't",
+                stats.num_reused_images,
             ),
             (
                 "stemma_policy_failures",

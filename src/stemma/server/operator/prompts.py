@@ -48,7 +48,10 @@ async def prompt_tokens(
             "add_generation_prompt": not is_open,
             "exact_history": False,  # the same ids at any time, on any server
         }
-        return (await chat_prompt(context.intake, validate(ChatRequest, chat))).token_ids
+        prompt = await chat_prompt(context.intake, validate(ChatRequest, chat))
+        if prompt.images is not None:
+            raise InvalidRequest("prompts of the operator hold no images", param="messages")
+        return prompt.token_ids
     assert body.prompt is not None
     prompts = await completion_prompts(context.intake, body.prompt)
     if len(prompts) > 1:

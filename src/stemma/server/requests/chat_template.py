@@ -8,11 +8,13 @@ and a memory limit in a process (`template_process.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from stemma.errors import InvalidRequest
+from stemma.model.vision.prompt import PromptImages, ReadImage, vocabulary_ids
 from stemma.server.admission.caller import caller
 from stemma.server.history.answers import scope_of
 from stemma.server.history.joining import History, HistoryJoiner
@@ -101,10 +103,31 @@ def _is_scalar(value: Any) -> bool:
     return value is None
 
 
-async def conversation_tokens(
-    intake: Intake, body: ChatRequest, conversation: Conversation, salt: str | None, adapter: str
-) -> tuple[TokenArray, History | None]:
-    """Return the token ids of `conversation` and its history. Raises InvalidRequest if the template fails.
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatPrompt:
+    """A conversation, rendered and tokenized."""
+
+    token_ids: TokenArray
+    history: History | None
+    """None: exact history is off for it."""
+    images: PromptImages | None = None
+    """None: it has none."""
+
+    @property
+    def vocabulary_ids(self) -> TokenArray:
+        """The ids with the model's placeholder where those of images stand."""
+        return vocabulary_ids(self.token_ids, self.images)
+
+
+async def conversation_prompt(
+    intake: Intake,
+    body: ChatRequest,
+    conversation: Conversation,
+    salt: str | None,
+    adapter: str,
+    images: Sequence[ReadImage],
+) -> ChatPrompt:
+    """Return `conversation` with its images, tokenized. Raises InvalidRequest if the template fails.
 
     `salt`: as `tokenized` has it. `adapter`: key of the adapter that answers, which is part of where answers
     are looked for.
@@ -112,27 +135,35 @@ async def conversation_tokens(
     tokenizer, joiner = intake.engine.tokenizer, _joiner(intake, body)
     scope = scope_of(caller().tenant, body.cache_salt or "", adapter)
 
-    def tokens_of(text: str) -> tuple[TokenArray, History | None]:
+    def prompt_of(text: str) -> ChatPrompt:
         encode = partial(tokenize, intake, add_special_tokens=False, salt=salt)
-        return (encode(text), None) if joiner is None else joiner.prompt(scope, text, encode)
+        if images:
+            assert intake.images is not None
+            text = intake.images.reader.expand(text, images)
+        tokens, history = (encode(text), None) if joiner is None else joiner.prompt(scope, text, encode)
+        if not images:
+            return ChatPrompt(tokens, history)
+        assert intake.images is not None
+        placed, found = intake.images.reader.place(tokens, images)
+        return ChatPrompt(placed, history, found)
 
     if body.chat_template is not None:
         foreign = await intake.render_foreign(body.chat_template, conversation)
-        if joiner is None:
-            return await tokenized(intake, foreign, add_special_tokens=False, salt=salt), None
-        return await intake.tokenize_in_thread(lambda: tokens_of(foreign))
+        if joiner is None and not images:
+            return ChatPrompt(await tokenized(intake, foreign, add_special_tokens=False, salt=salt), None)
+        return await intake.tokenize_in_thread(lambda: prompt_of(foreign))
     arguments = dict(conversation.arguments)
     if conversation.continue_final_message:
         arguments["continue_final_message"] = True
 
-    def render_and_tokenize() -> tuple[TokenArray, History | None]:
+    def render_and_tokenize() -> ChatPrompt:
         text = tokenizer.render_chat(
             conversation.messages,
             tools=conversation.tools,
             add_generation_prompt=conversation.add_generation_prompt,
             template_kwargs=arguments,
         )
-        return tokens_of(text)
+        return prompt_of(text)
 
     return await intake.tokenize_in_thread(render_and_tokenize)
 

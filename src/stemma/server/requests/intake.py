@@ -15,6 +15,7 @@ from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import Admission
 from stemma.server.history.joining import HistoryJoiner
 from stemma.server.requests.conversation import Conversation
+from stemma.server.requests.images import RequestImages
 from stemma.server.requests.known_texts import KnownTexts
 from stemma.server.requests.limits import largest_n
 from stemma.server.requests.template_process import TemplateProcess
@@ -63,6 +64,12 @@ class Intake:
         self._tokenizers = WorkerThreads(
             TOKENIZER_THREADS, "stemma-tokenizer", engine.supervisor, admission.tokenizing
         )
+        self.images: RequestImages | None = None
+        """None: the model reads text alone."""
+        if engine.images is not None:
+            self.images = RequestImages(
+                engine.images, settings.engine.images, admission.images, self._tokenizers, self._limit_s
+            )
         self._parser = WorkerThreads(1, "stemma-parser", engine.supervisor)
 
     async def tokenize_in_thread(self, work: Callable[[], T]) -> T:

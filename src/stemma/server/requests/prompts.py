@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stemma.errors import InvalidRequest, PromptTooLong
 from stemma.model.lora.adapter import Adapter
-from stemma.server.history.joining import History
-from stemma.server.requests.chat_template import conversation_tokens, num_chars, template_arguments
+from stemma.server.requests.chat_template import (
+    ChatPrompt,
+    conversation_prompt,
+    num_chars,
+    template_arguments,
+)
 from stemma.server.requests.conversation import Conversation
 from stemma.server.requests.intake import MAX_CHARS_PER_TOKEN, Intake
-from stemma.server.requests.json_input import parse_json
 from stemma.server.requests.limits import fit_prompt
+from stemma.server.requests.template_messages import template_messages
 from stemma.server.requests.tokenizing import tokenized
 from stemma.server.schemas.bounds import MAX_INT32, MAX_PROMPTS
-from stemma.server.schemas.openai import ChatRequest, Message, OpenAIRequest
+from stemma.server.schemas.openai import ChatRequest, OpenAIRequest
 from stemma.types import TokenArray, as_tokens
 
 Tokens = TypeVar("Tokens", TokenArray, list[int])
@@ -140,15 +144,6 @@ async def text_prompt(
     return check_tokens(intake, tokens, param, cut)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChatPrompt:
-    """A conversation, rendered and tokenized."""
-
-    token_ids: TokenArray
-    history: History | None
-    """None: exact history is off for it."""
-
-
 async def chat_prompt(
     intake: Intake, body: ChatRequest, adapter: Adapter | None = None, salt: str | None = None
 ) -> ChatPrompt:
@@ -156,7 +151,7 @@ async def chat_prompt(
 
     `salt`: as `tokenized` has it.
     """
-    messages = [_template_message(message, number) for number, message in enumerate(body.messages)]
+    messages, sources = template_messages(body.messages, sees=intake.images is not None)
     tools = body.tools if body.tool_choice != "none" else None
     check_length(intake, num_chars([messages, tools]), "messages")
     conversation = Conversation(
@@ -167,41 +162,10 @@ async def chat_prompt(
         continue_final_message=body.continue_final_message,
     )
     key = "" if adapter is None else adapter.key
-    tokens, history = await conversation_tokens(intake, body, conversation, salt, key)
-    return ChatPrompt(check_tokens(intake, tokens, "messages", wanted_cut(body)), history)
-
-
-def _template_message(message: Message, number: int) -> dict[str, Any]:
-    """Return what templates expect: content as one string, tool arguments as an object."""
-    rendered = message.model_dump(exclude_none=True)
-    where = f"messages[{number}]"
-    if message.content is None and message.refusal is not None:
-        rendered["content"] = message.refusal
-    elif message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
-    if isinstance(message.content, list):
-        rendered["content"] = _join_parts(message.content, f"{where}.content")
-    if message.tool_calls:
-        rendered["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in message.tool_calls]
-        rendered.setdefault("content", "")
-    return rendered
-
-
-def _join_parts(parts: list[dict[str, Any]], where: str) -> str:
-    texts = []
-    for part in parts:
-        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}: only text parts are supported", param=where)
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise InvalidRequest(f"{where}: each needs a function object", param=where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    parsed = parse_json((arguments or "{}").encode(), f"{where}: arguments")
-    return {**call, "function": {**function, "arguments": parsed}}
+    images = [] if intake.images is None else await intake.images.read(sources)
+    prompt = await conversation_prompt(intake, body, conversation, salt, key, images)
+    fitting = check_tokens(intake, prompt.token_ids, "messages", wanted_cut(body))
+    if prompt.images is not None and len(fitting) < len(prompt.token_ids):
+        message = "a prompt with images isn't cut; leave out truncate_prompt_tokens, or shorten the messages"
+        raise InvalidRequest(message, param="messages")
+    return replace(prompt, token_ids=fitting)

@@ -17,6 +17,7 @@ from stemma.kv_events.names import chain_of
 from stemma.server.admission.caller import caller
 from stemma.server.admission.ledger import shared
 from stemma.server.routing.prompts import (
+    has_images,
     head_of,
     messages_of,
     num_characters,
@@ -76,7 +77,7 @@ class PromptEncoder:
         if given is not None:
             return as_tokens(given)
         text, messages = text_of(body), messages_of(body)
-        if text is None and messages is None:
+        if (text is None and messages is None) or (messages is not None and has_images(messages)):
             return None
         encode = partial(_encode, self._tokenizer, text, messages, body.get("tools"))
         try:

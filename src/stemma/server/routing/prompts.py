@@ -29,6 +29,10 @@ POOLED = ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v
 
 _HEAD_LENGTH = 1024
 """Characters, or token ids, of a plain prompt."""
+_IMAGES = ("image_url", "image", "input_image")
+"""Types of the parts of messages that are images, in OpenAI's, Anthropic's and the Responses API."""
+_IMAGE_CHARACTERS = 4096
+"""What an image may cost, as if it were text: what its file takes says nothing of that."""
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any] | None:
@@ -62,14 +66,17 @@ def text_of(body: Mapping[str, Any]) -> str | None:
 
 
 def head_of(body: Mapping[str, Any] | None) -> bytes:
-    """Return the beginning of a request's prompt: of a conversation everything up to the first question."""
+    """Return the beginning of a request's prompt: of a conversation everything up to the first question.
+
+    An image in it ends it, so that other questions about the image come to the same place.
+    """
     if body is None:
         return b""
     messages = messages_of(body)
     if messages is not None:
         roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
         end = roles.index("user") + 1 if "user" in roles else 1
-        return orjson.dumps(messages[:end])
+        return orjson.dumps(_up_to_image(messages[:end]))
     prompt = text_of(body) or tokens_of(body) or body.get("prompt", body.get("inputs"))
     return orjson.dumps(prompt[:_HEAD_LENGTH] if isinstance(prompt, str | list) else prompt)
 
@@ -84,7 +91,41 @@ def pooled_head_of(body: Mapping[str, Any]) -> bytes:
 def num_characters(body: Mapping[str, Any]) -> int:
     """Return the length of the prompt as JSON: what it may cost, where its tokens aren't known."""
     given = messages_of(body)
-    return len(orjson.dumps(body.get("prompt", body.get("inputs", "")) if given is None else given))
+    if given is None:
+        return len(orjson.dumps(body.get("prompt", body.get("inputs", ""))))
+    without = [_without_images(one) for one in given]
+    num_images = sum(num for _, num in without)
+    return len(orjson.dumps([one for one, _ in without])) + num_images * _IMAGE_CHARACTERS
+
+
+def has_images(messages: list[Any]) -> bool:
+    """Return whether a conversation's messages hold images: only a server of the model knows their tokens."""
+    return any(_without_images(one)[1] for one in messages)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _IMAGES
+
+
+def _without_images(message: Any) -> tuple[Any, int]:
+    """Return a message without its images, and their number. Images in results of tools count as text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message, 0
+    others = [part for part in content if not _is_image(part)]
+    return {**message, "content": others}, len(content) - len(others)
+
+
+def _up_to_image(messages: list[Any]) -> list[Any]:
+    """Return messages up to the first image in them, that included."""
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        for place, part in enumerate(content):
+            if _is_image(part):
+                return [*messages[:number], {**message, "content": content[: place + 1]}]
+    return messages
 
 
 def is_streamed(path: str, body: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from stemma.errors import InvalidRequest
+from stemma.model.vision.sources import image_url_part, text_part
 from stemma.server.schemas.messages import CountTokensRequest, MessagesRequest, ToolChoice, Turn
 
 ChatMessage = dict[str, Any]
@@ -71,17 +72,41 @@ def _turn(turn: Turn, where: str) -> list[ChatMessage]:
     if turn.role == "assistant":
         return [_assistant(turn.content, where)]
     results: list[ChatMessage] = []
-    texts: list[str] = []
+    others: list[tuple[Any, str]] = []
     for number, block in enumerate(turn.content):
         spot = f"{where}[{number}]"
         if block.get("type") == "tool_result":
             results.append(_tool_result(block, spot))
         else:
-            texts.append(_text_of(block, spot))
+            others.append((block, spot))
     # Results belong to the calls before them, so they come first, as Anthropic demands.
-    if texts or not results:
-        results.append({"role": turn.role, "content": "\n".join(texts)})
+    if others or not results:
+        results.append({"role": turn.role, "content": _parts(others)})
     return results
+
+
+def _parts(blocks: list[tuple[Any, str]]) -> str | list[dict[str, Any]]:
+    """Return the text of all blocks, each given with its place; with an image among them, a chat's parts."""
+    if not any(isinstance(block, dict) and block.get("type") == "image" for block, _ in blocks):
+        return "\n".join(_text_of(block, spot) for block, spot in blocks)
+    return [
+        image_url_part(_image_url(block, spot))
+        if block.get("type") == "image"
+        else text_part(_text_of(block, spot))
+        for block, spot in blocks
+    ]
+
+
+def _image_url(block: dict[str, Any], where: str) -> str:
+    """Return where an image block's image lies: most often in the URL itself."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("base64", "url"):
+        raise InvalidRequest(f"{where}.source must be of type base64 or url", param=f"{where}.source")
+    if kind == "url":
+        return _string(source, "url", f"{where}.source")
+    media, data = (_string(source, name, f"{where}.source") for name in ("media_type", "data"))
+    return f"data:{media.partition(',')[0]};base64,{data}"
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> ChatMessage:
@@ -113,10 +138,14 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> ChatMessage:
 
 
 def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
-    text = _text(block.get("content") or "", f"{where}.content")
+    content, spot = block.get("content") or "", f"{where}.content"
+    if isinstance(content, list):
+        content = _parts([(one, f"{spot}[{number}]") for number, one in enumerate(content)])
+    else:
+        content = _text(content, spot)
     if block.get("is_error") is True:
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": text}
+        content = f"Error: {content}" if isinstance(content, str) else [text_part("Error: "), *content]
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": content}
 
 
 def _text(content: Any, where: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stemma.errors import InvalidRequest
+from stemma.model.vision.sources import image_url_part, text_part
 from stemma.server.schemas.responses import ResponsesRequest
 
 ChatMessage = dict[str, Any]
@@ -77,21 +78,41 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the text of all parts; with an image among them, a chat's parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
+    if not any(isinstance(part, dict) and part.get("type") == "input_image" for part in content):
+        return "\n".join(_texts(content, where))
+    return [
+        image_url_part(_image_url(part, f"{where}[{number}]"))
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else text_part(*_texts([part], where))
+        for number, part in enumerate(content)
+    ]
+
+
+def _image_url(part: dict[str, Any], where: str) -> str:
+    url = part.get("image_url")
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(f"{where}: input_image needs an image_url, not a file", param=where)
+    return url
+
+
+def _texts(parts: list[Any], where: str) -> list[str]:
     texts = []
-    for number, part in enumerate(content):
+    for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
             raise InvalidRequest(
-                f"{where}[{number}]: only text parts are supported", param=f"{where}[{number}]"
+                f"{where}[{number}]: only text parts and input_image are supported",
+                param=f"{where}[{number}]",
             )
         texts.append(text)
-    return "\n".join(texts)
+    return texts
 
 
 def _string(item: dict[str, Any], name: str, where: str) -> str:

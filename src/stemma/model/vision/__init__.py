@@ -1,0 +1,1 @@
+"""Images in prompts: from bytes to what the language model reads in place of placeholder tokens."""

@@ -1,0 +1,101 @@
+"""From the bytes of a file to an image, by Pillow. The bytes come from clients: sizes are checked first."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stemma.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Of an animation the first frame is taken."""
+BYTES_PER_PIXEL = 3
+NEEDS_PILLOW = "images need Pillow: pip install 'stemma[vision]'"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Bounds of one image."""
+
+    max_bytes: int
+    """Of the file."""
+    max_pixels: int
+    """Of what it decodes to: width times height."""
+
+
+def decoded_bytes(data: bytes, limits: ImageLimits, name: str) -> int:
+    """Return how many bytes the image in `data` takes as RGB, by its header. Errors as `decode_image`."""
+    with _opened(data, limits, name) as image:
+        width, height = image.size
+        return int(BYTES_PER_PIXEL * width * height)
+
+
+def decode_image(data: bytes, limits: ImageLimits, name: str) -> Image:
+    """Return the image in `data` as RGB, turned as its EXIF says; of an animation the first frame.
+
+    `name` says in errors which it is. Raises InvalidRequest for what is no image, too large, or not of
+    `FORMATS`.
+    """
+    from PIL import ImageOps
+
+    with _opened(data, limits, name) as image:
+        return as_rgb(ImageOps.exif_transpose(image))
+
+
+@contextmanager
+def _opened(data: bytes, limits: ImageLimits, name: str) -> Iterator[Image]:
+    """Open an image within the limits; what its decoding raises meanwhile becomes an InvalidRequest."""
+    from PIL import Image, UnidentifiedImageError
+
+    if len(data) > limits.max_bytes:
+        raise InvalidRequest(f"{name} has more than {limits.max_bytes} bytes", param="messages")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours
+            with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+                check_size(opened.size, limits, name)
+                yield opened
+    except InvalidRequest:
+        raise
+    except Image.DecompressionBombError as error:
+        raise InvalidRequest(f"{name} has more than {limits.max_pixels} pixels", param="messages") from error
+    except UnidentifiedImageError as error:
+        raise InvalidRequest(f"{name} is no image in PNG, JPEG, WebP or GIF", param="messages") from error
+    except Exception as error:  # Pillow raises anything for damaged files
+        raise InvalidRequest(
+            f"{name} can't be decoded: {type(error).__name__}: {str(error)[:200]}", param="messages"
+        ) from error
+
+
+def as_rgb(image: Image) -> Image:
+    """Return a copy of `image` in RGB."""
+    found = image.convert("RGB")
+    found.load()
+    return found.copy() if found is image else found
+
+
+def check_size(size: tuple[int, int], limits: ImageLimits, name: str) -> None:
+    """Raise InvalidRequest for an image of no pixels, or of too many."""
+    width, height = size
+    if width < 1 or height < 1 or width * height > limits.max_pixels:
+        raise InvalidRequest(
+            f"{name} is {width} x {height} pixels; at most {limits.max_pixels} in all are taken",
+            param="messages",
+        )
+
+
+def digest_of(image: Image, settings: bytes) -> bytes:
+    """Return SHA-256 of an RGB image's size and pixels behind `settings`."""
+    digest = hashlib.sha256(struct.pack("<Q", len(settings)) + settings)
+    digest.update(struct.pack("<QQ", *image.size))
+    digest.update(image.tobytes())
+    return digest.digest()
