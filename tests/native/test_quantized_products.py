@@ -73,7 +73,7 @@ def expected(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 @pytest.mark.parametrize(
     ("n", "k", "group_size"), [(150, 96, 32), (64, 640, 128), (70, 48, 16), (200, 1032, 1032), (33, 200, 40)]
 )
@@ -91,7 +91,7 @@ def test_equal_to_the_dequantized_weight(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_never_depends_on_the_others(
     kernels: Kernels, dtype: torch.dtype, bits: int, scheme: ActivationScheme
@@ -111,7 +111,7 @@ def test_a_row_never_depends_on_the_others(
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 def test_all_ways_to_multiply_bytes_give_the_same_bits(kernels: Kernels, bits: int) -> None:
     weight = random_weight(130, 384, bits=bits, scheme=ActivationScheme.DYNAMIC_TOKEN)
     product = PackedProduct(kernels, [weight], None, torch.bfloat16)
@@ -125,7 +125,7 @@ def test_all_ways_to_multiply_bytes_give_the_same_bits(kernels: Kernels, bits: i
         kernels.byte_dots()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 @pytest.mark.parametrize("group_size", [16, 32, 40, 128, 1280])
 def test_inputs_as_they_are_meet_exact_codes(kernels: Kernels, group_size: int, bits: int) -> None:
     """Only the output is rounded to bf16: nearer than a weight that was."""
@@ -155,7 +155,7 @@ def test_weights_of_different_forms_are_joined_exactly(kernels: Kernels) -> None
 
 
 def test_rows_are_taken_dequantized(kernels: Kernels) -> None:
-    for bits in (8, 4):
+    for bits in (8, 6, 5, 4):
         weight = replace(random_weight(130, 96, bits=bits), zero_points=None)
         for dtype in (torch.float32, torch.bfloat16):
             product = PackedProduct(kernels, [weight], None, dtype)

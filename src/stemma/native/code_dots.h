@@ -7,13 +7,20 @@
 #include "code_inputs.h"
 #include "dots.h"
 
+// Models in float32 keep more digits than numbers that are all too large by the same would leave: codes themselves are
+// multiplied there.
+struct CenteredDot : WideDot {};
+template <class K>
+constexpr bool CENTERED = std::is_same<K, CenteredDot>::value;
+
 // A run of groups of a strip, or a piece of one group, for some rows.
 struct CodeRun {
     const char* codes;    // of the first group, as they lie, or unpacked as pairs
     int64_t next_codes;   // bytes to the next group's
     int64_t high_at;      // bytes from a group's codes to its higher bits
     const GroupScales* scales;
-    float surplus;
+    float surplus;        // of each number that is multiplied: taken off it before, or by the offset after
+    bool is_centered;
     int64_t group, count; // the first one, and how many
     int64_t eights;       // of each group, or of the piece
     const char *x, *sums; // row 0's inputs of the first group, and the sums of all groups
@@ -32,7 +39,7 @@ struct CodeRun {
     }
     v16f scale(int64_t g, int j) const { return scales->scale(group + g, line + j); }
     v16f shift(int64_t g, int j, v16f scale) const {
-        return fma(splat(-surplus), scale, scales->offset(group + g, line + j));
+        return fma(splat(is_centered ? 0.0f : -surplus), scale, scales->offset(group + g, line + j));
     }
     float sum(int64_t g, int64_t row) const { return ((const float*)(sums + row * x_stride))[group + g]; }
 };
@@ -59,6 +66,12 @@ static inline typename K::Line line_of_codes(const Eight<BITS>& eight, int k, in
     else return eight.single(k, part);
 }
 
+template <class K>
+static inline typename K::Line centered(typename K::Line weights, float surplus) {
+    if constexpr (CENTERED<K>) return weights - splat(surplus);
+    else return weights;
+}
+
 template <class K, int R, int J>
 static inline __attribute__((always_inline)) void add_pairs(v16f (&sum)[R][J], const typename K::Line (&weights)[J],
                                                             const char* x, int64_t x_stride, int part) {
@@ -81,7 +94,7 @@ static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], 
             for (int part = 0; part < K::PARTS; part++) {
                 typename K::Line weights[J];
 #pragma GCC unroll 4
-                for (int j = 0; j < J; j++) weights[j] = K::line(codes + 64 * j, part);
+                for (int j = 0; j < J; j++) weights[j] = centered<K>(K::line(codes + 64 * j, part), run.surplus);
                 add_pairs<K, R, J>(sum, weights, x, run.x_stride, part);
             }
         }
@@ -99,7 +112,7 @@ static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], 
                     for (int k = 0; k < PAIRS_OF_EIGHT; k++) {
 #pragma GCC unroll 2
                         for (int part = 0; part < K::PARTS; part++) {
-                            const typename K::Line weights = line_of_codes<K, BITS>(eight, k, part);
+                            const auto weights = centered<K>(line_of_codes<K, BITS>(eight, k, part), run.surplus);
 #pragma GCC unroll 8
                             for (int r = 0; r < R; r++)
                                 sum[r][j] = K::add(sum[r][j], weights, K::input(x + r * run.x_stride + k * STEP, part));

@@ -69,14 +69,22 @@ struct CodePlace {
     }
 };
 
-// body(code, eight): for `count` eights of a line, from the begin of a group or from whole lines of higher bits on.
+constexpr int64_t UNPACKED_AHEAD = 8192;  // bytes: how far ahead codes are asked for, into L2
+
+// body(eight, its number, line): for `count` eights of `lines` lines, from the begin of a group or of whole lines of
+// higher bits on.
 template <int BITS, class F>
-static inline __attribute__((always_inline)) void for_eights(const CodePlace& codes, int64_t count, int j, F&& body) {
+static inline __attribute__((always_inline)) void for_eights(const CodePlace& codes, int lines, int64_t count, F&& body) {
     constexpr int TOGETHER = Eight<BITS>::TOGETHER;
     for (int64_t i = 0; i < count; i += TOGETHER) {
 #pragma GCC unroll 4
         for (int place = 0; place < TOGETHER; place++) {
-            body(codes.template eight<BITS>(i / TOGETHER, place, j), i + place);
+            const char* ahead = codes.low + (i + place) * Eight<BITS>::LOW_BYTES + UNPACKED_AHEAD;
+            for (int j = 0; j < lines; j++) {
+                __builtin_prefetch(ahead + 64 * j, 0, 2);
+                if (BITS == 8) __builtin_prefetch(ahead + STEP_BYTES + 64 * j, 0, 2);
+                body(codes.template eight<BITS>(i / TOGETHER, place, j), i + place, j);
+            }
         }
     }
 }
@@ -84,22 +92,20 @@ static inline __attribute__((always_inline)) void for_eights(const CodePlace& co
 // `count` eights of `lines` lines as bytes, steps of STEP_BYTES in `out`.
 template <int BITS>
 static void unpack_bytes(const CodePlace& codes, int lines, int64_t count, char* out) {
-    for (int j = 0; j < lines; j++)
-        for_eights<BITS>(codes, count, j, [&](const Eight<BITS>& eight, int64_t i) {
-            char* to = out + 2 * i * STEP_BYTES + 64 * j;
-            Memory<v16u>::store((uint32_t*)to, eight.step(0));
-            Memory<v16u>::store((uint32_t*)(to + STEP_BYTES), eight.step(1));
-        });
+    for_eights<BITS>(codes, lines, count, [&](const Eight<BITS>& eight, int64_t i, int j) {
+        char* to = out + 2 * i * STEP_BYTES + 64 * j;
+        Memory<v16u>::store((uint32_t*)to, eight.step(0));
+        Memory<v16u>::store((uint32_t*)(to + STEP_BYTES), eight.step(1));
+    });
 }
 // The same as bf16 pairs, as a plain strip holds them.
 template <int BITS>
 static inline void unpack_pairs(const CodePlace& codes, int lines, int64_t count, char* out) {
-    for (int j = 0; j < lines; j++)
-        for_eights<BITS>(codes, count, j, [&](const Eight<BITS>& eight, int64_t i) {
+    for_eights<BITS>(codes, lines, count, [&](const Eight<BITS>& eight, int64_t i, int j) {
 #pragma GCC unroll 4
-            for (int k = 0; k < PAIRS_OF_EIGHT; k++)
-                Memory<v16u>::store((uint32_t*)(out + (PAIRS_OF_EIGHT * i + k) * STEP_BYTES + 64 * j), eight.pair(k));
-        });
+        for (int k = 0; k < PAIRS_OF_EIGHT; k++)
+            Memory<v16u>::store((uint32_t*)(out + (PAIRS_OF_EIGHT * i + k) * STEP_BYTES + 64 * j), eight.pair(k));
+    });
 }
 
 // run(std::integral_constant<int, BITS>) for the weight's bits.

@@ -24,7 +24,7 @@ struct CodePiece {
         const GroupScales scales(w, g, at, line);
         CodeRun all{};
         all.codes = at + 64 * line, all.next_codes = g.bytes, all.high_at = g.high_at;
-        all.scales = &scales, all.surplus = surplus(w);
+        all.scales = &scales, all.surplus = surplus(w), all.is_centered = sizeof(T) == 4;
         all.count = g.count, all.eights = g.steps / 2;
         all.x = x, all.sums = x + in.sums_at, all.x_stride = x_stride, all.next_x = in.group_bytes;
         all.acc = acc;
@@ -36,15 +36,17 @@ struct CodePiece {
     void run_with(const CodeRun& all) {
         if constexpr (CODES_ON_TILES<T>) {
 #if STEMMA_AMX
+            if (rows <= 16)
+                return lines == LINES ? run_few_on_tiles<BITS, LINES>(all, rows) : run_few_on_tiles<BITS, 1>(all, rows);
             by_chunks<BITS>(all, [&](const CodeRun& run) {
                 lines == LINES ? run_on_tiles<LINES>(run, rows) : run_on_tiles<1>(run, rows);
             });
 #endif
         } else {
 #if STEMMA_BF16_DOT
-            using Dot = std::conditional_t<CODES_AS_FLOATS<T>, WideDot, PairDot>;
+            using Dot = std::conditional_t<sizeof(T) == 4, CenteredDot, PairDot>;
 #else
-            using Dot = WideDot;
+            using Dot = std::conditional_t<sizeof(T) == 4, CenteredDot, WideDot>;
 #endif
             if (rows <= MOST_PACKED_ROWS) return run_code_lines<Dot, BITS>(lines, rows, all);
             by_chunks<BITS>(all, [&](const CodeRun& run) { run_code_lines<Dot, 0>(lines, rows, run); });
