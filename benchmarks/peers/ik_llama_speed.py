@@ -1,7 +1,7 @@
 """Time ik_llama.cpp in its own environment: `python ik_llama_speed.py FILE THREADS CONTEXT STEPS PROMPT`.
 
-Prints the line of JSON that llama_speed.py prints. Weights as the file has them and repacked as they load, each with
-and without flash attention; the fastest counts.
+Prints the line of JSON that llama_speed.py prints. Weights as the file has them and repacked as they load,
+each with and without flash attention; the fastest counts.
 """
 
 from __future__ import annotations

@@ -10,15 +10,11 @@
 // holds the lower four of two steps, the first in the lower half of each byte; behind all of these, lines hold the
 // fifth bits of eight steps or the fifth and sixth of four, the first step's in the lowest bits of each byte. So a group is
 // a multiple of 8 inputs, with 6 bits of 16, with 5 bits of 32.
-//
-// Scales of one byte are multiples of a unit in half precision that 2^unit_shift groups share, and offsets of another
-// one: as K-quants have them. Units lie behind all groups of a strip.
 #pragma once
 
 #include "strips.h"
 
 constexpr int INPUTS_OF_BYTE_STEP = 4;
-constexpr int UNIT_BYTES = 2;
 
 // Geometry of a group, and of a strip.
 struct GroupLayout {
@@ -28,7 +24,6 @@ struct GroupLayout {
     int64_t high_at;              // bits beyond the lower four, from the group's begin
     int64_t scale_at, offset_at;  // likewise
     int64_t bytes;
-    int64_t units_at, unit_bytes;  // from the strip's begin; of all units of as many groups as share one
     int64_t strip_bytes;
 
     explicit GroupLayout(const Strips& w)
@@ -39,9 +34,7 @@ struct GroupLayout {
           scale_at(code_bytes),
           offset_at(scale_at + STRIP * w.codes.scale_bytes),
           bytes(offset_at + (w.codes.has_offsets ? STRIP * w.codes.scale_bytes : 0)),
-          units_at(count * bytes),
-          unit_bytes(w.codes.scale_bytes == 1 ? STRIP * UNIT_BYTES * (w.codes.has_offsets ? 2 : 1) : 0),
-          strip_bytes(units_at + (count >> w.codes.unit_shift) * unit_bytes) {}
+          strip_bytes(count * bytes) {}
 
     char* strip(const Strips& w, int64_t i) const { return (char*)w.data + i * strip_bytes; }
 };
@@ -68,27 +61,15 @@ static inline auto to_floats(Twice<V> x) -> Twice<decltype(to_floats(x.lo))> {
     return {to_floats(x.lo), to_floats(x.hi)};
 }
 
-// 16 numbers of a byte each, as floats; signed or not
-static inline v16f load_signed_bytes(const char* p) {
-#if STEMMA_AVX512
-    return (v16f)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#else
-    int32_t lanes[LANES];
-    for (int i = 0; i < LANES; i++) lanes[i] = ((const int8_t*)p)[i];
-    return to_floats(load(lanes));
-#endif
-}
-
 // Scales and offsets of a strip's groups, for the lines from one on.
 struct GroupScales {
-    const char *at, *units;
-    int64_t next, unit_bytes;
-    int scale_bytes, unit_shift;
+    const char* at;
+    int64_t next;  // bytes to the next group's
+    int scale_bytes;
     bool has_offsets;
 
     GroupScales(const Strips& w, const GroupLayout& g, const char* strip, int line)
-        : at(strip + g.scale_at + 16 * line * w.codes.scale_bytes), units(strip + g.units_at + 16 * line * UNIT_BYTES),
-          next(g.bytes), unit_bytes(g.unit_bytes), scale_bytes(w.codes.scale_bytes), unit_shift(w.codes.unit_shift),
+        : at(strip + g.scale_at + 16 * line * w.codes.scale_bytes), next(g.bytes), scale_bytes(w.codes.scale_bytes),
           has_offsets(w.codes.has_offsets) {}
 
     v16f scale(int64_t group, int line) const { return numbers(group, 16 * line); }
@@ -98,17 +79,13 @@ struct GroupScales {
     }
     v16f numbers(int64_t group, int64_t index) const {
         const char* from = at + group * next + index * scale_bytes;
-        if (scale_bytes == 2) return load_half((const uint16_t*)from);
-        if (scale_bytes == 4) return load((const float*)from);
-        const char* unit = units + (group >> unit_shift) * unit_bytes + index * UNIT_BYTES;
-        return load_signed_bytes(from) * load_half((const uint16_t*)unit);
+        return scale_bytes == 2 ? load_half((const uint16_t*)from) : load((const float*)from);
     }
 };
 
 struct PackCodesArgs {
     const int8_t* codes;  // [rows, target.k]
     const char *scales, *offsets;  // [rows, groups] of target.codes.scale_bytes; offsets may be null
-    const char *units, *offset_units;  // [rows, groups that share one], of scales of a byte
     int64_t rows, first;  // output of the strips that row 0 becomes
     Strips target;        // memory that was zeroed
     int32_t threads;
@@ -159,13 +136,6 @@ static void pack_codes(const PackCodesArgs& a, int64_t strip) {
             pack_numbers(a.offsets + number, rows, g.count, size, at + g.offset_at + lane * size);
         for (int64_t row = 0; row < rows; row++)
             pack_group(w, g, a.codes + (source + row) * w.k + group * w.codes.group, at + (lane + row) * 4);
-    }
-    const int64_t units = size == 1 ? g.count >> w.codes.unit_shift : 0;
-    for (int64_t unit = 0; unit < units; unit++, at += g.unit_bytes) {
-        const int64_t number = (source * units + unit) * UNIT_BYTES;
-        pack_numbers(a.units + number, rows, units, UNIT_BYTES, at + lane * UNIT_BYTES);
-        if (w.codes.has_offsets)
-            pack_numbers(a.offset_units + number, rows, units, UNIT_BYTES, at + (STRIP + lane) * UNIT_BYTES);
     }
 }
 

@@ -22,8 +22,7 @@ struct Codes {            // of a quantized weight (quantized.h)
     int32_t bits;         // 8, 6, 5 or 4; 0: the weight is plain
     int32_t middle;       // what is added to a code before it is stored, so that it isn't negative
     int32_t group;        // inputs of an output that share a scale
-    int32_t scale_bytes;  // of a scale and of an offset: 4, 2 (half precision), or 1: a multiple of a unit
-    int32_t unit_shift;   // of multiples: 2^unit_shift groups share a unit
+    int32_t scale_bytes;  // of a scale and of an offset: 2 (half precision) or 4
     int32_t has_offsets;
     int32_t activations;  // inputs: 0 as they are; int8 with 1 a scale a row, 2 the scale below, 3 a scale a group
     float input_scale;
