@@ -1,9 +1,9 @@
 """Tensors of a GGUF file: their bytes, and ggml's block formats as codes and scales.
 
-Each format below is exactly a code of 4, 5, 6 or 8 bits times the scale of its group, most with a minimum on
-top, so nothing is lost; ggml's sums in float32 may round the last bit otherwise where unsigned codes are moved
-by half their range. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3, TQ) are
-dequantized by the `gguf` package.
+Each format below is exactly a code of 4, 5, 6 or 8 bits times the scale of its group, most with a minimum
+on top, so nothing is lost; ggml's sums in float32 may round the last bit otherwise where unsigned codes are
+moved by half their range. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3,
+TQ) are dequantized by the `gguf` package.
 """
 
 from __future__ import annotations
