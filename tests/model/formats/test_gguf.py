@@ -98,7 +98,8 @@ def test_k_quants_equal_their_own_dequantized_model(kind: Kind, tmp_path: Path) 
 
 BITS = {
     **dict.fromkeys((Kind.Q5_0, Kind.Q5_1, Kind.Q5_K), 5),
-    **{Kind.Q6_K: 6, Kind.Q8_0: 8, Kind.IQ4_NL: 8, Kind.IQ4_XS: 8},
+    **dict.fromkeys((Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), 8),
+    Kind.Q6_K: 6,
 }
 """Of codes; those of the others have 4."""
 
