@@ -45,6 +45,23 @@ def half_billion_checkpoint(folder: Path | None = None) -> Path:
     return _built(folder or _cache_folder("bench-0.5b"), config)
 
 
+def larger_checkpoint(folder: Path | None = None) -> Path:
+    """Return a directory with a checkpoint of Qwen2.5-1.5B's shape in bf16, building it on the first call."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return _built(folder or _cache_folder("bench-1.5b"), config)
+
+
 def latent_checkpoint(folder: Path | None = None) -> Path:
     """Return a directory with a small dense model over DeepSeek's latents in bf16, built once."""
     config = DeepseekV3Config(

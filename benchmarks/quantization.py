@@ -3,8 +3,9 @@
 Random weights of Qwen2.5-0.5B's shape, loaded in bf16 and with `--quantize int8` and `int4`, in one process.
 For each measurement the three take turns, and medians are compared: decode steps at batch 1 and 8, and
 prompts of 512 and 2,048 tokens. `--openvino PYTHON` adds OpenVINO GenAI with int8 weights, `--llama PYTHON`
-llama.cpp with the same GGUF files (Q8_0 and Q4_0) as ours; each peer runs in its own process, between two
-rounds of ours, and `--only peers` leaves out the rest. Run it on a quiet machine.
+llama.cpp with the same GGUF files (Q8_0 and Q4_0) as ours, `--ik-llama PYTHON` ik_llama.cpp (Q4_K_M, Q4_0 and
+Q8_0 of two shapes, made by its own quantizer); each peer runs in its own process, between two rounds of ours,
+and `--only peers` leaves out the rest. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint
+from benchmarks.checkpoint import VOCAB_SIZE, half_billion_checkpoint, larger_checkpoint
 from benchmarks.peers.gguf import convert
 from stemma.engine.api import GenerationRequest
 from stemma.engine.build import build_engine
@@ -37,7 +38,9 @@ KV_CACHE_MEMORY = "200MB"
 STEPS_A_TURN = 12
 NUM_PREDICTED = 64
 PEERS = Path(__file__).parent / "peers"
+PEER_COLUMNS = ("llama.cpp", "ik_llama.cpp", "OpenVINO int8")
 LLAMA_KINDS = ("Q8_0", "Q4_0")
+IK_LLAMA_KINDS = ("Q4_K_M", "Q4_0", "Q8_0")
 LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT = 64, 48, 512
 
 
@@ -152,29 +155,63 @@ def openvino_export(python: Path, checkpoint: Path) -> Path:
     return target
 
 
-def llama_rows(python: Path, checkpoint: Path, threads: int, turns: int) -> list[Row]:
-    """Time llama.cpp and ourselves on the same GGUF files: a decode step at batch 1, and a prompt.
-
-    llama.cpp rounds inputs to int8, as `--quantize inputs` does here; `exact` leaves them.
-    """
+def llama_files(checkpoint: Path) -> dict[str, Path]:
+    """Return the checkpoint as GGUF files by type, made on the first call."""
     files = {kind: checkpoint.with_name(f"{checkpoint.name}-{kind}.gguf") for kind in LLAMA_KINDS}
     for kind, file in files.items():
         if not file.exists():
             convert(checkpoint, file, kind)
+    return files
+
+
+def ik_llama_files(python: Path, checkpoint: Path) -> dict[str, Path]:
+    """Return the checkpoint as GGUF files by type, made by ik_llama.cpp's quantizer on the first call."""
+    plain = checkpoint.with_name(f"{checkpoint.name}-BF16.gguf")
+    if not plain.exists():
+        convert(checkpoint, plain, "BF16")
+    files = {kind: checkpoint.with_name(f"{checkpoint.name}-ik-{kind}.gguf") for kind in IK_LLAMA_KINDS}
+    for kind, file in files.items():
+        if not file.exists():
+            tool = str(python.parent / "ik-llama-quantize")
+            subprocess.run([tool, "quantize", str(plain), str(file), kind], check=True)
+    return files
+
+
+def llama_rows(
+    name: str, command: list[str], files: Mapping[str, Path], threads: int, turns: int
+) -> list[Row]:
+    """Time a llama.cpp, `command`, and ourselves on the same files: a decode step at batch 1, and a prompt.
+
+    llama.cpp rounds inputs to int8, as `--quantize inputs` does here; `exact` leaves them.
+    """
     rows = []
     for kind, file in files.items():
         bench = Bench({"exact": (file, "none"), "inputs": (file, "inputs")}, threads)
         steps = [bench.decode(1, LLAMA_CONTEXT, turns)]
         prompts = [bench.prefill(LLAMA_PROMPT, 1 + turns // 2)]
-        command = [str(python), str(PEERS / "llama_speed.py"), str(file)]
-        command += map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT))
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        sizes = map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT))
+        done = subprocess.run([*command, str(file), *sizes], check=True, capture_output=True, text=True)
         peer = json.loads(done.stdout.splitlines()[-1])
         steps.append(bench.decode(1, LLAMA_CONTEXT, turns))
         prompts.append(bench.prefill(LLAMA_PROMPT, 1 + turns // 2))
-        for ours, name, unit in ((steps, "step_ms", 1), (prompts, "prompt_ms", LLAMA_PROMPT)):
+        for ours, measured, unit in ((steps, "step_ms", 1), (prompts, "prompt_ms", LLAMA_PROMPT)):
             means = {way: statistics.mean(row.ms[way] for row in ours) for way in bench.ways}
-            rows.append(Row(f"{kind}: {ours[0].name}", means | {"llama.cpp": peer[name]}, unit))
+            rows.append(Row(f"{kind}: {ours[0].name}", means | {name: peer[measured]}, unit))
+    return rows
+
+
+def all_llama_rows(llama: Path | None, ik_llama: Path | None, threads: int, turns: int) -> list[Row]:
+    """Time those llama.cpps whose Python is given."""
+    rows = []
+    if llama is not None:
+        command = [str(llama), str(PEERS / "llama_speed.py")]
+        rows += llama_rows("llama.cpp", command, llama_files(half_billion_checkpoint()), threads, turns)
+    if ik_llama is not None:
+        command = [str(ik_llama), str(PEERS / "ik_llama_speed.py")]
+        for checkpoint in (half_billion_checkpoint(), larger_checkpoint()):
+            files = ik_llama_files(ik_llama, checkpoint)
+            for row in llama_rows("ik_llama.cpp", command, files, threads, turns):
+                rows.append(Row(f"{checkpoint.name} {row.name}", row.ms, row.unit_tokens))
     return rows
 
 
@@ -190,12 +227,13 @@ def main() -> None:
         "--openvino", type=Path, help="Python with openvino-genai and optimum-intel[openvino]."
     )
     parser.add_argument("--llama", type=Path, help="Python with llama-cpp-python.")
+    parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python.")
     args = parser.parse_args()
     path = half_billion_checkpoint()
     threads = args.threads or torch.get_num_threads()
     turns = 3 if args.quick else 7
     exported = None if args.openvino is None else openvino_export(args.openvino, path)
-    rows = [] if args.llama is None else llama_rows(args.llama, path, threads, turns)
+    rows = all_llama_rows(args.llama, args.ik_llama, threads, turns)
     bench = Bench({way: (path, way) for way in args.ways.split(",")}, threads)
     if args.only in "decode":
         rows += [bench.decode(*shape, turns) for shape in ((1, 64), (1, 1024), (8, 64))]
@@ -220,9 +258,7 @@ def print_rows(rows: list[Row], bench: Bench) -> None:
     for way in columns:
         table.add_column(way, justify="right")
     for row in rows:
-        base_way = (
-            "llama.cpp" if "llama.cpp" in row.ms else "OpenVINO int8" if "OpenVINO int8" in row.ms else "none"
-        )
+        base_way = next((peer for peer in PEER_COLUMNS if peer in row.ms), "none")
         base = row.ms.get(base_way)
         cells = []
         for way in columns:

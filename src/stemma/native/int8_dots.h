@@ -5,6 +5,7 @@
 #pragma once
 
 #include "dots.h"
+#include "code_lines.h"
 #include "int8_inputs.h"
 
 constexpr int CODES_AHEAD = 4096;  // bytes of all four lines of a strip: how far ahead codes are asked for
@@ -70,11 +71,11 @@ static inline Twice<V> add_dot(Twice<V> sum, Twice<W> w, typename D::Input x) {
 struct GroupRun {
     const char* codes;
     int64_t next_codes;   // bytes to the next group's
-    const char* scales;   // of the first group
-    int64_t next_group;   // bytes to the next group's scales
-    int64_t offsets;      // bytes from scales to offsets; 0: none
-    int64_t count, steps;
-    int scale_bytes;
+    int64_t high_at;      // bytes from a group's codes to its higher bits
+    const GroupScales* scales;
+    int64_t group, count; // the first one, and how many
+    int64_t steps;
+    int line;             // of those that `scales` begins with
     const char* x;        // row 0's codes
     int64_t x_stride, next_x;
     const char *starts, *sums, *input_scales;  // row 0's, of the first group
@@ -93,27 +94,30 @@ struct GroupRun {
 };
 
 template <class D, int BITS, int R, int J>
-static inline void add_steps(v16i (&sum)[R][J], const char* w, const char* x, int64_t x_stride, int64_t steps,
-                             bool asks) {
-    constexpr int STEPS = BITS == 4 ? 2 : 1;
-    for (int64_t i = 0; i < steps; i += STEPS, w += STEP_BYTES) {
-        if (asks) {
+static inline void add_steps(v16i (&sum)[R][J], const GroupRun& run, const char* codes, const char* x, bool asks) {
+    constexpr int TOGETHER = Eight<BITS>::TOGETHER;
+    const CodePlace place_of{codes, codes + run.high_at};
+    for (int64_t i = 0; i < run.steps / 2; i += TOGETHER) {
 #pragma GCC unroll 4
-            for (int j = 0; j < J; j++) __builtin_prefetch(w + CODES_AHEAD * (LINES / J) + 64 * j);
-        }
-#pragma GCC unroll 2
-        for (int half = 0; half < STEPS; half++) {
-            v16u weights[J];
-#pragma GCC unroll 4
-            for (int j = 0; j < J; j++) {
-                weights[j] = load((const uint32_t*)(w + 64 * j));
-                if (BITS == 4) weights[j] = (half ? weights[j] >> 4 : weights[j]) & 0x0F0F0F0Fu;
-            }
+        for (int place = 0; place < TOGETHER; place++) {
+            const int64_t at = (i + place) * Eight<BITS>::LOW_BYTES;
+            if (asks) {
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                typename D::Input inputs = D::input(x + r * x_stride + D::BYTES * (i + half));
+                for (int line = 0; line < J * int(Eight<BITS>::LOW_BYTES / STEP_BYTES); line++)
+                    __builtin_prefetch(codes + at + CODES_AHEAD * (LINES / J) + line / J * STEP_BYTES + line % J * 64);
+            }
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                v16u weights[J];
 #pragma GCC unroll 4
-                for (int j = 0; j < J; j++) sum[r][j] = add_dot<D>(sum[r][j], weights[j], inputs);
+                for (int j = 0; j < J; j++)
+                    weights[j] = place_of.template eight<BITS>(i / TOGETHER, place, j).step(half);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    typename D::Input inputs = D::input(x + r * run.x_stride + D::BYTES * (2 * (i + place) + half));
+#pragma GCC unroll 4
+                    for (int j = 0; j < J; j++) sum[r][j] = add_dot<D>(sum[r][j], weights[j], inputs);
+                }
             }
         }
     }
@@ -121,11 +125,11 @@ static inline void add_steps(v16i (&sum)[R][J], const char* w, const char* x, in
 
 // Add the sums of group g, scaled, to acc.
 template <bool OFFSETS, int R, int J>
-static inline void add_scaled(const v16i (&sum)[R][J], const GroupRun& run, const char* scales, int64_t g) {
+static inline void add_scaled(const v16i (&sum)[R][J], const GroupRun& run, int64_t g) {
 #pragma GCC unroll 4
     for (int j = 0; j < J; j++) {
-        v16f scale = load_scales(scales, 16 * j, run.scale_bytes), offset = splat(0.0f);
-        if (OFFSETS) offset = load_scales(scales + run.offsets, 16 * j, run.scale_bytes);
+        v16f scale = run.scales->scale(run.group + g, run.line + j), offset = splat(0.0f);
+        if (OFFSETS) offset = run.scales->offset(run.group + g, run.line + j);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             float* acc = run.acc + r * STRIP + 16 * j;
@@ -139,8 +143,8 @@ static inline void add_scaled(const v16i (&sum)[R][J], const GroupRun& run, cons
 
 template <class D, int BITS, int R, int J>
 static void run_groups(const GroupRun& run, bool asks) {
-    const char *codes = run.codes, *scales = run.scales, *x = run.x;
-    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, scales += run.next_group, x += run.next_x) {
+    const char *codes = run.codes, *x = run.x;
+    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
         v16i sum[R][J];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -149,7 +153,7 @@ static void run_groups(const GroupRun& run, bool asks) {
             for (int j = 0; j < J; j++)
                 sum[r][j] = run.resumes ? load(run.partial + r * STRIP + 16 * j) : splat(start);
         }
-        add_steps<D, BITS, R, J>(sum, codes, x, run.x_stride, run.steps, asks);
+        add_steps<D, BITS, R, J>(sum, run, codes, x, asks);
         if (run.stops) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
@@ -166,7 +170,7 @@ static void run_groups(const GroupRun& run, bool asks) {
                 for (int j = 0; j < J; j++) store(run.acc + r * STRIP + 16 * j, splat(0.0f));
             }
         }
-        run.offsets ? add_scaled<true>(sum, run, scales, g) : add_scaled<false>(sum, run, scales, g);
+        run.scales->has_offsets ? add_scaled<true>(sum, run, g) : add_scaled<false>(sum, run, g);
     }
 }
 
@@ -188,7 +192,7 @@ static void run_lines(int lines, int rows, const GroupRun& run, bool asks) {
         for (int i = 0; i < groups; i++) {
             int begin = rows * i / groups, end = rows * (i + 1) / groups;
             GroupRun part = run.at_row(begin);
-            part.codes += 64 * line, part.scales += 16 * line * run.scale_bytes;
+            part.codes += 64 * line, part.line += line;
             part.acc += 16 * line, part.partial += 16 * line;
             auto kernel = run_rows<D, BITS, 1>;
             if constexpr (NATIVE >= 8) kernel = width == 4 ? run_rows<D, BITS, 4> : kernel;

@@ -103,7 +103,7 @@ static void quantize_row(const T* x, const Strips& w, char* row) {
     const Int8Layout layout(w);
     const bool bytes = inputs_are_bytes(), is_static = w.codes.activations == 2;
     const int64_t group = w.codes.group, vector_bytes = bytes ? LANES : 2 * LANES;
-    const int middle = w.codes.bits == 8 ? 128 : 8;
+    const int middle = w.codes.middle;
     const v16f magic = splat(12582912.0f), zero = splat(float(w.codes.input_zero));  // 1.5 * 2^23 rounds
     const v16i magic_bits = as_int(magic);
     const bool by_group = w.codes.activations == 3;

@@ -21,55 +21,55 @@ struct Int8Piece {
         const GroupLayout g(w);
         const Int8Layout in(w);
         GroupRun run{};
-        run.codes = strip + 64 * line, run.next_codes = g.bytes;
-        run.scales = strip + g.scale_at + 16 * line * w.codes.scale_bytes, run.next_group = g.bytes;
-        run.offsets = w.codes.has_offsets ? g.offset_at - g.scale_at : 0, run.scale_bytes = w.codes.scale_bytes;
+        const GroupScales scales(w, g, strip, line);
+        run.codes = strip + 64 * line, run.next_codes = g.bytes, run.high_at = g.high_at, run.scales = &scales;
         run.count = g.count, run.steps = g.steps;
         run.x = x, run.x_stride = x_stride, run.next_x = in.group_bytes;
         run.starts = x + in.starts_at, run.sums = x + in.sums_at, run.input_scales = x + in.scales_at;
         run.acc = acc, run.first = true;
-        const bool bytes = has_byte_dots();
+        with_bits(w.codes.bits, [&](auto bits) {
+            constexpr int BITS = decltype(bits)::value;
+            has_byte_dots() ? run_with<ByteDot, BITS>(run, true) : run_with<PairwiseDot, BITS>(run, false);
+        });
+    }
+
+  private:
+    template <class D, int BITS>
+    void run_with(const GroupRun& run, bool bytes) {
         if (STEMMA_AMX && (rows >= 16 || !bytes)) {
-            by_chunks(run, w.codes.bits == 4, [&](const GroupRun& part) { on_tiles(part, lines, rows); });
+            by_chunks<BITS>(run, BITS < 8, [&](const GroupRun& part) { on_tiles(part, lines, rows); });
         } else if (rows <= GROUP) {  // memory is the limit: weights pass once, as they lie
-            if (w.codes.bits == 4)
-                bytes ? run_lines<ByteDot, 4>(lines, rows, run, true) : run_lines<PairwiseDot, 4>(lines, rows, run, true);
-            else
-                bytes ? run_lines<ByteDot, 8>(lines, rows, run, true) : run_lines<PairwiseDot, 8>(lines, rows, run, true);
-        } else if (w.codes.bits == 4 && rows <= FEW_ROWS) {
-            by_chunks(run, false, [&](const GroupRun& part) {
-                bytes ? run_lines<ByteDot, 4>(lines, rows, part, true) : run_lines<PairwiseDot, 4>(lines, rows, part, true);
-            });
+            run_lines<D, BITS>(lines, rows, run, true);
+        } else if (BITS < 8 && rows <= FEW_ROWS) {
+            by_chunks<BITS>(run, false, [&](const GroupRun& part) { run_lines<D, BITS>(lines, rows, part, true); });
         } else {
-            by_chunks(run, w.codes.bits == 4, [&](const GroupRun& part) {
-                bytes ? run_lines<ByteDot, 8>(lines, rows, part, true)
-                      : run_lines<PairwiseDot, 8>(lines, rows, part, true);
-            });
+            by_chunks<BITS>(run, BITS < 8, [&](const GroupRun& part) { run_lines<D, 8>(lines, rows, part, true); });
         }
     }
 
     // Call body(part) for runs whose codes stay in L1 while all rows pass: some groups, or a piece of one. `unpacks`:
     // halves of bytes become bytes, once for all rows.
-    template <class F>
+    template <int BITS, class F>
     void by_chunks(const GroupRun& whole, bool unpacks, F&& body) {
         alignas(64) int32_t partial[BLOCK_ROWS * STRIP];
         alignas(64) char unpacked[CHUNK_STEPS * STEP_BYTES + PAST_CODES];
         const int64_t code_bytes = inputs_are_bytes() ? 4 : 8, groups = std::max<int64_t>(1, CHUNK_STEPS / whole.steps);
-        const int64_t packed = w.codes.bits == 4 ? 2 : 1;
+        constexpr int64_t STEPS_TOGETHER = 2 * Eight<BITS>::TOGETHER;
         for (int64_t g = 0; g < whole.count; g += groups) {
             GroupRun run = whole;
             run.count = std::min(groups, whole.count - g), run.partial = partial, run.first = g == 0;
-            run.scales += g * whole.next_group, run.x += g * whole.next_x, run.starts += 4 * g, run.sums += 4 * g, run.input_scales += 4 * g;
+            run.group = g, run.x += g * whole.next_x, run.starts += 4 * g, run.sums += 4 * g, run.input_scales += 4 * g;
             for (int64_t begin = 0; begin < whole.steps; begin += CHUNK_STEPS) {
                 GroupRun piece = run;
                 piece.steps = std::min<int64_t>(CHUNK_STEPS, whole.steps - begin);
                 piece.resumes = begin > 0, piece.stops = begin + piece.steps < whole.steps;
                 piece.x += begin * code_bytes;
-                piece.codes = whole.codes + g * whole.next_codes + begin * STEP_BYTES / packed;
+                const int64_t low = begin / 2 * Eight<BITS>::LOW_BYTES, high = begin / STEPS_TOGETHER * STEP_BYTES;
+                piece.codes = whole.codes + g * whole.next_codes + low, piece.high_at += high - low;
                 if (unpacks) {
                     for (int64_t i = 0; i < run.count; i++)
-                        unpack_halves(whole.codes + (g + i) * whole.next_codes, lines, begin, piece.steps,
-                                      unpacked + i * piece.steps * STEP_BYTES);
+                        unpack_bytes<BITS>({piece.codes + i * whole.next_codes, piece.codes + i * whole.next_codes + piece.high_at},
+                                           lines, piece.steps / 2, unpacked + i * piece.steps * STEP_BYTES);
                     piece.codes = unpacked, piece.next_codes = piece.steps * STEP_BYTES;
                 }
                 body(piece);

@@ -42,17 +42,16 @@ static inline void add_on_tiles(const char* w, const char* x, int64_t x_stride, 
 }
 
 // Scale the sums of the run's group `g` and add them up.
-static inline void add_group(const GroupRun& run, int64_t g, const char* scales, int lines, int rows) {
+static inline void add_group(const GroupRun& run, int64_t g, int lines, int rows) {
     for (int j = 0; j < lines; j++) {
-        v16f scale = load_scales(scales, 16 * j, run.scale_bytes), offset = splat(0.0f);
-        if (run.offsets) offset = load_scales(scales + run.offsets, 16 * j, run.scale_bytes);
+        const v16f scale = run.scales->scale(run.group + g, run.line + j), offset = run.scales->offset(run.group + g, run.line + j);
         for (int r = 0; r < rows; r++) {
             float* acc = run.acc + r * STRIP + 16 * j;
             const int32_t start = ((const int32_t*)(run.starts + r * run.x_stride))[g];
             v16i sum = load(run.partial + r * STRIP + 16 * j) + splat(start);
             v16f products = to_floats(sum) * splat(((const float*)(run.input_scales + r * run.x_stride))[g]);
             v16f total = fma(products, scale, run.first && g == 0 ? splat(0.0f) : load(acc));
-            if (run.offsets) total = fma(splat(((const float*)(run.sums + r * run.x_stride))[g]), offset, total);
+            if (run.scales->has_offsets) total = fma(splat(((const float*)(run.sums + r * run.x_stride))[g]), offset, total);
             store(acc, total);
         }
     }
@@ -62,9 +61,9 @@ static inline void add_group(const GroupRun& run, int64_t g, const char* scales,
 // As run_lines of int8_dots.h.
 static void on_tiles(const GroupRun& run, int lines, int rows) {
 #if STEMMA_AMX
-    const char *codes = run.codes, *scales = run.scales, *x = run.x;
+    const char *codes = run.codes, *x = run.x;
     const int row_tiles = (rows + 15) / 16;
-    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, scales += run.next_group, x += run.next_x) {
+    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
         for (int line = 0; line < lines; line += 2)
             for (int m = 0; m < row_tiles; m += 2) {
                 auto add = m + 2 <= row_tiles ? (lines > 1 ? add_on_tiles<2, 2> : add_on_tiles<2, 1>)
@@ -72,7 +71,7 @@ static void on_tiles(const GroupRun& run, int lines, int rows) {
                 add(codes + 64 * line, x + 16 * m * run.x_stride, run.x_stride, run.steps,
                     run.partial + 16 * m * STRIP + 16 * line, run.resumes);
             }
-        if (!run.stops) add_group(run, g, scales, lines, rows);
+        if (!run.stops) add_group(run, g, lines, rows);
     }
 #else
     (void)run, (void)lines, (void)rows;

@@ -37,7 +37,7 @@ _AVX512_FEATURES = (*_AVX2_FEATURES, "avx512f", "avx512bw", "avx512vl", "avx512d
 _BF16_FEATURES = (*_AVX512_FEATURES, "avx512_bf16")
 _TILE_FEATURES = ("amx_tile", "amx_bf16", "amx_int8")
 
-NUMERIC_VERSION = 2
+NUMERIC_VERSION = 3
 """Part of the name under which KV is stored; raised when a kernel changes an order of sums or a rounding."""
 
 LEVELS = (

@@ -7,8 +7,8 @@
 
 #include <vector>
 
+#include "code_products.h"
 #include "compressed.h"
-#include "dequantized_dots.h"
 #include "dots.h"
 #include "int8_products.h"
 #include "team.h"
@@ -36,7 +36,8 @@ static int64_t bytes_of_input_row(int64_t k) {
 }
 template <class T>
 static int64_t bytes_of_input_row(const Strips& w) {
-    return wants_int8(w) ? Int8Layout(w).bytes : bytes_of_input_row<T>(w.k);
+    if (w.codes.bits == 0) return bytes_of_input_row<T>(w.k);
+    return wants_int8(w) ? Int8Layout(w).bytes : CodeInputs<T>(w).bytes;
 }
 // Room for the inputs of a pass of up to `rows` rows; 0 where rows are taken as they are.
 template <class T>
@@ -59,6 +60,10 @@ void lay_out_block(const Strips& w, const T* x, int64_t stride, int64_t rows, in
         const int64_t bytes = Int8Layout(w).bytes;
         for (int64_t r = 16 * block; r < std::min(rows, 16 * block + 16); r++)
             quantize_row(x + r * stride, w, room + r * bytes);
+    } else if (w.codes.bits) {
+        const int64_t bytes = CodeInputs<T>(w).bytes;
+        for (int64_t r = 16 * block; r < std::min(rows, 16 * block + 16); r++)
+            lay_out_for_codes(x + r * stride, w, room + r * bytes);
     } else if constexpr (ON_TILES<T>) {
 #if STEMMA_AMX
         lay_in_tiles(x, stride, rows, k, block, room);
@@ -139,22 +144,6 @@ static void dot_plain(const char* weights, int lines, int64_t k, int64_t begin, 
 #if STEMMA_BF16_DOT
         dot_lines<PairDot>(weights, lines, (end - begin) / 2, x.at + 2 * begin, x.stride, rows, acc, begin == 0);
 #endif
-    }
-}
-
-// As dot_plain for the whole of a quantized strip that is multiplied with inputs as they are.
-template <class T>
-static void dot_dequantized(const Strips& w, const char* strip, int line, int lines, const Inputs& x, int rows,
-                            float* acc) {
-    alignas(64) char chunk[INPUTS_OF_CHUNK<T> / INPUTS_OF_STEP<T> * STEP_BYTES + STEPS_OF_TILE * STEP_BYTES];
-    for (int64_t begin = 0; begin < w.k; begin += INPUTS_OF_CHUNK<T>) {
-        const int64_t end = std::min(w.k, begin + INPUTS_OF_CHUNK<T>);
-        dequantize_chunk<T>(w, strip, line, lines, begin, end, chunk);
-        if (ON_TILES<T>) {  // the last tile may be partial
-            const int64_t used = (end - begin) / INPUTS_OF_STEP<T> * STEP_BYTES;
-            std::memset(chunk + used, 0, (STEPS_OF_TILE * STEP_BYTES - used % (STEPS_OF_TILE * STEP_BYTES)));
-        }
-        dot_plain<T>(chunk, lines, w.k, begin, end, x, rows, acc);
     }
 }
 
@@ -306,12 +295,10 @@ Outputs dot_piece(const Strips& w, int64_t piece, int parts, const Inputs& x, in
         if (w.bias) add_bias((const T*)w.bias + begin, width, rows, acc);
         return {begin, width};
     }
-    const GroupLayout g(w);
-    const char* codes = w.data + strip * g.count * g.bytes;
     if (wants_int8(w))
-        Int8Piece{w, codes, line, lines, inputs.at, inputs.stride, rows, acc}.run();
+        Int8Piece{w, GroupLayout(w).strip(w, strip), line, lines, inputs.at, inputs.stride, rows, acc}.run();
     else
-        dot_dequantized<T>(w, codes, line, lines, inputs, rows, acc);
+        CodePiece<T>{w, strip, line, lines, inputs.at, inputs.stride, rows, acc}.run();
     if (w.bias) add_bias((const float*)w.bias + begin, width, rows, acc);
     return {begin, width};
 }

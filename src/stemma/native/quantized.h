@@ -6,37 +6,42 @@
 //     weight = scale * code + offset
 //
 // A step holds four inputs a byte each for 64 outputs: four lines of 64 bytes, as VPDPBUSD wants them; 16 steps of a
-// line are a tile as TDPBSUD wants its right operand. Bytes are unsigned: code + 128, or code + 8 where a code has 4
-// bits. There one line holds two steps, the first in the lower half of each byte. So a group is a multiple of eight inputs.
+// line are a tile as TDPBSUD wants its right operand. Bytes are unsigned: code + middle. With fewer bits than 8, one line
+// holds the lower four of two steps, the first in the lower half of each byte; behind all of these, lines hold the
+// fifth bits of eight steps or the fifth and sixth of four, the first step's in the lowest bits of each byte. So a group is
+// a multiple of 8 inputs, with 6 bits of 16, with 5 bits of 32.
 #pragma once
 
 #include "strips.h"
 
 constexpr int INPUTS_OF_BYTE_STEP = 4;
 
-// Geometry of a group.
+// Geometry of a group, and of a strip.
 struct GroupLayout {
     int64_t count;       // in a strip
     int64_t steps;       // even
     int64_t code_bytes;
-    int64_t scale_at, offset_at;  // from the group's begin
+    int64_t high_at;              // bits beyond the lower four, from the group's begin
+    int64_t scale_at, offset_at;  // likewise
     int64_t bytes;
+    int64_t strip_bytes;
 
     explicit GroupLayout(const Strips& w)
         : count(w.k / w.codes.group),
           steps(w.codes.group / 4),
           code_bytes(steps * STEP_BYTES * w.codes.bits / 8),
+          high_at(steps * STEP_BYTES / 2),
           scale_at(code_bytes),
           offset_at(scale_at + STRIP * w.codes.scale_bytes),
-          bytes(offset_at + (w.codes.has_offsets ? STRIP * w.codes.scale_bytes : 0)) {}
+          bytes(offset_at + (w.codes.has_offsets ? STRIP * w.codes.scale_bytes : 0)),
+          strip_bytes(count * bytes) {}
+
+    char* strip(const Strips& w, int64_t i) const { return (char*)w.data + i * strip_bytes; }
 };
 
 constexpr int64_t PAST_CODES = STEPS_OF_TILE * STEP_BYTES;  // a tile may read so far beyond the last group
 
-static inline int64_t bytes_of_codes(const Strips& w) {
-    GroupLayout g(w);
-    return w.count() * g.count * g.bytes + PAST_CODES;
-}
+static inline int64_t bytes_of_codes(const Strips& w) { return w.count() * GroupLayout(w).strip_bytes + PAST_CODES; }
 
 static inline v16f load_half(const uint16_t* p) {
 #if STEMMA_AVX512
@@ -50,16 +55,33 @@ static inline v16f load_half(const uint16_t* p) {
     return as_float(as_bits(size) | ((bits & 0x8000u) << 16));
 #endif
 }
-// 16 scales or offsets, from the `index`-th of those at `p`.
-static inline v16f load_scales(const char* p, int64_t index, int scale_bytes) {
-    return scale_bytes == 2 ? load_half((const uint16_t*)p + index) : load((const float*)p + index);
-}
-
 static inline native_f to_floats(native_i x) { return __builtin_convertvector(x, native_f); }
 template <class V>
 static inline auto to_floats(Twice<V> x) -> Twice<decltype(to_floats(x.lo))> {
     return {to_floats(x.lo), to_floats(x.hi)};
 }
+
+// Scales and offsets of a strip's groups, for the lines from one on.
+struct GroupScales {
+    const char* at;
+    int64_t next;  // bytes to the next group's
+    int scale_bytes;
+    bool has_offsets;
+
+    GroupScales(const Strips& w, const GroupLayout& g, const char* strip, int line)
+        : at(strip + g.scale_at + 16 * line * w.codes.scale_bytes), next(g.bytes), scale_bytes(w.codes.scale_bytes),
+          has_offsets(w.codes.has_offsets) {}
+
+    v16f scale(int64_t group, int line) const { return numbers(group, 16 * line); }
+    // Zero where there are none.
+    v16f offset(int64_t group, int line) const {
+        return has_offsets ? numbers(group, STRIP + 16 * line) : splat(0.0f);
+    }
+    v16f numbers(int64_t group, int64_t index) const {
+        const char* from = at + group * next + index * scale_bytes;
+        return scale_bytes == 2 ? load_half((const uint16_t*)from) : load((const float*)from);
+    }
+};
 
 struct PackCodesArgs {
     const int8_t* codes;  // [rows, target.k]
@@ -69,69 +91,79 @@ struct PackCodesArgs {
     int32_t threads;
 };
 
+// Copy numbers [row, group] of `size` bytes to their lanes.
+static inline void pack_numbers(const char* from, int64_t rows, int64_t stride, int size, char* to) {
+    for (int64_t row = 0; row < rows; row++, from += stride * size, to += size) std::memcpy(to, from, size);
+}
+
+// Codes of a row's group into a lane of it, from `to` on; their line holds zeros there.
+static inline void pack_group(const Strips& w, const GroupLayout& g, const int8_t* codes, char* to) {
+    const int high_bits = w.codes.bits - 4;
+    const uint32_t middle = 0x01010101u * uint8_t(w.codes.middle);
+    for (int64_t i = 0; i < g.steps; i++, codes += 4) {
+        uint32_t step = 0;
+        for (int b = 0; b < 4; b++) step |= uint32_t(uint8_t(codes[b] + int(middle & 0xFF))) << 8 * b;
+        auto put = [&](char* line, uint32_t bits) {
+            uint32_t there;
+            std::memcpy(&there, line, 4);
+            there |= bits;
+            std::memcpy(line, &there, 4);
+        };
+        if (w.codes.bits == 8) {
+            put(to + i * STEP_BYTES, step);
+            continue;
+        }
+        put(to + i / 2 * STEP_BYTES, (step & 0x0F0F0F0Fu) << i % 2 * 4);
+        if (high_bits == 0) continue;
+        const int64_t together = 8 / high_bits;
+        const uint32_t high = step >> 4 & (high_bits == 1 ? 0x01010101u : 0x03030303u);
+        put(to + g.high_at + i / together * STEP_BYTES, high << i % together * high_bits);
+    }
+}
+
 // Copy the rows that fall into strip `strip` of the target.
 static void pack_codes(const PackCodesArgs& a, int64_t strip) {
     const Strips& w = a.target;
     const GroupLayout g(w);
     const int64_t begin = std::max(a.first, strip * STRIP), end = std::min(a.first + a.rows, (strip + 1) * STRIP);
+    const int64_t rows = end - begin, source = begin - a.first, lane = begin - strip * STRIP;
     const int size = w.codes.scale_bytes;
-    char* at = (char*)w.data + strip * g.count * g.bytes;
-    const uint32_t flipped = w.codes.bits == 8 ? 0x80808080u : 0x08080808u;  // adds 128, or 8 to the lower half
+    char* at = g.strip(w, strip);
     for (int64_t group = 0; group < g.count; group++, at += g.bytes) {
-        for (int64_t row = begin; row < end; row++) {
-            const int64_t lane = row - strip * STRIP, source = (row - a.first) * g.count + group;
-            std::memcpy(at + g.scale_at + lane * size, a.scales + source * size, size);
-            if (w.codes.has_offsets) std::memcpy(at + g.offset_at + lane * size, a.offsets + source * size, size);
-        }
-        for (int64_t step = 0; step < w.codes.group / 4; step += STEPS_OF_TILE) {  // whole lines of the target together
-            const int64_t last = std::min<int64_t>(step + STEPS_OF_TILE, w.codes.group / 4);
-            for (int64_t row = begin; row < end; row++) {
-                const int8_t* codes = a.codes + (row - a.first) * w.k + group * w.codes.group;
-                char* out = at + (row - strip * STRIP) * 4;
-                for (int64_t i = step; i < last; i += 2) {
-                    uint32_t pair[2];
-                    std::memcpy(pair, codes + 4 * i, 8);
-                    pair[0] ^= flipped, pair[1] ^= flipped;
-                    if (w.codes.bits == 8) {
-                        std::memcpy(out + i * STEP_BYTES, &pair[0], 4);
-                        std::memcpy(out + (i + 1) * STEP_BYTES, &pair[1], 4);
-                    } else {
-                        uint32_t both = (pair[0] & 0x0F0F0F0Fu) | (pair[1] & 0x0F0F0F0Fu) << 4;
-                        std::memcpy(out + i / 2 * STEP_BYTES, &both, 4);
-                    }
-                }
-            }
-        }
+        const int64_t number = (source * g.count + group) * size;
+        pack_numbers(a.scales + number, rows, g.count, size, at + g.scale_at + lane * size);
+        if (w.codes.has_offsets)
+            pack_numbers(a.offsets + number, rows, g.count, size, at + g.offset_at + lane * size);
+        for (int64_t row = 0; row < rows; row++)
+            pack_group(w, g, a.codes + (source + row) * w.k + group * w.codes.group, at + (lane + row) * 4);
     }
+}
+
+// A code as it is stored, input `i` of a group, from its lane's place in the first line on.
+static inline int stored_code(const Strips& w, const GroupLayout& g, const uint8_t* lane, int64_t i) {
+    const int64_t step = i / 4, byte = i % 4;
+    if (w.codes.bits == 8) return lane[step * STEP_BYTES + byte];
+    int code = lane[step / 2 * STEP_BYTES + byte] >> (step % 2 * 4) & 15;
+    const int high_bits = w.codes.bits - 4;
+    if (high_bits == 0) return code;
+    const int64_t together = 8 / high_bits;
+    const int high = lane[g.high_at + step / together * STEP_BYTES + byte] >> (step % together * high_bits);
+    return code | (high & ((1 << high_bits) - 1)) << 4;
 }
 
 // Row `row` of the weight, dequantized, into out[k].
 template <class T>
 static void take_dequantized_row(const Strips& w, int64_t row, T* out) {
     const GroupLayout g(w);
-    const int middle = w.codes.bits == 8 ? 128 : 8;
-    const int64_t lane = row % STRIP, line = lane / 16 * 16;
-    const char* at = w.data + row / STRIP * g.count * g.bytes;
+    const int64_t lane = row % STRIP, line = lane / 16;
+    const char* at = g.strip(w, row / STRIP);
+    const GroupScales all(w, g, at, int(line));
     for (int64_t group = 0; group < g.count; group++, at += g.bytes) {
-        float scales[LANES], offsets[LANES] = {};
-        store(scales, load_scales(at + g.scale_at, line, w.codes.scale_bytes));
-        if (w.codes.has_offsets) store(offsets, load_scales(at + g.offset_at, line, w.codes.scale_bytes));
-        const uint8_t* in = (const uint8_t*)at + lane * 4;
+        float scales[LANES], offsets[LANES];
+        store(scales, all.scale(group, 0)), store(offsets, all.offset(group, 0));
         for (int64_t i = 0; i < w.codes.group; i++) {
-            int64_t step = i / 4;
-            int value = w.codes.bits == 8 ? in[step * STEP_BYTES + i % 4]
-                                          : in[step / 2 * STEP_BYTES + i % 4] >> (step % 2 * 4) & 15;
-            *out++ = from_float<T>(scales[lane - line] * float(value - middle) + offsets[lane - line]);
+            const int code = stored_code(w, g, (const uint8_t*)at + lane * 4, i) - w.codes.middle;
+            *out++ = from_float<T>(scales[lane % 16] * float(code) + offsets[lane % 16]);
         }
     }
-}
-
-// Steps [begin, begin + count) of one group, `lines` lines from `from` on, as bytes: steps of 256 bytes in `out`.
-static inline void unpack_halves(const char* from, int lines, int64_t begin, int64_t count, char* out) {
-    for (int64_t pair = begin / 2; pair < (begin + count) / 2; pair++, out += 2 * STEP_BYTES)
-        for (int line = 0; line < lines; line++) {
-            v16u both = load((const uint32_t*)(from + pair * STEP_BYTES + 64 * line));
-            Memory<v16u>::store((uint32_t*)(out + 64 * line), both & 0x0F0F0F0Fu);
-            Memory<v16u>::store((uint32_t*)(out + STEP_BYTES + 64 * line), (both >> 4) & 0x0F0F0F0Fu);
-        }
 }

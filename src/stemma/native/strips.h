@@ -19,7 +19,8 @@ template <class T>
 constexpr int INPUTS_OF_STEP = 4 / sizeof(T);
 
 struct Codes {            // of a quantized weight (quantized.h)
-    int32_t bits;         // 8 or 4; 0: the weight is plain
+    int32_t bits;         // 8, 6, 5 or 4; 0: the weight is plain
+    int32_t middle;       // what is added to a code before it is stored, so that it isn't negative
     int32_t group;        // inputs of an output that share a scale
     int32_t scale_bytes;  // of a scale and of an offset: 2 (half precision) or 4
     int32_t has_offsets;

@@ -96,13 +96,21 @@ def test_k_quants_equal_their_own_dequantized_model(kind: Kind, tmp_path: Path) 
     torch.testing.assert_close(logits_of(load(file.path), prompt), expected, atol=tolerance, rtol=0)
 
 
+BITS = {
+    **dict.fromkeys((Kind.Q5_0, Kind.Q5_1, Kind.Q5_K), 5),
+    **dict.fromkeys((Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.MXFP4), 8),
+    Kind.Q6_K: 6,
+}
+"""Of codes; those of the others have 4."""
+
+
 @pytest.mark.parametrize("kind", [kind for kind in Kind if is_kept(kind)], ids=lambda kind: kind.name)
 def test_codes_and_scales_are_the_numbers_of_ggml(kind: Kind) -> None:
     rows = gguf_files.random_rows(kind, 5, 3)
     expected = torch.from_numpy(gguf.dequantize(rows, kind))
     assert torch.equal(widen(rows, kind, torch.float32), expected)
     weight = split(rows, kind)
-    assert weight.bits == (4 if kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K) else 8)
+    assert weight.bits == BITS.get(kind, 4)
     torch.testing.assert_close(
         weight.dequantize(torch.float32), expected, rtol=0, atol=float(expected.abs().max()) * 1e-7
     )

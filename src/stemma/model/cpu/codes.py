@@ -26,6 +26,15 @@ def can_pack_codes(weight: QuantizedWeight) -> bool:
     return weight.group_size % 8 == 0
 
 
+def _held_bits(weight: QuantizedWeight) -> int:
+    """Return how many bits a code takes: groups are whole lines of what lies beyond the lower four."""
+    if weight.bits == 5 and weight.group_size % 32 == 0:
+        return 5
+    if weight.bits in (5, 6):
+        return 6 if weight.group_size % 16 == 0 else 8
+    return weight.bits
+
+
 class PackedCodes:
     """Quantized weights below each other, packed."""
 
@@ -35,6 +44,7 @@ class PackedCodes:
         """Pack `weights`, [n_i, in_features] each; `bias`: [sum of n_i]."""
         weights = alike(weights)
         first = weights[0]
+        bits = _held_bits(first)
         scales = [weight.scales for weight in weights]
         offsets = [weight.minimums for weight in weights if weight.minimums is not None]
         dtype = torch.float16 if _fit_half([*scales, *offsets]) else torch.float32
@@ -45,7 +55,8 @@ class PackedCodes:
             sum(weight.shape[0] for weight in weights),
             first.shape[1],
             Codes(
-                first.bits,
+                bits,
+                1 << (bits - 1),
                 first.group_size,
                 dtype.itemsize,
                 bool(offsets),

@@ -6,8 +6,8 @@ the kernels. A code c of output i and input j stands for
     scales[i, g] * (c - zero_points[i, g])   or   scales[i, g] * c + minimums[i, g],   g = j // group_size.
 
 Formats whose zero is a code (GPTQ, AWQ, compressed-tensors) have zero points; those that add a float (GGUF's
-Q4_1 and K-quants) have minimums; symmetric ones have neither. Unsigned codes (0..15, 0..255) are stored less
-8 or 128, zero points too, and minimums take up the difference.
+Q4_1 and K-quants) have minimums; symmetric ones have neither. Unsigned codes are stored less half their range
+(0..15 less 8), zero points too, and minimums take up the difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ActivationScheme(Enum):
     """The way in which a product with a quantized weight quantizes its inputs."""
 
     NONE = "none"
-    """They stay as they are: the weight is dequantized to the model's dtype, which alone is rounded."""
+    """They stay as they are, and meet exact codes: a group's sum takes its scale in float32."""
     DYNAMIC_TOKEN = "dynamic_token"
     """int8, symmetric: each token's inputs are divided by their largest absolute value / 127."""
     DYNAMIC_GROUP = "dynamic_group"
@@ -41,13 +41,13 @@ class QuantizedWeight:
     """A weight [num_outputs, num_inputs] as integers and scales. Raises ModelError if parts don't fit."""
 
     codes: torch.Tensor
-    """int8 [num_outputs, num_inputs]; with 4 bits too, one value a byte, in [-8, 7]."""
+    """int8 [num_outputs, num_inputs], one value a byte whatever its bits; with 4 bits in [-8, 7]."""
     scales: torch.Tensor
     """float32 [num_outputs, num_inputs // group_size]."""
     zero_points: torch.Tensor | None
     """int8, in the shape of scales; in the range of codes. None: zero."""
     bits: int
-    """8 or 4."""
+    """8, 6, 5 or 4."""
     group_size: int
     """Inputs of an output that share a scale; num_inputs where each output has one. Divides num_inputs."""
     activations: ActivationScheme
@@ -66,14 +66,17 @@ class QuantizedWeight:
         floats = [self.scales] if self.minimums is None else [self.scales, self.minimums]
         if not all(bool(torch.isfinite(values).all()) for values in floats):
             raise ModelError("a quantized weight has scales that are NaN or infinite")
-        if self.bits == 4:
+        if self.bits < 8:
+            half = 1 << (self.bits - 1)
             for values in (self.codes, self.zero_points):
                 if (
                     values is not None
                     and values.numel()
-                    and not -8 <= int(values.min()) <= int(values.max()) <= 7
+                    and not -half <= int(values.min()) <= int(values.max()) < half
                 ):
-                    raise ModelError("a quantized weight of 4 bits has codes outside -8..7")
+                    raise ModelError(
+                        f"a quantized weight of {self.bits} bits has codes outside {-half}..{half - 1}"
+                    )
         if (self.activations is ActivationScheme.STATIC_TENSOR) != (self.activation_scale is not None):
             raise ModelError(
                 "an activation scale goes with static quantization of activations, and only with it"
@@ -84,8 +87,8 @@ class QuantizedWeight:
             raise ModelError(f"the zero point of activations is {self.activation_zero_point}, must fit int8")
 
     def _check_shapes(self) -> None:
-        if self.bits not in (8, 4):
-            raise ModelError(f"a weight is quantized to {self.bits} bits; 8 and 4 are served")
+        if self.bits not in (8, 6, 5, 4):
+            raise ModelError(f"a weight is quantized to {self.bits} bits; 8, 6, 5 and 4 are served")
         if self.codes.dim() != 2 or 0 in self.codes.shape or self.codes.dtype != torch.int8:
             raise ModelError(
                 f"quantized codes are {self.codes.dtype} {list(self.codes.shape)}, must be int8 [n, k]"

@@ -1,9 +1,9 @@
 """Tensors of a GGUF file: their bytes, and ggml's block formats as codes and scales.
 
-Each format below is exactly a code of 4 or 8 bits times the scale of its group, most with a minimum on top,
-so nothing is lost; ggml's sums in float32 may round the last bit otherwise where unsigned codes are moved by
-8. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3, TQ) are dequantized by
-the `gguf` package.
+Each format below is exactly a code of 4, 5, 6 or 8 bits times the scale of its group, most with a minimum
+on top, so nothing is lost; ggml's sums in float32 may round the last bit otherwise where unsigned codes are
+moved by half their range. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3,
+TQ) are dequantized by the `gguf` package.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def split(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantizedW
     parts = _as_stored(data, kind)
     if kind in _UNSIGNED:
         assert parts.minimums is not None
-        parts = _Parts(parts.codes.sub_(8), parts.scales, 4, parts.minimums + 8.0 * parts.scales)
+        bits = _UNSIGNED[kind]
+        middle = 1 << (bits - 1)
+        minimums = parts.minimums + float(middle) * parts.scales
+        parts = _Parts(parts.codes.sub_(middle), parts.scales, bits, minimums)
     return parts.weight()
 
 
@@ -110,7 +113,7 @@ class _Parts:
 
 
 def _as_stored(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> _Parts:
-    """As `split`, but codes 0..15 stay, in 8 bits: its values are those of ggml bit for bit."""
+    """As `split`, but unsigned codes stay, in 8 bits: its values are those of ggml bit for bit."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
     return _SPLITTERS[kind](torch.from_numpy(data).view(data.shape[0], -1, block_bytes))
 
@@ -159,7 +162,7 @@ def _q4_1(blocks: torch.Tensor) -> _Parts:
 
 def _q5_0(blocks: torch.Tensor) -> _Parts:
     codes = _shifted(blocks[..., 6:], 4, 16) | (_bits(blocks[..., 2:6]) << 4)
-    return _weight(codes.view(torch.int8) - 16, _half(blocks, 0), 8)
+    return _weight(codes.view(torch.int8) - 16, _half(blocks, 0), 5)
 
 
 def _q5_1(blocks: torch.Tensor) -> _Parts:
@@ -209,7 +212,7 @@ def _q5_k(blocks: torch.Tensor) -> _Parts:
 def _q6_k(blocks: torch.Tensor) -> _Parts:
     codes = _shifted(blocks[..., :128], 4, 64) | (_shifted(blocks[..., 128:192], 2, 32) << 4)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return _weight(codes.view(torch.int8) - 32, _half(blocks, 208) * scales, 8)
+    return _weight(codes.view(torch.int8) - 32, _half(blocks, 208) * scales, 6)
 
 
 def _levels(nibbles: torch.Tensor) -> torch.Tensor:
@@ -236,8 +239,8 @@ def _mxfp4(blocks: torch.Tensor) -> _Parts:
     return _weight(levels[_shifted(blocks[..., 1:], 4, 16).int()], bits.view(torch.float32), 8)
 
 
-_UNSIGNED = (_Kind.Q4_1, _Kind.Q4_K)
-"""Types whose codes are 0..15."""
+_UNSIGNED = {_Kind.Q4_1: 4, _Kind.Q4_K: 4, _Kind.Q5_1: 5, _Kind.Q5_K: 5}
+"""Types whose codes begin with zero, and their bits."""
 _SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Parts]] = {
     _Kind.Q4_0: _q4_0,
     _Kind.Q4_1: _q4_1,

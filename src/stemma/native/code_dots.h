@@ -1,0 +1,176 @@
+// Sums of products of inputs as they are with a strip of codes, on vectors. A group's products are summed from zero, in
+// the order of its pairs; groups are added up in their order, whatever the number of rows:
+//
+//     acc = acc + scale * (sum of numbers * inputs), then acc + (offset - surplus * scale) * (sum of inputs).
+#pragma once
+
+#include "code_inputs.h"
+#include "dots.h"
+
+// Models in float32 keep more digits than numbers that are all too large by the same would leave: codes themselves are
+// multiplied there.
+struct CenteredDot : WideDot {};
+template <class K>
+constexpr bool CENTERED = std::is_same<K, CenteredDot>::value;
+
+// A run of groups of a strip, or a piece of one group, for some rows.
+struct CodeRun {
+    const char* codes;    // of the first group, as they lie, or unpacked as pairs
+    int64_t next_codes;   // bytes to the next group's
+    int64_t high_at;      // bytes from a group's codes to its higher bits
+    const GroupScales* scales;
+    float surplus;        // of each number that is multiplied: taken off it before, or by the offset after
+    bool is_centered;
+    int64_t group, count; // the first one, and how many
+    int64_t eights;       // of each group, or of the piece
+    const char *x, *sums; // row 0's inputs of the first group, and the sums of all groups
+    int64_t x_stride, next_x;
+    float* acc;           // [rows][STRIP]
+    float* partial;       // likewise: sums of a group of which this isn't the first or the last piece
+    bool resumes, stops;
+    int line;             // of those that `codes` and `scales` begin with
+
+    CodeRun at_rows(int64_t row, int to_line) const {
+        CodeRun run = *this;
+        run.x += row * x_stride, run.sums += row * x_stride;
+        run.codes += 64 * to_line, run.line += to_line;
+        run.acc += row * STRIP + 16 * to_line, run.partial += row * STRIP + 16 * to_line;
+        return run;
+    }
+    v16f scale(int64_t g, int j) const { return scales->scale(group + g, line + j); }
+    v16f shift(int64_t g, int j, v16f scale) const {
+        return fma(splat(is_centered ? 0.0f : -surplus), scale, scales->offset(group + g, line + j));
+    }
+    float sum(int64_t g, int64_t row) const { return ((const float*)(sums + row * x_stride))[group + g]; }
+};
+
+// Add sums of group g, J lines of R rows that sums(r, j) returns, to acc.
+template <int R, int J, class F>
+static inline __attribute__((always_inline)) void add_scaled_group(const CodeRun& run, int64_t g, F&& sums) {
+    const bool first = run.group + g == 0;
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) {
+        const v16f scale = run.scale(g, j), shift = run.shift(g, j, scale);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            float* acc = run.acc + r * STRIP + 16 * j;
+            const v16f before = first ? splat(0.0f) : load(acc);
+            store(acc, fma(splat(run.sum(g, r)), shift, fma(scale, sums(r, j), before)));
+        }
+    }
+}
+
+template <class K, int BITS>
+static inline typename K::Line line_of_codes(const Eight<BITS>& eight, int k, int part) {
+    if constexpr (K::PARTS == 1) return (typename K::Line)eight.pair(k);
+    else return eight.single(k, part);
+}
+
+template <class K>
+static inline typename K::Line centered(typename K::Line weights, float surplus) {
+    if constexpr (CENTERED<K>) return weights - splat(surplus);
+    else return weights;
+}
+
+template <class K, int R, int J>
+static inline __attribute__((always_inline)) void add_pairs(v16f (&sum)[R][J], const typename K::Line (&weights)[J],
+                                                            const char* x, int64_t x_stride, int part) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        const typename K::Input input = K::input(x + r * x_stride, part);
+#pragma GCC unroll 4
+        for (int j = 0; j < J; j++) sum[r][j] = K::add(sum[r][j], weights[j], input);
+    }
+}
+
+// Sums of a group or a piece of it; BITS is 0 where codes are unpacked.
+template <class K, int BITS, int R, int J>
+static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], const CodeRun& run, const char* codes,
+                                                             const char* x) {
+    constexpr int STEP = K::BYTES;
+    if constexpr (BITS == 0) {
+        for (int64_t i = 0; i < PAIRS_OF_EIGHT * run.eights; i++, codes += STEP_BYTES, x += STEP) {
+#pragma GCC unroll 2
+            for (int part = 0; part < K::PARTS; part++) {
+                typename K::Line weights[J];
+#pragma GCC unroll 4
+                for (int j = 0; j < J; j++) weights[j] = centered<K>(K::line(codes + 64 * j, part), run.surplus);
+                add_pairs<K, R, J>(sum, weights, x, run.x_stride, part);
+            }
+        }
+    } else {
+        constexpr int TOGETHER = Eight<BITS>::TOGETHER;
+        const CodePlace place_of{codes, codes + run.high_at};
+        for (int64_t i = 0; i < run.eights; i += TOGETHER) {
+#pragma GCC unroll 4
+            for (int place = 0; place < TOGETHER; place++, x += PAIRS_OF_EIGHT * STEP) {
+#pragma GCC unroll 4
+                for (int j = 0; j < J; j++) {
+                    const Eight<BITS> eight = place_of.template eight<BITS>(i / TOGETHER, place, j);
+                    __builtin_prefetch(codes + (i + place) * Eight<BITS>::LOW_BYTES + 64 * j + 4096, 0, 2);
+#pragma GCC unroll 4
+                    for (int k = 0; k < PAIRS_OF_EIGHT; k++) {
+#pragma GCC unroll 2
+                        for (int part = 0; part < K::PARTS; part++) {
+                            const auto weights = centered<K>(line_of_codes<K, BITS>(eight, k, part), run.surplus);
+#pragma GCC unroll 8
+                            for (int r = 0; r < R; r++)
+                                sum[r][j] = K::add(sum[r][j], weights, K::input(x + r * run.x_stride + k * STEP, part));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <class K, int BITS, int R, int J>
+static void run_code_groups(const CodeRun& run) {
+    const char *codes = run.codes, *x = run.x;
+    for (int64_t g = 0; g < run.count; g++, codes += run.next_codes, x += run.next_x) {
+        v16f sum[R][J];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < J; j++) sum[r][j] = run.resumes ? load(run.partial + r * STRIP + 16 * j) : splat(0.0f);
+        }
+        add_eights<K, BITS, R, J>(sum, run, codes, x);
+        if (run.stops) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+                for (int j = 0; j < J; j++) store(run.partial + r * STRIP + 16 * j, sum[r][j]);
+            }
+        } else {
+            add_scaled_group<R, J>(run, g, [&](int r, int j) { return sum[r][j]; });
+        }
+    }
+}
+
+constexpr int MOST_PACKED_ROWS = 4;  // up to here codes are taken apart in registers
+
+template <class K, int BITS, int J>
+static void run_code_rows(int rows, const CodeRun& run) {
+    constexpr int FITTING = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
+    constexpr int MOST = BITS == 0 ? FITTING : std::min(FITTING, MOST_PACKED_ROWS);
+#define CASE(R) \
+    case R:     \
+        if constexpr (R <= MOST) return run_code_groups<K, BITS, R, J>(run);
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+}
+
+// All rows and lines of a run.
+template <class K, int BITS>
+static void run_code_lines(int lines, int rows, const CodeRun& run) {
+    constexpr int MOST = BITS == 0 ? GROUP : std::min(GROUP, MOST_PACKED_ROWS);
+    const int groups = (rows + MOST - 1) / MOST, width = lines_at_once((rows + groups - 1) / groups, lines);
+    for (int line = 0; line < lines; line += width)
+        for (int i = 0; i < groups; i++) {
+            const int begin = rows * i / groups, end = rows * (i + 1) / groups;
+            auto kernel = run_code_rows<K, BITS, 1>;
+            if constexpr (NATIVE >= 8) kernel = width == 4 ? run_code_rows<K, BITS, 4> : kernel;
+            if constexpr (NATIVE == 8) kernel = width == 2 ? run_code_rows<K, BITS, 2> : kernel;
+            kernel(end - begin, run.at_rows(begin, line));
+        }
+}

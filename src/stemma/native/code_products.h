@@ -1,0 +1,82 @@
+// Products of inputs as they are with one strip of codes: which way is taken for how many rows.
+#pragma once
+
+#include "code_dots.h"
+#include "code_tiles.h"
+
+constexpr int64_t CHUNK_EIGHTS = 16;  // 128 inputs: 16 to 32 kB of pairs that stay in L1 while all rows pass
+
+// Sums of `rows` rows for `lines` (1 or 4) lines of a strip from line `line` on, into acc[rows][STRIP], scaled.
+template <class T>
+struct CodePiece {
+    const Strips& w;
+    int64_t strip;
+    int line, lines;
+    const char* x;
+    int64_t x_stride;
+    int rows;
+    float* acc;
+
+    void run() {
+        const GroupLayout g(w);
+        const CodeInputs<T> in(w);
+        const char* at = g.strip(w, strip);
+        const GroupScales scales(w, g, at, line);
+        CodeRun all{};
+        all.codes = at + 64 * line, all.next_codes = g.bytes, all.high_at = g.high_at;
+        all.scales = &scales, all.surplus = surplus(w), all.is_centered = sizeof(T) == 4;
+        all.count = g.count, all.eights = g.steps / 2;
+        all.x = x, all.sums = x + in.sums_at, all.x_stride = x_stride, all.next_x = in.group_bytes;
+        all.acc = acc;
+        with_bits(w.codes.bits, [&](auto bits) { run_with<decltype(bits)::value>(all); });
+    }
+
+  private:
+    template <int BITS>
+    void run_with(const CodeRun& all) {
+        if constexpr (CODES_ON_TILES<T>) {
+#if STEMMA_AMX
+            if (rows <= 16)
+                return lines == LINES ? run_few_on_tiles<BITS, LINES>(all, rows) : run_few_on_tiles<BITS, 1>(all, rows);
+            by_chunks<BITS>(all, [&](const CodeRun& run) {
+                lines == LINES ? run_on_tiles<LINES>(run, rows) : run_on_tiles<1>(run, rows);
+            });
+#endif
+        } else {
+#if STEMMA_BF16_DOT
+            using Dot = std::conditional_t<sizeof(T) == 4, CenteredDot, PairDot>;
+#else
+            using Dot = std::conditional_t<sizeof(T) == 4, CenteredDot, WideDot>;
+#endif
+            if (rows <= MOST_PACKED_ROWS) return run_code_lines<Dot, BITS>(lines, rows, all);
+            by_chunks<BITS>(all, [&](const CodeRun& run) { run_code_lines<Dot, 0>(lines, rows, run); });
+        }
+    }
+
+    // Call body(run) for some groups, or a piece of one, whose codes are unpacked.
+    template <int BITS, class F>
+    void by_chunks(const CodeRun& all, F&& body) {
+        constexpr int64_t EIGHT_BYTES = PAIRS_OF_EIGHT * STEP_BYTES;
+        alignas(64) float partial[BLOCK_ROWS * STRIP];
+        alignas(64) char pairs[CHUNK_EIGHTS * EIGHT_BYTES + STEPS_OF_TILE * STEP_BYTES];
+        if (CODES_ON_TILES<T> && all.eights % 4) std::memset(pairs, 0, sizeof pairs);  // what tiles read is finite
+        const int64_t together = std::max<int64_t>(1, CHUNK_EIGHTS / all.eights);
+        for (int64_t first = 0; first < all.count; first += together) {
+            CodeRun run = all;
+            run.group = first, run.count = std::min(together, all.count - first), run.partial = partial;
+            for (int64_t begin = 0; begin < all.eights; begin += CHUNK_EIGHTS) {
+                run.eights = std::min(CHUNK_EIGHTS, all.eights - begin);
+                run.resumes = begin > 0, run.stops = begin + run.eights < all.eights;
+                run.x = all.x + first * all.next_x + begin * PAIRS_OF_EIGHT * CodeInputs<T>::PAIR_BYTES;
+                run.codes = pairs, run.next_codes = run.eights * EIGHT_BYTES;
+                for (int64_t g = 0; g < run.count; g++) {
+                    const char* group = all.codes + (first + g) * all.next_codes;
+                    const CodePlace place{group + begin * Eight<BITS>::LOW_BYTES,
+                                          group + all.high_at + begin / Eight<BITS>::TOGETHER * STEP_BYTES};
+                    unpack_pairs<BITS>(place, lines, run.eights, pairs + g * run.next_codes);
+                }
+                body(run);
+            }
+        }
+    }
+};
