@@ -29,9 +29,9 @@ from stemma.server.batches.records import BATCH_PURPOSE, ENDED, Batch, StoredFil
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT, filename TEXT, purpose TEXT, bytes INTEGER, created INTEGER,
-    expires INTEGER) WITHOUT ROWID;
+    expires INTEGER);
 CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, owner TEXT, created INTEGER, is_open INTEGER, content BLOB) WITHOUT ROWID;
+    id TEXT PRIMARY KEY, owner TEXT, created INTEGER, is_open INTEGER, content BLOB);
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT, number INTEGER, custom_id TEXT, offset INTEGER, bytes INTEGER, key BLOB,
     PRIMARY KEY (batch, number), UNIQUE (batch, custom_id)) WITHOUT ROWID;
@@ -133,7 +133,7 @@ class BatchStore:
     def list_files(self, owner: str, purpose: str | None) -> list[StoredFile]:
         """Return the files of `owner`, oldest first."""
         rows = self._db.execute(
-            f"{_FILES} WHERE owner = ?1 AND (?2 IS NULL OR purpose = ?2) ORDER BY created, id",
+            f"{_FILES} WHERE owner = ?1 AND (?2 IS NULL OR purpose = ?2) ORDER BY rowid",
             (owner, purpose),
         )
         return [StoredFile(*row) for row in rows]
@@ -182,12 +182,12 @@ class BatchStore:
 
     def list_batches(self, owner: str) -> list[Batch]:
         """Return the batches of `owner`, oldest first."""
-        rows = self._db.execute("SELECT content FROM batches WHERE owner = ? ORDER BY created, id", (owner,))
+        rows = self._db.execute("SELECT content FROM batches WHERE owner = ? ORDER BY rowid", (owner,))
         return [Batch.unpacked(content) for (content,) in rows]
 
     def open_batches(self) -> list[Batch]:
         """Return those that haven't ended, oldest first."""
-        rows = self._db.execute("SELECT content FROM batches WHERE is_open = 1 ORDER BY created, id")
+        rows = self._db.execute("SELECT content FROM batches WHERE is_open = 1 ORDER BY rowid")
         return [Batch.unpacked(content) for (content,) in rows]
 
     # Lines and results
