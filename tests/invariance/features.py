@@ -379,6 +379,9 @@ class _WatchedRunner:
     def run(self, step: Any, drawn: Any) -> Any:
         return self._runner.run(step, drawn)
 
+    def image_stats(self) -> Any:
+        return self._runner.image_stats()
+
     def _note(self, rows: StepRows) -> None:
         rows.check()
         self.steps.append([item.sequence.state.request.request_id for item in rows.items])
