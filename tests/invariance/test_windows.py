@@ -10,12 +10,14 @@ import pytest
 from transformers import MistralConfig, Phi3Config, PreTrainedConfig, Qwen2Config, Starcoder2Config
 
 from stemma.config.settings import KVDtype, ModelSettings
+from stemma.engine.sampling.params import SamplingParams
+from stemma.errors import PromptTooLong
 from stemma.model.loading import load_model
 from stemma.model.tiny import save_checkpoint
 from stemma.native.library import load_kernels
 from tests.checkpoints import SLIDING_WINDOW, base_fields, make_model, tokenizer
 from tests.invariance.schedules import check_schedules
-from tests.invariance.serving import NO_CACHE, asks_of, check_family, engine, serve
+from tests.invariance.serving import BLOCK_SIZE, NO_CACHE, answer_of, asks_of, check_family, engine, serve
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
@@ -71,3 +73,25 @@ def test_any_way_of_serving(family: str, checkpoint: Callable[[str], Path], tmp_
             assert (llm.engine.runner.kv.pages is not None) == frees
             answers.append([serve(llm, [ask])[0] for ask in asks])
     assert answers[0] == answers[1]
+
+
+def test_longer_prompts_fit_and_a_small_tier_keeps_all(checkpoint: Callable[[str], Path]) -> None:
+    path, prompt = checkpoint("mistral"), [3 + 11 * number % 480 for number in range(900)]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
+    small = {"kv_cache_memory": "240kB", "max_batch_tokens": 64}
+    with engine(path, "bfloat16", free_windows=False) as llm:
+        expected = answer_of(llm.generate([prompt], params)[0])
+    with engine(path, "bfloat16", **small, free_windows=False) as llm, pytest.raises(PromptTooLong):
+        llm.generate([prompt], params)
+    with engine(path, "bfloat16", **small) as llm:
+        assert answer_of(llm.generate([prompt], params)[0]) == expected
+        kv = llm.engine.runner.kv
+        assert kv.num_pages * BLOCK_SIZE < len(prompt) / 2
+    with engine(path, "bfloat16", kv_cache_memory="60kB", max_batch_tokens=512) as llm:
+        assert llm.engine.runner.kv.pages is None
+        llm.generate([prompt[:100]], params)
+
+
+def test_a_window_as_long_as_the_context_changes_nothing(checkpoint: Callable[[str], Path]) -> None:
+    with engine(checkpoint("mistral"), "bfloat16", max_model_len=SLIDING_WINDOW) as llm:
+        assert llm.engine.runner.kv.pages is None
