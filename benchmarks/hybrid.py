@@ -8,7 +8,8 @@
   bytes a cached token. Beside it the same prompts with a checkpoint in every block, with one at prompts' ends
   alone, and by vLLM's rule (mamba_cache_mode align: a state behind the last full block of each scheduled
   chunk).
-- **bytes**: KV of one sequence of 32,768 tokens, windows freed and kept, for Gemma 3 270m, GPT-OSS 20b and Mistral 7B v0.1.
+- **bytes**: KV of one sequence of 32,768 tokens, windows freed and kept, for Gemma 3 270m,
+  GPT-OSS 20b and Mistral 7B v0.1.
 """
 
 from __future__ import annotations
