@@ -8,7 +8,8 @@
   bytes a cached token. Beside it the same prompts with a checkpoint in every block, with one at prompts' ends
   alone, and by vLLM's rule (mamba_cache_mode align: a state behind the last full block of each scheduled
   chunk).
-- **bytes**: KV of one sequence of 32,768 tokens, windows freed and kept, for Gemma 3 270m and GPT-OSS 20b.
+- **bytes**: KV of one sequence of 32,768 tokens, windows freed and kept, for Gemma 3 270m,
+  GPT-OSS 20b and Mistral 7B v0.1.
 """
 
 from __future__ import annotations
@@ -351,6 +352,7 @@ def kv_bytes() -> Table:
     shapes = {
         "gemma3-270m": (18, 1, 256, tuple(n for n in range(18) if n % 6 != 5), 512),
         "GPT-OSS 20b": (24, 8, 64, tuple(range(0, 24, 2)), 128),
+        "Mistral 7B v0.1": (32, 8, 128, tuple(range(1, 32)), 4096),
     }
     num_tokens = 32_768
     for name, (layers, heads, dim, windowed, window) in shapes.items():

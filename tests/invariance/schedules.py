@@ -26,8 +26,13 @@ def prompts_of(lengths: list[int], shared: list[int]) -> list[list[int]]:
     ]
 
 
-def check_schedules(model: CausalLM, num_examples: int, kv_dtype: KVDtype = "auto") -> None:
-    """Any schedule gives each prompt the logits that it has when it is computed alone and at once."""
+def check_schedules(
+    model: CausalLM, num_examples: int, kv_dtype: KVDtype = "auto", *, frees_windows: bool = False
+) -> None:
+    """Any schedule gives each prompt the logits that it has when it is computed alone and at once.
+
+    With `frees_windows`, KV of layers with windows lies in pages in the schedules, and in blocks alone.
+    """
 
     @settings(
         max_examples=num_examples,
@@ -51,7 +56,9 @@ def check_schedules(model: CausalLM, num_examples: int, kv_dtype: KVDtype = "aut
         torch.set_num_threads(data.draw(st.sampled_from((1, 2)), label="threads"))
         try:
             block_size = data.draw(st.sampled_from(BLOCK_SIZES), label="block size")
-            run = PagedSequences(model, prompts, block_size=block_size, kv_dtype=kv_dtype)
+            run = PagedSequences(
+                model, prompts, block_size=block_size, kv_dtype=kv_dtype, frees_windows=frees_windows
+            )
             run_schedule(run, data, shared)
         finally:
             torch.set_num_threads(before)

@@ -41,7 +41,10 @@ GROUP = 5
 MTP = "deepseek-v3-mtp"
 HYBRID = "qwen3_next"
 SPARSE = "glm_moe_dsa"
-OTHER_FAMILIES = {"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE}
+WINDOWS = "mistral-sliding"
+OTHER_FAMILIES = {
+    **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS}
+}
 """By engine; the others have a Qwen2."""
 LEFT_OUT = {"no adapters": "adapter", "small": "pinned"}
 """By engine, the feature that its requests don't have; beside pins a small cache has no room."""
@@ -65,6 +68,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "hybrid": {"block_size": 16},
     "hybrid drafts": {"block_size": 16, "speculation": "auto", "dtype": "float32"},
     "sparse": {"speculation": "auto", "max_batch_tokens": 120},
+    "windows": {"speculation": "auto", "max_batch_tokens": 120},
 }
 """Settings of engines, beside those of `BASE`."""
 SOURCES = {
@@ -75,6 +79,7 @@ SOURCES = {
     "mtp": {"mtp", "grammar"},
     "hybrid drafts": {"tree"},
     "sparse": {"tree"},
+    "windows": {"tree"},
 }
 """Who must have drafted."""
 

@@ -54,11 +54,11 @@ def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("roles", [("both", "both"), ("prefill", "decode")], ids="-".join)
-@pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss", "mistral-sliding"])
 def test_checkpoints_travel_through_a_pool(
     family: str, roles: tuple[str, str], root: Path, tmp_path: Path
 ) -> None:
-    """gpt-oss: pages of windows."""
+    """gpt-oss, mistral-sliding: pages of windows."""
     path = checkpoint(family, root) if family in hybrids.FAMILIES else build(family, tmp_path / family)
     config = tmp_path / "pool.json"
     (tmp_path / "pool").mkdir()

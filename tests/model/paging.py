@@ -77,6 +77,7 @@ class PagedSequences:
         seed: int = 0,
         adapters: Sequence[object | None] | None = None,
         kv_dtype: KVDtype = "auto",
+        frees_windows: bool = False,
     ) -> None:
         """`adapters`: what `prepare_adapter` returned, for each prompt; None: the base model."""
         self.model = model
@@ -84,7 +85,7 @@ class PagedSequences:
         self.prompts = [list(prompt) for prompt in prompts]
         self.block_size = block_size
         num_blocks = sum(-(-len(p) // block_size) for p in prompts) + 3
-        layout = model.layout(block_size, kv_dtype)
+        layout = model.layout(block_size, kv_dtype, frees_windows=frees_windows)
         self.has_states = layout.state is not None
         num_blocks = layout.aligned(num_blocks)
         num_states = len(prompts) if self.has_states else 0
@@ -109,7 +110,8 @@ class PagedSequences:
             block = self.free.pop()
             self.kv.copy_block_head(self.tables[source][full], block, rest)
             if self.kv.num_pages:
-                self.kv.copy_page(self.tables[source][full], block)
+                last = self.kv.num_pages - 1
+                self.kv.copy_page(last - self.tables[source][full], last - block)
             self.tables[target].append(block)
         self.done[target] = num_tokens
         self.logits[target][:num_tokens] = self.logits[source][:num_tokens]
@@ -152,7 +154,7 @@ class PagedSequences:
             states=self._state_moves(plan) if self.has_states else None,
         )
         if self.kv.num_pages:
-            batch.pages = PageTables(batch.slots, batch.block_tables)  # a page for each block
+            batch.pages = self._pages(batch, [self.done[seq] for seq, _ in plan])
         decoder = self.model.decoder
         if isinstance(decoder, PredictingDecoder):
             zeros = torch.zeros(decoder.hidden_size, dtype=decoder.dtype)
@@ -169,6 +171,20 @@ class PagedSequences:
                 ]
             self.done[seq] += num_tokens
         return logits
+
+    def _pages(self, batch: ForwardBatch, firsts: Sequence[int]) -> PageTables:
+        """Return a page for each block, in another order, and none for what no token sees.
+
+        `firsts`: each sequence's first position in the batch.
+        """
+        windows, size = self.kv.layout.windows, self.block_size
+        assert windows is not None
+        last = self.kv.num_pages - 1
+        tables = last - batch.block_tables
+        for row, first in enumerate(firsts):
+            tables[row, : max(0, first - windows.window + 1) // size] = 0
+        slots = (last - batch.slots // size) * size + batch.slots % size
+        return PageTables(slots, tables)
 
     def _state_moves(self, plan: Sequence[tuple[int, int]]) -> StateMoves:
         """Each sequence has the state of its own number."""

@@ -116,8 +116,8 @@ class CacheSettings(SettingsModel):
     """Tokens from one kept state of a long prompt of such a model to the next, beside those where prompts
     part and end."""
     free_windows: bool = True
-    """For models that mix layers with sliding windows and others (Gemma 3, GPT-OSS): keep KV behind a
-    window only where prompts part and end. Off: keep all of it, so that prompts share it by the token."""
+    """For models with sliding windows (Gemma 3, GPT-OSS, Mistral 7B v0.1): keep KV behind a window only
+    where prompts part and end. Off: keep all of it, so that prompts share it by the token."""
     kv_cache_dtype: KVDtype = "auto"
     """How KV is stored, in every tier: as the model computes it, or one byte a number with a scale per token
     and KV head, which holds about twice the tokens in the same bytes. `int8` and `fp8` (e4m3) run on CPU."""

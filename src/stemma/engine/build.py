@@ -17,6 +17,7 @@ from stemma.engine.adapters import AdapterRegistry
 from stemma.engine.budget.working_memory import MemoryPlan, plan_memory
 from stemma.engine.cache_parts import (
     device_block_costs,
+    lay_out,
     make_index,
     make_key_space,
     make_kv,
@@ -46,7 +47,7 @@ from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.device.sizing import device_bytes, device_sizes
+from stemma.memory.device.sizing import device_bytes
 from stemma.memory.tiers.block_store import BlockStore
 from stemma.memory.tiers.disk.disk_store import DiskStore
 from stemma.memory.tiers.disk.other_models import OtherModelsOnDisk
@@ -177,10 +178,6 @@ def assemble_engine(
     name = settings.model.served_name or served_name(settings.model.path)
     adapters = load_adapters(settings.lora, model, (name, *also_named))
     asked = settings.cache
-    frees_windows = asked.free_windows and ranks is None
-    layout = model.layout(
-        asked.block_size, asked.kv_cache_dtype, asked.kv_layout, frees_windows=frees_windows
-    )
     memory: MemoryPlan | None = None
     reader = make_image_reader(settings, model, tokenizer)
     if asked.memory_limit is not None:
@@ -188,7 +185,9 @@ def assemble_engine(
         num_bytes = memory.kv_bytes
     else:
         num_bytes = device_bytes(asked, model.device)
-    sizes = device_sizes(layout, num_bytes, asked, settings.scheduler.max_batch_tokens)
+    layout, sizes = lay_out(
+        model, num_bytes, asked, settings.scheduler.max_batch_tokens, frees_windows=ranks is None
+    )
     key_space = make_key_space(settings, model, layout, ranks)
     kv = make_kv(layout, sizes, model.device, key_space, ranks)
     device = DeviceCopy(kv, copy_function(settings.model.isa))

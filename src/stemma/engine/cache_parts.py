@@ -13,11 +13,12 @@ from stemma.engine.ranks.execution import LeadingKV
 from stemma.engine.ranks.leader import Ranks
 from stemma.engine.ranks.messages import Open
 from stemma.engine.ranks.settings import pool_part
+from stemma.errors import ConfigError
 from stemma.memory.cache.states import CachedStates, Places
 from stemma.memory.device.copy import DeviceCopy
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout
-from stemma.memory.device.sizing import DeviceSizes
+from stemma.memory.device.sizing import DeviceSizes, device_sizes
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.memory.tiers.opening import open_tiers
 from stemma.memory.tiers.transfer import TierTransfer
@@ -30,6 +31,33 @@ from stemma.prefix.index import PrefixIndex
 from stemma.prefix.keys import KeySpace
 from stemma.prefix.radix import RadixIndex
 from stemma.supervision import Supervisor
+
+
+def lay_out(
+    model: CausalLM, num_bytes: int, settings: CacheSettings, step: int, *, frees_windows: bool
+) -> tuple[KVLayout, DeviceSizes]:
+    """Return the layout of a device tier of `num_bytes` and what it has room for; `step`: its most tokens.
+
+    KV behind windows is freed if `frees_windows`, settings and model allow it, and longer sequences fit so:
+    in a small tier the pages of a step may leave too little for blocks. Raises ConfigError if nothing fits.
+    """
+
+    def laid_out(*, frees: bool) -> tuple[KVLayout, DeviceSizes]:
+        layout = model.layout(
+            settings.block_size, settings.kv_cache_dtype, settings.kv_layout, frees_windows=frees
+        )
+        return layout, device_sizes(layout, num_bytes, settings, step)
+
+    if not (frees_windows and settings.free_windows):
+        return laid_out(frees=False)
+    try:
+        freed = laid_out(frees=True)
+    except ConfigError:
+        return laid_out(frees=False)
+    if freed[0].windows is None:
+        return freed
+    kept = laid_out(frees=False)
+    return freed if freed[1].num_blocks >= kept[1].num_blocks else kept
 
 
 def make_key_space(

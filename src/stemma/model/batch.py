@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,6 +97,11 @@ class ForwardBatch:
     on_launch: Callable[[], None] = _nothing
     """Decoders call it once they are about to compute outside Python: from then on the step leaves the
     interpreter to other threads. Those that compute in one native call do so right before it."""
+
+    def in_pages(self) -> ForwardBatch:
+        """Return the batch as layers with windows see it, whose blocks are the pages."""
+        assert self.pages is not None
+        return replace(self, slots=self.pages.slots, block_tables=self.pages.tables, pages=None)
 
     @property
     def num_seqs(self) -> int:

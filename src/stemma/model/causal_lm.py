@@ -33,7 +33,7 @@ class KVShape:
     state: StateLayout | None = None
     """The state that recurrent layers keep of a sequence; None: there are none."""
     windows: WindowGroup | None = None
-    """Layers whose KV may lie in pages; None: there are none, or all are."""
+    """Layers whose KV may lie in pages; None: there are none."""
     index_dim: int = 0
     """Last dims of a row, which are an indexer's key; 0: there is none."""
 
@@ -190,8 +190,7 @@ class CausalLM:
             raise ConfigError(
                 f"{self.info.architecture} keeps KV of two shapes, which runs on CPU only; set device cpu"
             )
-        frees_windows = shape.is_mixed or (frees_windows and self.device.type == "cpu")
-        if frees_windows and shape.windows is not None:
+        if shape.windows is not None and (shape.is_mixed or (frees_windows and self._has_windows_to_free)):
             num_layers = shape.num_layers - len(shape.windows.layers)
             plain = replace(plain, num_layers=num_layers, windows=shape.windows)
         if shape.state is not None and self.device.type != "cpu":
@@ -209,6 +208,12 @@ class CausalLM:
                 "the model's dtype; leave kv_cache_dtype auto"
             )
         return replace(plain, stored=kv_dtype, latent_rank=shape.latent_rank)
+
+    @property
+    def _has_windows_to_free(self) -> bool:
+        """Whether pages, which run on CPU only, take less than blocks do."""
+        windows = self._kv_shape.windows
+        return self.device.type == "cpu" and windows is not None and windows.window < self.max_model_len
 
     def _check_index(self, kv_dtype: KVDtype, arrangement: KVArrangement) -> None:
         """Raise ConfigError unless the keys of an indexer can lie so."""

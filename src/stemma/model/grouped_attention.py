@@ -39,6 +39,5 @@ def step_over(batch: ForwardBatch, kv: DeviceKV, make: MakeStep) -> Iterator[Ste
             yield step
         return
     assert kv.pages is not None
-    paged = replace(batch, slots=batch.pages.slots, block_tables=batch.pages.tables, pages=None)
-    with make(batch, kv) as in_blocks, make(paged, kv.pages) as in_pages:
+    with make(batch, kv) as in_blocks, make(batch.in_pages(), kv.pages) as in_pages:
         yield GroupedStep(kv.layout, in_blocks, in_pages)

@@ -21,11 +21,20 @@ struct LayerWeights {
     const GatedWeights* experts;  // [router.num_experts]
     const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
     const float* shared_gate;     // [hidden_dim]: shared experts count by its sigmoid; null: whole
-    int32_t kv_layer;             // number of the layer among those with KV
+    int32_t kv_layer;             // number of the layer among those with KV in blocks, or of those in pages
+    int32_t in_pages;             // 1: its KV lies where StepArgs::pages say
     int32_t gates;                // 1: behind the values, qkv has gates of what is attended, one for each number
     int32_t window;
     int32_t unrotated;            // 1: queries and keys know no positions
     float scale;
+};
+
+// KV of layers with windows, if it lies apart from the others'; its rows are theirs, and so is layer_bytes.
+struct PageArgs {
+    void *keys, *values;   // layer 0's pages, as in AttendArgs
+    const int64_t* slots;  // [rows]
+    int64_t block_stride;
+    Plan* plan;            // null: no layer lies in pages
 };
 
 struct StepArgs {
@@ -44,6 +53,7 @@ struct StepArgs {
     RotateArgs rotate;           // qkv, norms and query are set here; not used with latents
     LatentArgs latent;
     AttendArgs attend;           // of layer 0; query and output are set here
+    PageArgs pages;
     StateRows state_rows;        // of recurrent layers; its offset is set here
     const AdapterRowsArgs* adapters;  // [num_adapters], in order of rows
     const void* features;        // [feature_layers, num_features, hidden_dim]: added behind the first layers
@@ -412,6 +422,7 @@ class DecoderStep {
 
     void prepare_and_attend(const LayerWeights& layer, int index, bool at_end) {
         AttendArgs attend = a_.attend;
+        Plan& plan = layer.in_pages ? *a_.pages.plan : plan_;
         if (a_.latent.heads > 0) {
             void* latents = (char*)a_.latent.latents + layer.kv_layer * a_.layer_bytes;
             fold(layer, index, latents);
@@ -422,20 +433,24 @@ class DecoderStep {
             if (layer.unrotated) rotate.cos = rotate.sin = nullptr;
             rotate.qkv_stride = layer.qkv.n, rotate.centered = a_.centered;
             rotate.q_norm = layer.q_norm, rotate.k_norm = layer.k_norm;
-            rotate.keys = (char*)a_.rotate.keys + layer.kv_layer * a_.layer_bytes;
-            rotate.values = (char*)a_.rotate.values + layer.kv_layer * a_.layer_bytes;
+            if (layer.in_pages) {
+                rotate.keys = a_.pages.keys, rotate.values = a_.pages.values;
+                rotate.slots = a_.pages.slots, rotate.block_stride = attend.block_stride = a_.pages.block_stride;
+            }
+            rotate.keys = (char*)rotate.keys + layer.kv_layer * a_.layer_bytes;
+            rotate.values = (char*)rotate.values + layer.kv_layer * a_.layer_bytes;
             team_.share(member_, a_.rows, [&](int64_t i) { rotate_and_write_token<T>(rotate, i); });
             attend.keys = rotate.keys, attend.values = rotate.values;
         }
         attend.query = room_.query, attend.output = room_.attended;
         attend.window = layer.window, attend.scale = layer.scale;
         static thread_local Scratch scratch;
-        auto merge = [&](int64_t i) { merge_token<T>(attend, plan_, int(i)); };
-        const auto& bundles = at_end ? plan_.needed_bundles : plan_.bundles;
-        team_.share(member_, bundles.size(), [&](int64_t i) { run_bundle<T>(attend, plan_, bundles[i], scratch); });
-        if (at_end && !plan_.needed_merged.empty())
-            team_.share(member_, plan_.needed_merged.size(), [&](int64_t i) { merge(plan_.needed_merged[i]); });
-        if (!at_end && !plan_.merged.empty()) team_.share(member_, plan_.merged.size(), merge);
+        auto merge = [&](int64_t i) { merge_token<T>(attend, plan, int(i)); };
+        const auto& bundles = at_end ? plan.needed_bundles : plan.bundles;
+        team_.share(member_, bundles.size(), [&](int64_t i) { run_bundle<T>(attend, plan, bundles[i], scratch); });
+        if (at_end && !plan.needed_merged.empty())
+            team_.share(member_, plan.needed_merged.size(), [&](int64_t i) { merge(plan.needed_merged[i]); });
+        if (!at_end && !plan.merged.empty()) team_.share(member_, plan.merged.size(), merge);
     }
 
     // Queries over latents into room_.query, and the tokens' latents into their slots.

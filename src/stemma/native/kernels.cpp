@@ -168,8 +168,11 @@ int64_t stemma_decoder_step_room(const StepArgs* args) {
     return args->is_bf16 ? Room<bf16>(*args).bytes : Room<float>(*args).bytes;
 }
 void stemma_decoder_step(Plan* plan, const StepArgs* args) {
-    plan->make_room(args->attend.value_dim);
-    plan->need(args->logits_rows, args->num_logits);
+    for (Plan* each : {plan, args->pages.plan}) {
+        if (each == nullptr) continue;
+        each->make_room(args->attend.value_dim);
+        each->need(args->logits_rows, args->num_logits);
+    }
     args->is_bf16 ? run_step<bf16>(*plan, *args) : run_step<float>(*plan, *args);
 }
 int64_t stemma_packed_bytes(const Strips* weight, int32_t is_bf16) {

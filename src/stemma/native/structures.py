@@ -125,6 +125,10 @@ class AdapterRowsArgs(Mirror):
     """The rows of a step that an adapter serves (low_rank.h)."""
 
 
+class PageArgs(Mirror):
+    """Places of the KV of layers with windows (decoder_step.h)."""
+
+
 class StepArgs(Mirror):
     """A whole step (decoder_step.h)."""
 

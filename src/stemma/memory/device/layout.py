@@ -15,6 +15,7 @@ their scales.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -74,6 +75,21 @@ class WindowGroup:
     """Tokens: the largest."""
     num_kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]) -> WindowGroup | None:
+        """Return the group that a model's layers form; None: there is none.
+
+        `windows` (None: the layer sees all tokens) and `shapes` (KV heads, head dim) of each layer with KV.
+        Where all slide, the first one stays in blocks: tokens have blocks of some size then, like in any
+        other model, for a small share of what pages save.
+        """
+        layers = tuple(number for number, window in enumerate(windows) if window)
+        if len(layers) == len(windows):
+            layers = layers[1:]
+        if not layers:
+            return None
+        return cls(layers, max(windows[number] or 0 for number in layers), *shapes[layers[0]])
 
 
 @dataclass(frozen=True, slots=True)

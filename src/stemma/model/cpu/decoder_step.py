@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import KVLayout
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.fused_layer import FusedLayer
 from stemma.model.cpu.logits_memory import LogitsMemory
@@ -22,7 +23,7 @@ from stemma.model.cpu.recurrent_layer import StepStates, offsets_of, state_layou
 from stemma.model.cpu.weights import PackedProduct
 from stemma.model.families.layout import ModelLayout
 from stemma.native.library import Kernels
-from stemma.native.structures import AttendArgs, LatentArgs, LayerWeights, RotateArgs, StepArgs
+from stemma.native.structures import AttendArgs, LatentArgs, LayerWeights, PageArgs, RotateArgs, StepArgs
 
 _ALIGNMENT = 64
 
@@ -42,6 +43,8 @@ class DecoderStep:
         self._kernels = kernels
         self._fused = layers  # the structures point into them
         self._layers = (LayerWeights * len(layers))(*_described(layers, layout))
+        self._layout: KVLayout | None = None
+        """Says where the layers' KV lies, as `self._layers` have it."""
         self._is_recurrent = any(layer.recurrent is not None for layer in layout.layers)
         self._final_norm = final_norm
         self._head = head
@@ -69,13 +72,15 @@ class DecoderStep:
         attend: AttendArgs,
         plan: int,
         states: torch.Tensor | None = None,
+        pages: PageArgs | None = None,
     ) -> torch.Tensor:
         """Write the KV of `hidden` [T, H] (the tokens' embeddings; overwritten), return logits [L, vocab].
 
         The logits are float32, rounded to the model's dtype. `heads` and `attend` are those of layer 0; the
         fields that differ by layer are set in the call. `states` [T, H], if given, get the hidden states
-        behind the final norm.
+        behind the final norm. `pages`: of a cache that has any.
         """
+        self._place(kv.layout)
         logits = self._logits_memory.take(len(batch.logits_rows), self._head.out_features)
         args = self._args
         args.threads = torch.get_num_threads()
@@ -84,7 +89,7 @@ class DecoderStep:
         args.hidden, args.logits = hidden.data_ptr(), logits.data_ptr()
         args.states = None if states is None else states.data_ptr()
         args.layer_bytes = kv.data.stride(1) * kv.data.element_size()
-        args.attend = attend
+        args.attend, args.pages = attend, pages or PageArgs()
         images = batch.images
         args.feature_layers = 0
         if images is not None and images.features is not None:
@@ -110,11 +115,19 @@ class DecoderStep:
         self._kernels.decoder_step(plan, at)
         return logits
 
+    def _place(self, layout: KVLayout) -> None:
+        """Tell each layer where its KV lies."""
+        if layout is self._layout:
+            return
+        self._layout, kv_layer = layout, 0
+        for described, fused in zip(self._layers, self._fused, strict=True):
+            described.in_pages, described.kv_layer = layout.place_of(kv_layer)
+            kv_layer += fused.recurrent is None
+
 
 def _described(layers: list[FusedLayer], layout: ModelLayout) -> Iterator[LayerWeights]:
-    """Yield each layer's weights, with its number among those that have KV."""
-    states, kv_layer = state_layout_of(layout), 0
+    """Yield each layer's weights."""
+    states = state_layout_of(layout)
     for number, (fused, layer) in enumerate(zip(layers, layout.layers, strict=True)):
         offsets = (0, 0) if layer.recurrent is None else offsets_of(states, number)
-        yield fused.weights(layer, kv_layer, offsets)
-        kv_layer += layer.recurrent is None
+        yield fused.weights(layer, offsets)

@@ -7,7 +7,8 @@ one call (decoder_step.py). Tests hold each family against plain transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -27,6 +28,7 @@ from stemma.model.cpu.weights import PackedProduct
 from stemma.model.families.layout import ModelLayout
 from stemma.model.lora.adapter import Adapter, LinearShape
 from stemma.model.weights.named import NamedWeights
+from stemma.native.structures import PageArgs
 
 EmbeddingFunction: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """ids [T] -> [T, H]."""
@@ -124,6 +126,27 @@ class FusedDecoder:
         if batch.images is not None:
             hidden.index_copy_(0, batch.images.rows, batch.images.vectors)
         heads, attend = self._heads.of_step(batch, step.kv)
-        plan = step.plan(self._heads.num_kv_heads, self._heads.group_size).open(self._kernels)
-        logits = self._step.forward(batch, step.kv, hidden, heads, attend, plan, states)
+        with self._pages(batch, step.kv) as pages:
+            logits = self._step.forward(
+                batch, step.kv, hidden, heads, attend, self._plan(step), states, pages
+            )
         return logits if self._logits_divisor == 1.0 else logits / self._logits_divisor
+
+    def _plan(self, step: NativeAttentionStep) -> int:
+        return step.plan(self._heads.num_kv_heads, self._heads.group_size).open(self._kernels)
+
+    @contextmanager
+    def _pages(self, batch: ForwardBatch, kv: DeviceKV) -> Iterator[PageArgs | None]:
+        """Give what a step over pages takes beside blocks; None: all KV lies in blocks."""
+        if kv.pages is None:
+            yield None
+            return
+        paged = batch.in_pages()
+        with NativeAttentionStep(paged, kv.pages, self._kernels) as step:
+            yield PageArgs(
+                keys=kv.pages.address(0, 0),
+                values=kv.pages.address(0, 1),
+                slots=paged.slots.data_ptr(),
+                block_stride=kv.pages.block_stride,
+                plan=self._plan(step),
+            )

@@ -121,15 +121,14 @@ class FusedLayer:
     latent: FusedLatent | None = None
     recurrent: FusedRecurrent | None = None
 
-    def weights(self, layer: layout.Layer, kv_layer: int, offsets: tuple[int, int]) -> LayerWeights:
+    def weights(self, layer: layout.Layer, offsets: tuple[int, int]) -> LayerWeights:
         """Describe the layer to the kernels; valid as long as this object.
 
-        `layer` says how it attends, `kv_layer` its number among those with KV, `offsets` where a recurrent
-        layer's parts of a state begin.
+        `layer` says how it attends, `offsets` where a recurrent layer's parts of a state begin. A step sets
+        where its KV lies.
         """
         mlp = self.mlp
         described = LayerWeights(
-            kv_layer=kv_layer,
             gates=layer.has_gates,
             qkv=self.qkv.strips,
             output=self.output.strips,

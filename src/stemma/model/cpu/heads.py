@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 
 from stemma.memory.device.kv import DeviceKV
+from stemma.memory.device.layout import WindowGroup
 from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import KVShape
 from stemma.model.cpu.attention import native_format
@@ -158,10 +159,12 @@ class LatentHeads:
 def kv_shape_of(model: layout.ModelLayout) -> KVShape:
     """Return what the layers keep for a token."""
     heads = model.heads
-    num_layers = sum(layer.recurrent is None for layer in model.layers)
+    windows = [layer.window for layer in model.layers if layer.recurrent is None]
     if isinstance(heads, layout.LatentHeads):
-        return KVShape(num_layers, 1, 1, heads.rank + heads.rope_dim, heads.rank)
-    return KVShape(num_layers, 2, heads.num_kv_heads, heads.head_dim, state=state_layout_of(model))
+        return KVShape(len(windows), 1, 1, heads.rank + heads.rope_dim, heads.rank)
+    shape = heads.num_kv_heads, heads.head_dim
+    group = WindowGroup.of(windows, [shape] * len(windows))
+    return KVShape(len(windows), 2, *shape, state=state_layout_of(model), windows=group)
 
 
 def heads_of(model: layout.ModelLayout, dtype: torch.dtype) -> Heads:

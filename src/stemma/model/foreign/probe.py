@@ -64,7 +64,9 @@ def probe(
     ordered = [calls[index][0] for index in sorted(calls)]
     _check_windows(name, config, {layer: calls[layer][0].sliding_window for layer in sorted(calls)})
     shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
-    windows = _windows(ordered, shapes)
+    windows = None  # latents always lie in blocks
+    if ordered[0].latent is None:
+        windows = WindowGroup.of([call.sliding_window for call in ordered], shapes)
     in_pages = () if windows is None else windows.layers
     in_blocks = {shape for number, shape in enumerate(shapes) if number not in in_pages}
     apart = {shape for number, shape in enumerate(shapes) if number in in_pages}
@@ -76,15 +78,6 @@ def probe(
     num_parts = 2 if latent is None else 1
     index_dim = 0 if ordered[0].selection is None else ordered[0].selection.dim
     return KVShape(len(calls), num_parts, heads, dim, rank, state, windows, index_dim), ordered
-
-
-def _windows(calls: list[AttentionCall], shapes: list[tuple[int, int]]) -> WindowGroup | None:
-    """Return the layers with sliding windows; None: there are none, or all are, or they keep latents."""
-    sizes = {number: call.sliding_window for number, call in enumerate(calls) if call.sliding_window}
-    if not 0 < len(sizes) < len(calls) or calls[0].latent is not None:
-        return None
-    heads, dim = shapes[next(iter(sizes))]
-    return WindowGroup(tuple(sizes), max(size for size in sizes.values() if size), heads, dim)
 
 
 def _without_kv(config: Any, with_state: set[int]) -> set[int]:
