@@ -16,6 +16,7 @@ from stemma.engine.llm import engine_settings
 from stemma.errors import ConfigError
 from stemma.native.library import load_kernels
 from stemma.prefix.keys import Namespace
+from tests import hybrids
 from tests.model.paging import plain_logits
 
 TEXT = "the cat sat on the mat, and the dog looked at it for a long time. " * 12
@@ -80,3 +81,15 @@ def test_too_little_text_and_too_long_windows_are_refused(parts: EngineParts) ->
         evaluator.perplexity(TEXT, 1 << 20)
     with pytest.raises(ConfigError, match="a prompt has"):
         evaluator.choose(TEXT * 20, [" a"], Namespace(), cached=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("gemma3_text", "free_windows"), ("qwen3_next", "recurrent")]
+)
+def test_models_that_keep_more_than_kv_are_refused(tmp_path: Path, family: str, message: str) -> None:
+    """Their steps need tables of pages and states, which these steps don't make."""
+    hybrids.build(family, tmp_path)
+    built = build_engine(engine_settings(tmp_path, dtype="float32", device="cpu", kv_cache_memory="16MB"))
+    with pytest.raises(ConfigError, match=message):
+        Evaluator(built)
+    built.engine.close()

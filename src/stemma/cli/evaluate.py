@@ -100,7 +100,9 @@ def _evaluator(settings: Settings, progress: CommandProgress) -> tuple[Evaluator
     from stemma.engine.build import build_engine
     from stemma.engine.evaluation import Evaluator
 
-    parts = build_engine(settings.engine, progress)
+    # Steps here know one table of blocks; answers are the same bits whether windows are freed or not.
+    cache = settings.engine.cache.model_copy(update={"free_windows": False})
+    parts = build_engine(settings.engine.model_copy(update={"cache": cache}), progress)
     return Evaluator(parts), parts.engine.limits.max_tokens
 
 

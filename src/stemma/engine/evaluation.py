@@ -54,6 +54,12 @@ class Evaluator:
     """Asks an engine's model for probabilities."""
 
     def __init__(self, parts: EngineParts) -> None:
+        """Raises ConfigError for models whose layers keep more than KV of every token."""
+        kv = parts.engine.runner.kv
+        if kv.num_states:
+            raise ConfigError("recurrent layers can't be scored here; ask a server for prompt_logprobs")
+        if kv.num_pages:
+            raise ConfigError("texts are scored with all KV kept: build the engine with free_windows off")
         self._parts = parts
         self._num_namespaces = 0
 
