@@ -41,6 +41,7 @@ PEERS = Path(__file__).parent / "peers"
 PEER_COLUMNS = ("llama.cpp", "ik_llama.cpp", "OpenVINO int8")
 LLAMA_KINDS = ("Q8_0", "Q4_0")
 IK_LLAMA_KINDS = ("Q4_K_M", "Q4_0", "Q8_0")
+SUPER_BLOCK = 256
 LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT = 64, 48, 512
 
 
@@ -169,7 +170,10 @@ def ik_llama_files(python: Path, checkpoint: Path) -> dict[str, Path]:
     plain = checkpoint.with_name(f"{checkpoint.name}-BF16.gguf")
     if not plain.exists():
         convert(checkpoint, plain, "BF16")
-    files = {kind: checkpoint.with_name(f"{checkpoint.name}-ik-{kind}.gguf") for kind in IK_LLAMA_KINDS}
+    width = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
+    # Where rows aren't whole super-blocks its quantizer writes types of its own, which gguf doesn't know.
+    kinds = [kind for kind in IK_LLAMA_KINDS if not kind.endswith("_K_M") or width % SUPER_BLOCK == 0]
+    files = {kind: checkpoint.with_name(f"{checkpoint.name}-ik-{kind}.gguf") for kind in kinds}
     for kind, file in files.items():
         if not file.exists():
             tool = str(python.parent / "ik-llama-quantize")
