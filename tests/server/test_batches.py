@@ -26,6 +26,7 @@ from tests.server.scripted_engine import ScriptedEngine
 from tests.server.scripted_process import scripted_server
 
 CHAT = "/v1/chat/completions"
+DEEP = '"tools": ' + "[" * 600 + "]" * 600
 SHARED = "You answer questions about trees. " * 8
 
 
@@ -134,6 +135,8 @@ def test_a_request_that_fails_stands_in_the_file_of_errors(client: OpenAI) -> No
         ([{**line("a", "x"), "method": "GET"}], "invalid_method", 1),
         ([line("a", "x", stream=True)], "invalid_request", 1),
         ([line("a", "x" * 300_000)], "request_too_large", 1),
+        ([line("a", "x").__repr__().replace("'", '"').replace('"x"', "NaN")], "invalid_json_line", 1),
+        ([json.dumps(line("a", "x", tools=1)).replace('"tools": 1', DEEP)], "invalid_json_line", 1),
     ],
 )
 def test_a_file_that_is_no_batch_fails_it(
@@ -293,3 +296,38 @@ def test_a_batch_whose_file_is_deleted_fails(client: OpenAI, engine: ScriptedEng
     assert batch.errors.data is not None
     assert "deleted" in str(batch.errors.data[0].message)
     assert len(records(client, batch.output_file_id)) >= 2
+
+
+def test_an_error_of_ours_fails_the_batch(
+    client: OpenAI, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told, and what was answered is kept; the batch doesn't wait for ever."""
+
+    def broken(self: object, body: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("stemma.server.batches.records.BatchUsage.plus", broken)
+    batch = waited(client, begun(client, [line("a", "x"), line("b", "y", temperature=-1)]))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [one.code for one in batch.errors.data] == ["server_error"]
+    monkeypatch.undo()
+    assert waited(client, begun(client, [line("a", "x")])).status == "completed"
+
+
+async def test_uploads_under_way_count(live_url: str, engine: ScriptedEngine) -> None:
+    """A client that leaves half-way leaves nothing, neither bytes held nor a file."""
+
+    async def half() -> Any:
+        yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + b"y" * 100_000
+        raise RuntimeError("gone")
+
+    headers = {"content-type": "multipart/form-data; boundary=x", "content-length": "200000"}
+    async with httpx.AsyncClient() as http:
+        with pytest.raises(RuntimeError, match="gone"):
+            await http.post(f"{live_url}/v1/files", content=half(), headers=headers)
+        deadline = time.monotonic() + 10
+        while 'budget_held{budget="batch_bytes"} 0.0' not in (await http.get(f"{live_url}/metrics")).text:
+            assert time.monotonic() < deadline
+        assert (await http.get(f"{live_url}/v1/files")).json()["data"] == []

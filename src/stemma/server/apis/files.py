@@ -16,8 +16,10 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from stemma.budgets import Budget
 from stemma.errors import InvalidRequest, WrongMediaType
 from stemma.server.access import FORM_TYPE, owner_of
+from stemma.server.admission.caller import caller
 from stemma.server.apis.pages import item_page
 from stemma.server.batches.batches import Batches
 from stemma.server.batches.records import BATCH_PURPOSE, StoredFile
@@ -52,7 +54,7 @@ def batches_of(request: Request) -> Batches:
 async def upload(request: Request) -> Response:
     """Keep a file of requests, one JSON object a line."""
     batches = batches_of(request)
-    async with _form(request, batches.budget.most(owner_of(request))) as form:
+    async with _form(request, batches.budget) as form:
         return await _kept(batches, owner_of(request), form)
 
 
@@ -108,13 +110,17 @@ def _kept_s(form: FormData) -> int:
 
 
 @asynccontextmanager
-async def _form(request: Request, max_bytes: int) -> AsyncIterator[FormData]:
+async def _form(request: Request, budget: Budget) -> AsyncIterator[FormData]:
     """Read a body of multipart/form-data; its file lies on disk until the context ends."""
     if not request.headers.get("content-type", "").lower().startswith(FORM_TYPE):
         raise WrongMediaType(f"send the file as {FORM_TYPE}, with the fields purpose and file")
 
+    owner = owner_of(request)
+
     async def stream() -> AsyncGenerator[bytes, None]:
-        async for chunk in limited_chunks(request, max_bytes + _FORM_BYTES):
+        async for chunk in limited_chunks(request, budget.most(owner) + _FORM_BYTES):
+            # Until the file is kept, which takes its bytes anew: uploads under way fill no disk.
+            caller().holding.take(budget, len(chunk), owner)
             yield chunk
 
     parser = MultiPartParser(
@@ -124,6 +130,7 @@ async def _form(request: Request, max_bytes: int) -> AsyncIterator[FormData]:
         form = await parser.parse()
     except (MultiPartException, MultipartParseError) as error:
         raise InvalidRequest(f"the form can't be read: {error}") from error
+    caller().holding.close()
     try:
         yield form
     finally:

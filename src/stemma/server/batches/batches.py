@@ -160,8 +160,9 @@ class Batches(Collector):
             await asyncio.sleep(_RETRY_S)
             self._begin(await self.batch(run.batch.owner, batch_id))
         except Exception:
-            logger.exception("batch %s stopped; the next start goes on with it", batch_id)
-        else:
+            logger.exception("batch %s failed", batch_id)
+            await run.fail("internal error")
+        if batch_id in self._runs and self._runs[batch_id][0] is run:
             del self._runs[batch_id]
             if run.batch.status in ENDED:
                 status = str(run.batch.status)

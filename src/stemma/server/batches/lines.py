@@ -94,7 +94,11 @@ def _checked(raw: bytes, endpoint: str) -> tuple[str, bytes]:
         raise BadLine("body must be an object", "missing_required_parameter", "body")
     if body.get("stream"):
         raise BadLine("a batch doesn't stream; leave stream out", "invalid_request", "stream")
-    return custom_id, prompt_key(body)
+    try:
+        orjson.dumps(body)
+        return custom_id, prompt_key(body)
+    except TypeError as error:  # orjson reads deeper nesting than it writes
+        raise BadLine(f"body can't be read: {error}", "invalid_json_line", "body") from error
 
 
 def prompt_key(body: dict[str, Any]) -> bytes:

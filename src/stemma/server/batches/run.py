@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from uuid import uuid4
 import orjson
 
 from stemma.engine.client import EngineClient
-from stemma.errors import EngineFailed, NotFound, StemmaError, StorageError
+from stemma.errors import EngineFailed, GenerationFailed, NotFound, StemmaError, StorageError
 from stemma.server.batches.calls import Answered, LocalCalls, record_of
 from stemma.server.batches.lines import BadLine, BatchLine, body_of, read_lines
 from stemma.server.batches.records import OUTPUT_PURPOSE, Batch, BatchStatus, StoredFile
@@ -21,6 +22,8 @@ from stemma.server.lifecycle import Lifecycle
 
 KEPT_S = 30 * 24 * 3600
 """How long files are kept unless their sender says otherwise."""
+logger = logging.getLogger(__name__)
+
 MAX_TOLD_ERRORS = 100
 """Wrong lines that a failed batch names."""
 _LOOK_AGAIN_S = 0.02
@@ -62,6 +65,11 @@ class BatchRun:
         if self.batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             await self._save(self.batch.at(BatchStatus.CANCELLING, time.time()))
             self._stopped.set()
+
+    async def fail(self, message: str) -> None:
+        """End the batch as failed; its files hold what was answered. Raises StorageError."""
+        self._failure = GenerationFailed(message)
+        await self._finish()
 
     async def run(self) -> None:
         """Go on until the batch has ended or the server drains; the next start goes on from there.
@@ -162,6 +170,10 @@ class BatchRun:
         except (NotFound, StorageError) as error:
             self._failure = error
             self._stopped.set()
+        except Exception:
+            logger.exception("batch %s, request %d", self.batch.batch_id, number)
+            self._failure = GenerationFailed("internal error")
+            self._stopped.set()
         finally:
             self._seats.release()
 
@@ -196,7 +208,8 @@ class BatchRun:
         if batch.status is BatchStatus.CANCELLING:
             end = BatchStatus.CANCELLED
         elif self._failure is not None:
-            error = _error(str(self._failure), "invalid_file", None, None)
+            code = "invalid_file" if isinstance(self._failure, NotFound) else "server_error"
+            error = _error(str(self._failure), code, None, None)
             self.batch, end = replace(batch, errors=(error,)), BatchStatus.FAILED
         elif left or "expired_at" in batch.times:
             end = BatchStatus.EXPIRED
