@@ -1,9 +1,11 @@
 """Stemma and its peers in turn: same model, same prompts, same client, over HTTP.
 
-``python -m benchmarks.versus --vllm PYTHON [--openvino PYTHON] [--llama-cpp PYTHON] [--data DIR]``
+``python -m benchmarks.versus --vllm PYTHON [--pace PYTHON] [--openvino PYTHON] [--llama-cpp PYTHON]``
+``[--data DIR]``
 
 All servers are started, one after the other; then each workload is run by one server after the other, so that
-a machine which is faster at one minute than at the next is so for all of them. An idle server costs nothing.
+a machine which is faster at one minute than at the next is so for all of them. An idle server costs nothing;
+one that spins while nobody asks it (AMD PACE) is stopped while others are measured.
 ``--rounds N`` repeats each workload with another cache salt, servers in the other order every other round,
 and takes medians, of ratios too. The run refuses to start on a busy machine, since a fraction of a core of
 foreign load changes the ratios. `docs/benchmarks.md` has the table and tells how to make the peers'
@@ -17,8 +19,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -78,6 +80,9 @@ def main(
     openvino: Annotated[
         Path | None, typer.Option(help="Python with openvino-genai, optimum-intel[openvino], fastapi.")
     ] = None,
+    pace: Annotated[
+        Path | None, typer.Option(help="Python with amd-pace; the machine has numactl, AVX512_BF16.")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="What is served; `demo`: the demo's model. Default: 0.5B, random.")
     ] = None,
@@ -98,9 +103,9 @@ def main(
     asked = only.split(",") if only else [p.name for p in PROBES if p.num_tokens <= servers.MAX_MODEL_LEN]
     chosen = [probe for probe in PROBES if probe.name in asked]
     length = max([servers.MAX_MODEL_LEN, *(probe.num_tokens for probe in chosen)])
-    if rounds > 1 and (openvino or llama_cpp):
+    if rounds > 1 and (openvino or llama_cpp or pace):
         # Rounds differ in the cache's salt, which these servers don't know: a second would find the prompts.
-        raise typer.BadParameter("one round with OpenVINO or llama.cpp", param_hint="--rounds")
+        raise typer.BadParameter("one round with OpenVINO, llama.cpp or PACE", param_hint="--rounds")
     flags = tuple(stemma_flags.split())
     configured = [servers.stemma(path, threads, flags, max_model_len=length)]
     if vllm is not None:
@@ -111,6 +116,8 @@ def main(
         configured.append(servers.transformers_serve(transformers, path))
     if openvino is not None:
         configured.append(servers.openvino(openvino, _openvino_export(openvino, path), threads))
+    if pace is not None:
+        configured.append(servers.pace(pace, path, threads))
     results = {server.name: ServerResult(server.name, server.note) for server in configured}
     if not busy_ok:
         refuse_if_busy()
@@ -135,12 +142,22 @@ def main(
                 continue
             for number in range(rounds):
                 for name, started in list(up.items())[:: -1 if number % 2 else 1]:
-                    if not busy_ok:
-                        wait_until_idle()
-                    _measure(started, probe, number, data, count_tokens, results[name], console)
+                    with _others_resting(up, name):
+                        if not busy_ok:
+                            wait_until_idle()
+                        _measure(started, probe, number, data, count_tokens, results[name], console)
     console.print(_table(chosen, results))
     if json_file is not None:
         json_file.write_bytes(orjson.dumps(_as_json(results), option=orjson.OPT_INDENT_2))
+
+
+@contextmanager
+def _others_resting(up: Mapping[str, servers.Running], name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for other in up.values():
+            if other.name != name:
+                stack.enter_context(other.resting())
+        yield
 
 
 def _checkpoint(asked: Path | None) -> Path:
@@ -235,6 +252,7 @@ def _table(probes: list[Probe], results: dict[str, ServerResult]) -> Table:
         table.add_column(name, justify="right")
     for name in peers:
         table.add_column(f"ratio to {name}", justify="right", style="bold")
+    table.add_column("best peer")
     rows = [*((probe.title, probe.unit, probe.name) for probe in probes), ("start-up, first", "s", _START)]
     if len(results["stemma"].start_s) > 1:
         rows.append(("start-up, again", "s", _START_AGAIN))
@@ -242,8 +260,15 @@ def _table(probes: list[Probe], results: dict[str, ServerResult]) -> Table:
         values = {name: _values(result, workload) for name, result in results.items()}
         medians = [f"{statistics.median(found):.4g}" if found else "-" for found in values.values()]
         ratios = [_ratio(values["stemma"], values[peer]) for peer in peers]
-        table.add_row(title, unit, *medians, *ratios)
+        table.add_row(title, unit, *medians, *ratios, _best_peer(values, unit))
     return table
+
+
+def _best_peer(values: dict[str, list[float]], unit: str) -> str:
+    """Return the peer with the least time, or with the highest rate where the unit is one."""
+    medians = {name: statistics.median(found) for name, found in values.items() if found and name != "stemma"}
+    best = max if unit.endswith("/s") else min
+    return best(medians, key=medians.__getitem__, default="-")
 
 
 def _as_json(results: dict[str, ServerResult]) -> dict[str, object]:

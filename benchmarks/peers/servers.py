@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Server:
-    """How to start one server; `{port}` in the command is filled in at start."""
+    """How to start one server; `{port}` and `{other_port}` in the command are filled in at start."""
 
     name: str
     command: tuple[str, ...]
@@ -36,6 +36,8 @@ class Server:
     note: str = ""
     model: str = MODEL_NAME
     """What requests call the model."""
+    spins: bool = False
+    """It uses processors while nobody asks it: it must rest while others are measured."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,19 @@ class Running:
     start_s: float
     """Seconds from launch until it answered `ready_path`."""
     pid: int
+    spins: bool = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Stop its processes, if they use processors while nobody asks, until the context ends."""
+        if not self.spins:
+            yield
+            return
+        os.killpg(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.pid, signal.SIGCONT)
 
 
 def stemma(
@@ -122,6 +137,24 @@ def openvino(python: Path, exported: Path, threads: int) -> Server:
     return Server("openvino", command, ready_path="/v1/models")
 
 
+def pace(python: Path, checkpoint: Path, threads: int) -> Server:
+    """Return AMD PACE with prefix caching in its slab pool, bound to the first cores by its own numactl.
+
+    It refuses a processor without AVX512_BF16. Its router and its engine each take a port.
+    """
+    folder = python.parent
+    command = (
+        *(str(folder / "pace-server"), "--server_model", str(checkpoint), "--dtype", "bfloat16"),
+        *("--router_host", "127.0.0.1", "--router_port", "{port}"),
+        *("--server_host", "127.0.0.1", "--server_port", "{other_port}"),
+        *("--kv_cache_type", "SLAB_POOL", "--serve_type", "continuous_batch"),
+        *("--kv_cache_memory_gb", str(max(1, KV_CACHE_BYTES // 2**30))),
+        *("--numa_physcpubind", f"0-{threads - 1}" if threads > 1 else "0", "--numa_membind", "0"),
+    )
+    environment = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    return Server("pace", command, environment, "/v1/health", model=str(checkpoint), spins=True)
+
+
 def stop_all_on_sigterm() -> None:
     """Have SIGTERM, which `timeout` sends, end this process as an error does: started servers end too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -131,7 +164,8 @@ def stop_all_on_sigterm() -> None:
 def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterator[Running]:
     """Start `server`, wait until it is ready, and stop it at the end."""
     port = free_port()
-    command = [part.replace("{port}", str(port)) for part in server.command]
+    ports = {"{port}": str(port), "{other_port}": str(free_port())}
+    command = [_filled(part, ports) for part in server.command]
     base_url = f"http://127.0.0.1:{port}"
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -143,7 +177,8 @@ def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterato
     )
     try:
         _wait_ready(process, port, server.ready_path, timeout_s)
-        yield Running(server.name, base_url, server.model, time.perf_counter() - began, process.pid)
+        seconds = time.perf_counter() - began
+        yield Running(server.name, base_url, server.model, seconds, process.pid, server.spins)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -151,6 +186,12 @@ def running(server: Server, log: IO[bytes], timeout_s: float = 600.0) -> Iterato
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _filled(part: str, ports: Mapping[str, str]) -> str:
+    for name, port in ports.items():
+        part = part.replace(name, port)
+    return part
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port: int, path: str, timeout_s: float) -> None:
