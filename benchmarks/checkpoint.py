@@ -16,12 +16,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GenerationConfig,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
 
 VOCAB_SIZE = 32_000
+_LONG = 140_000
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -62,8 +64,26 @@ def larger_checkpoint(folder: Path | None = None) -> Path:
     return _built(folder or _cache_folder("bench-1.5b"), config)
 
 
+def long_checkpoint(num_layers: int) -> Path:
+    """Return a checkpoint of SmolLM2-135M's shape (30 layers) for 140,000 tokens in bf16, built once."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=576,
+        num_hidden_layers=num_layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        max_position_embeddings=_LONG,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return _built(_cache_folder(f"bench-long-{num_layers}"), config)
+
+
 def latent_checkpoint(folder: Path | None = None) -> Path:
-    """Return a directory with a small dense model over DeepSeek's latents in bf16, built once."""
+    """Return a small dense model over DeepSeek's latents for 140,000 tokens in bf16, built once."""
     config = DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=1024,
@@ -78,12 +98,12 @@ def latent_checkpoint(folder: Path | None = None) -> Path:
         qk_nope_head_dim=128,
         v_head_dim=128,
         num_mtp_layers=0,
-        max_position_embeddings=32_768,
+        max_position_embeddings=_LONG,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=1,
     )
-    return _built(folder or _cache_folder("bench-latent"), config)
+    return _built(folder or _cache_folder("bench-latent-long"), config)
 
 
 def _cache_folder(name: str) -> Path:

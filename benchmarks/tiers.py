@@ -147,9 +147,9 @@ def disk(options: Options) -> Iterator[Row]:
     plain_file.write_bytes(raw.tobytes())
     ours, plain = [], []
     for _ in range(_NUM_COLD_READS):
-        _drop_pages([plain_file])
-        plain.append(timed_s(lambda: _read_plainly(plain_file)))
-        _drop_pages(list(store.path.glob("slab-*")))
+        drop_pages([plain_file])
+        plain.append(timed_s(lambda: read_plainly(plain_file)))
+        drop_pages(list(store.path.glob("slab-*")))
         ours.append(timed_s(lambda: transfer.load(keys, range(num_blocks)).result()))
     assert transfer.stats().loads.loaded_blocks[Tier.DISK] == _NUM_COLD_READS * num_blocks
     transfer.close()
@@ -257,14 +257,14 @@ def sessions(options: Options) -> Iterator[Row]:
             rng.integers(3, VOCAB_SIZE - 64, num_tokens).astype(np.int32) for _ in range(num_sessions)
         ]
         for history in histories:
-            _serve(parts, history, 1)
+            serve(parts, history, 1)
         ttft[has_host] = []
         start = time.perf_counter()
         for _ in range(num_turns):
             for number, history in enumerate(histories):
                 question = rng.integers(3, VOCAB_SIZE - 64, 64).astype(np.int32)
                 prompt = np.concatenate([history, question])
-                first_s, answer = _serve(parts, prompt, 16)
+                first_s, answer = serve(parts, prompt, 16)
                 ttft[has_host].append(first_s)
                 histories[number] = np.concatenate([prompt, answer])
         times[has_host] = time.perf_counter() - start
@@ -286,7 +286,7 @@ def sessions(options: Options) -> Iterator[Row]:
     )
 
 
-def _serve(
+def serve(
     parts: EngineParts, prompt: np.ndarray[tuple[int], np.dtype[np.int32]], num_tokens: int
 ) -> tuple[float, np.ndarray[tuple[int], np.dtype[np.int32]]]:
     """Serve one request alone; return the seconds to its first token, and its tokens."""
@@ -301,14 +301,16 @@ def _serve(
     return first_s, np.array(taken, dtype=np.int32)
 
 
-def _read_plainly(path: Path) -> None:
+def read_plainly(path: Path) -> None:
+    """Read the file once, in order."""
     buffer = bytearray(1 << 20)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
 
 
-def _drop_pages(paths: Sequence[Path]) -> None:
+def drop_pages(paths: Sequence[Path]) -> None:
+    """Have the kernel drop the files' pages from memory."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)

@@ -66,7 +66,7 @@ def convert(checkpoint: Path, out: Path, kind: str = "BF16") -> None:
     writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(_FILE_TYPES[kind])
-    _add_tokenizer(writer, checkpoint, config["vocab_size"])
+    add_tokenizer(writer, checkpoint, config["vocab_size"])
     import torch
 
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
@@ -87,7 +87,7 @@ def convert(checkpoint: Path, out: Path, kind: str = "BF16") -> None:
     writer.close()
 
 
-def _add_tokenizer(writer: Any, checkpoint: Path, vocab_size: int) -> None:
+def add_tokenizer(writer: Any, checkpoint: Path, vocab_size: int) -> None:
     data = json.loads((checkpoint / "tokenizer.json").read_text())
     tokens = [f"<unused{i}>" for i in range(vocab_size)]
     kinds = np.full(vocab_size, gguf.TokenType.UNUSED, dtype=np.int32)

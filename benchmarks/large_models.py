@@ -1,0 +1,208 @@
+"""Models of some gigabytes beside reading them, and beside ik_llama.cpp: `python -m benchmarks.large_models`.
+
+An 8B shape and a mixture of 16B of which a token meets 2.5B, as GGUF files of Q4_K_M's types with random
+blocks, and the 8B shape as a GPTQ checkpoint of four bits. For each: seconds to load it when its pages aren't
+in memory, beside reading the file once in the same state; the process's peak memory beside the file;
+milliseconds of decode steps of 1 and 8 rows beside reading what they need of the file at the machine's
+bandwidth; a prompt of 512. Each model runs in a process of its own. Run it on a quiet machine with 20 GB.
+
+`--only 8b|gptq|moe`, `--ik-llama PYTHON` for the peer, `--folder DIR` for the files (25 GB), `--threads N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.checkpoint import half_billion_checkpoint
+from benchmarks.engine import timed_ms
+from benchmarks.peers.random_gguf import EIGHT_BILLION, SIXTEEN_BILLION_MOE, Shape, write_random
+from benchmarks.peers.random_gptq import write_random_gptq
+from benchmarks.quantization import LLAMA_CONTEXT, LLAMA_PROMPT, LLAMA_STEPS, PEERS, Bench
+from benchmarks.tiers import drop_pages, read_plainly, timed_s
+from stemma.native.library import load_kernels
+from stemma.native.process_memory import peak_bytes, resident_bytes
+
+READ_BYTES = 1 << 30
+BATCH = 8
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what a decode step reads of it."""
+
+    name: str
+    path: Path
+    shape: Shape
+    file_bytes: int
+
+    def step_share(self, num_rows: int) -> float:
+        """Return the share of the file that a step reads: experts are expected to be chosen evenly."""
+        if not self.shape.num_experts:
+            return 1.0
+        missed = (1 - self.shape.experts_per_token / self.shape.num_experts) ** num_rows
+        expert_weights = 3 * self.shape.num_experts * self.shape.hidden * self.shape.intermediate
+        attention = (
+            2 * self.shape.hidden * self.shape.head_dim * (self.shape.num_heads + self.shape.num_kv_heads)
+        )
+        return (expert_weights * (1 - missed) + attention) / (expert_weights + attention)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return what is read of a checkpoint: the file, or the folder's tensors."""
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def read_s(path: Path) -> float:
+    """Return the seconds to read the checkpoint once, in order."""
+    return sum(timed_s(partial(read_plainly, file)) for file in files_of(path))
+
+
+def probe(path: Path, threads: int) -> dict[str, float]:
+    """Load the model in this process, decode with it, and return the figures."""
+    libraries = resident_bytes()
+    start = time.perf_counter()
+    bench = Bench({"own": (path, "none")}, threads)
+    load_s = time.perf_counter() - start
+    loading_peak = peak_bytes()
+    steps = {rows: bench.decode(rows, LLAMA_CONTEXT, TURNS).ms["own"] for rows in (1, BATCH)}
+    prompt_ms = bench.prefill(LLAMA_PROMPT, TURNS).ms["own"]
+    return {
+        "load_s": load_s,
+        "libraries_bytes": libraries,
+        "loading_peak_bytes": loading_peak,
+        "weight_bytes": bench.weight_bytes["own"],
+        "peak_bytes": peak_bytes(),
+        "step_ms": steps[1],
+        "batch_step_ms": steps[BATCH],
+        "prompt_ms": prompt_ms,
+    }
+
+
+def bandwidth(threads: int) -> float:
+    """Return bytes a second that all threads read from memory at most."""
+    kernels = load_kernels()
+    if kernels is None:
+        raise SystemExit("no native kernels on this machine: nothing to measure")
+    data = torch.ones(READ_BYTES, dtype=torch.uint8)
+    times = [timed_ms(lambda: kernels.read_memory(data.data_ptr(), READ_BYTES, threads)) for _ in range(7)]
+    return READ_BYTES / min(times) * 1e3
+
+
+def measure(case: Case, threads: int, ik_llama: Path | None) -> dict[str, Any]:
+    """Measure one model, and the peer on the same file between two halves of nothing of ours."""
+    read, loaded = [], []
+    for _ in range(2):
+        drop_pages(files_of(case.path))
+        read.append(read_s(case.path))
+        drop_pages(files_of(case.path))
+        loaded.append(_own(case.path, threads))
+    figures = {name: statistics.median(one[name] for one in loaded) for name in loaded[0]}
+    figures |= {"read_s": min(read), "bytes_per_s": bandwidth(threads)}
+    if ik_llama is not None and case.path.is_file():
+        sizes = map(str, (threads, LLAMA_CONTEXT, LLAMA_STEPS, LLAMA_PROMPT))
+        command = [str(ik_llama), str(PEERS / "ik_llama_speed.py"), str(case.path), *sizes]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        figures |= {f"peer_{name}": value for name, value in json.loads(done.stdout.splitlines()[-1]).items()}
+    return figures
+
+
+def _own(path: Path, threads: int) -> dict[str, float]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.large_models",
+        "--probe",
+        str(path),
+        "--threads",
+        str(threads),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def rows_of(case: Case, figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what was measured, the figure, and its ratio to the limit and to the peer."""
+    loaded, read = figures["load_s"], figures["read_s"]
+    beyond = figures["loading_peak_bytes"] - figures["libraries_bytes"]
+    rows = [
+        ("load", f"{loaded:.2f} s", f"{loaded / read:.2f} x reading the file ({read:.2f} s)"),
+        (
+            "peak of loading, beyond libraries",
+            f"{beyond / 1e9:.2f} GB",
+            f"file {case.file_bytes / 1e9:.2f} GB",
+        ),
+        (
+            "peak of all",
+            f"{figures['peak_bytes'] / 1e9:.2f} GB",
+            f"weights {figures['weight_bytes'] / 1e9:.2f} GB",
+        ),
+    ]
+    for name, rows_, key in (("decode of 1", 1, "step_ms"), (f"decode of {BATCH}", BATCH, "batch_step_ms")):
+        limit_ms = 1e3 * case.file_bytes * case.step_share(rows_) / figures["bytes_per_s"]
+        note = f"{limit_ms / figures[key]:.2f} of reading at {figures['bytes_per_s'] / 1e9:.1f} GB/s"
+        rows.append((name, f"{figures[key]:.1f} ms", note + _beside(figures, key)))
+    rows.append(
+        ("prompt of 512", f"{figures['prompt_ms']:.0f} ms", _beside(figures, "prompt_ms").lstrip("; "))
+    )
+    return rows
+
+
+def _beside(figures: dict[str, Any], key: str) -> str:
+    peer = figures.get(f"peer_{key}")
+    return "" if peer is None else f"; ik_llama.cpp {peer:.1f} ms, {peer / figures[key]:.2f} x"
+
+
+def cases(folder: Path, only: str) -> list[Case]:
+    """Write the files that aren't there yet and return what to measure."""
+    tokenizer = half_billion_checkpoint()
+    found = []
+    for name, shape in (("8b", EIGHT_BILLION), ("moe", SIXTEEN_BILLION_MOE), ("gptq", EIGHT_BILLION)):
+        if only not in ("", name):
+            continue
+        if name == "gptq":
+            path = write_random_gptq(shape, folder / "bench-8b-gptq", tokenizer)
+        else:
+            path = write_random(shape, folder / f"bench-{name}-Q4_K_M.gguf", tokenizer)
+        found.append(Case(name, path, shape, sum(file.stat().st_size for file in files_of(path))))
+    return found
+
+
+def main() -> None:
+    """Measure and print a table of each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=("8b", "gptq", "moe"), default="")
+    parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python")
+    parser.add_argument("--folder", type=Path, default=half_billion_checkpoint().parent)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.probe:
+        print(json.dumps(probe(options.probe, options.threads)))
+        return
+    for case in cases(options.folder, options.only):
+        figures = measure(case, options.threads, options.ik_llama)
+        table = Table("what", "figure", "beside", title=f"{case.name}: {case.path.name}")
+        for row in rows_of(case, figures):
+            table.add_row(*row)
+        Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Contexts of 8k to 128k tokens beside the machine's limits: `python -m benchmarks.long_contexts`.
+
+Random weights of SmolLM2-135M's shape, and of a small model over DeepSeek's latents (16 heads over latents of
+512), in bf16. `cold`: a fresh prompt's milliseconds a token, beside its products and its attention at what
+registers do. `decode`: a step of 1 and 8 rows over KV that nothing shares, beside reading weights and KV once
+at the machine's bandwidth; on 6 of the 30 layers, so that 8 times 128k fit. `disk`: the first token behind
+100,000 tokens that a former engine left on disk, pages dropped, beside reading the same files (6 layers).
+
+`--only cold|latent|decode|disk`, `--lengths 8192,32768,131072`, `--threads N`. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.attention import Case, make_batch
+from benchmarks.checkpoint import VOCAB_SIZE, latent_checkpoint, long_checkpoint
+from benchmarks.products import Limits, measure_limits
+from benchmarks.tiers import drop_pages, read_plainly, serve, timed_s
+from stemma.config.settings import ModelSettings
+from stemma.engine.build import EngineParts, build_engine
+from stemma.engine.llm import engine_settings
+from stemma.memory.device.kv import DeviceKV
+from stemma.model.loading import load_model
+from stemma.native.library import load_kernels
+from stemma.types import TokenArray
+
+BLOCK_SIZE = 64
+SHALLOW, DEEP = 6, 30
+ON_DISK = 100_000
+NUM_NEW = 32
+KV_BYTES = 4_500_000_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement beside its limit."""
+
+    name: str
+    seconds: float
+    limit_s: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured, and on what."""
+
+    lengths: list[int]
+    limits: Limits
+    directory: Path
+
+
+def tokens(num_tokens: int, seed: int) -> TokenArray:
+    """Return random ids."""
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE - 64, num_tokens).astype(np.int32)
+
+
+def cold(options: Options) -> Iterator[Row]:
+    """Fresh prompts on SmolLM2's shape."""
+    hidden, inner, heads, kv_heads, size = 576, 1536, 9, 3, 64
+    weights = DEEP * (2 * hidden * size * (heads + kv_heads) + 3 * hidden * inner)
+    a_pair = DEEP * heads * 4 * size
+    yield from _cold(long_checkpoint(DEEP), weights, a_pair, options)
+
+
+def latent(options: Options) -> Iterator[Row]:
+    """Fresh prompts over latents, beside the products that they take absorbed, and would take expanded."""
+    layers, hidden, inner, heads = 8, 1024, 2816, 16
+    rank, rope, nope, value = 512, 64, 128, 128
+    projections = hidden * heads * (nope + rope) + hidden * (rank + rope) + heads * value * hidden
+    absorbing = heads * rank * (nope + value)
+    weights = layers * (projections + absorbing + 3 * hidden * inner)
+    a_pair = layers * heads * 2 * ((rank + rope) + rank)
+    expanded = layers * heads * 2 * (nope + rope + value)
+    for row in _cold(latent_checkpoint(), weights, a_pair, options):
+        length = int(row.name.split()[-1].replace(",", ""))
+        less_s = (a_pair - expanded) * length**2 / 2 / (options.limits.register_gflops * 1e9)
+        note = f"{row.note}; expanded at least {1e3 * (row.limit_s - less_s) / length:.2f} ms"
+        yield Row(f"latents, {row.name}", row.seconds, row.limit_s, note)
+
+
+def _cold(path: Path, num_weights: int, pair_operations: int, options: Options) -> Iterator[Row]:
+    parts = build_engine(engine_settings(path, kv_cache_memory=KV_BYTES, speculation="off"))
+    serve(parts, tokens(256, 0), 1)
+    for length in options.lengths:
+        seconds, _ = serve(parts, tokens(length, length), 1)
+        operations = 2 * num_weights * length + pair_operations * length**2 / 2
+        limit_s = operations / (options.limits.register_gflops * 1e9)
+        note = f"{1e3 * seconds / length:.3f} ms a token, at least {1e3 * limit_s / length:.3f}"
+        yield Row(f"cold prompt of {length:,}", seconds, limit_s, note)
+        parts.engine.flush_cache()
+    parts.engine.close()
+
+
+def decode(options: Options) -> Iterator[Row]:
+    """Steps over random KV, none of it shared."""
+    for name, path in (("", long_checkpoint(SHALLOW)), ("latents, ", latent_checkpoint())):
+        model = load_model(ModelSettings(path=path, dtype="bfloat16", device="cpu"))
+        layout = model.layout(BLOCK_SIZE)
+        for length in options.lengths:
+            for rows in (1, 8):
+                batch, num_blocks = make_batch(Case("", [length] * rows, [1] * rows))
+                kv = DeviceKV(layout, num_blocks)
+                kv.data.normal_()
+                seconds = _best_s(lambda m=model, b=batch, k=kv: m.forward(b, k))  # type: ignore[misc]
+                num_bytes = model.weight_bytes + rows * length * layout.bytes_per_token
+                limit_s = num_bytes / (options.limits.read_gb_s * 1e9)
+                note = f"{num_bytes / 1e9:.2f} GB at {options.limits.read_gb_s:.1f} GB/s"
+                yield Row(f"{name}decode of {rows} at {length:,}", seconds, limit_s, note)
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    work()
+    return min(timed_s(work) for _ in range(5))
+
+
+def disk(options: Options) -> Iterator[Row]:
+    """The first token of a prompt whose KV lies on disk."""
+    folder = Path(tempfile.mkdtemp(dir=options.directory))
+    prompt = tokens(ON_DISK + NUM_NEW, 1)
+    first = _with_disk(folder)
+    serve(first, prompt[:ON_DISK], 1)
+    first.engine.close()
+    files = [file for file in folder.rglob("slab-*") if file.is_file()]
+    num_bytes = sum(file.stat().st_blocks * 512 for file in files)
+    ours, plain = [], []
+    for _ in range(3):
+        drop_pages(files)
+        plain.append(sum(timed_s(partial(read_plainly, file)) for file in files))
+        second = _with_disk(folder)
+        serve(second, tokens(256, 0), 1)
+        drop_pages(files)
+        ours.append(serve(second, prompt, 1)[0])
+        second.engine.close()
+        _settle()
+    shutil.rmtree(folder)
+    yield Row(f"first token behind {ON_DISK:,} on disk", min(ours), min(plain), f"{num_bytes / 1e9:.2f} GB")
+
+
+def _with_disk(folder: Path) -> EngineParts:
+    sizes = {"kv_cache_memory": KV_BYTES, "disk_cache": folder, "disk_cache_size": 2 * KV_BYTES}
+    return build_engine(engine_settings(long_checkpoint(SHALLOW), speculation="off", **sizes))
+
+
+def _settle() -> None:
+    """Wait until what an engine wrote at its end is on disk: it would be read beside it."""
+    time.sleep(1.0)
+
+
+PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "cold": cold,
+    "latent": latent,
+    "decode": decode,
+    "disk": disk,
+}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--lengths", default="8192,32768,131072")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    kernels = load_kernels()
+    if kernels is None:
+        raise SystemExit("no native kernels on this machine: nothing to measure")
+    limits = measure_limits(kernels, is_bf16=True)
+    options = Options([int(one) for one in args.lengths.split(",")], limits, args.dir)
+    title = (
+        f"{limits.level}: registers {limits.register_gflops:,.0f} GF/s, reading {limits.read_gb_s:.1f} GB/s"
+    )
+    table = Table("what", "s", "limit, s", "limit : ours", "", title=title)
+    with torch.inference_mode():
+        for name, part in PARTS.items():
+            if args.only in (None, name):
+                for row in part(options):
+                    figures = (f"{row.seconds:.3f}", f"{row.limit_s:.3f}", f"{row.limit_s / row.seconds:.2f}")
+                    table.add_row(row.name, *figures, row.note)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
