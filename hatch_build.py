@@ -7,7 +7,6 @@ a wheel says so: `STEMMA_WHEEL_LEVELS` names the levels that it carries, `none` 
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import sysconfig
 import tempfile
@@ -67,15 +66,14 @@ class KernelsHook(BuildHookInterface):
 
 
 def _wanted_levels() -> list[Any]:
-    from stemma.native.levels import LEVELS, level_named
+    from stemma.native.levels import LEVELS, architecture, level_named
 
     named = os.environ.get(_VARIABLE, "")
     if named == "none":
         return []
     if named:
         return [level_named(name.strip()) for name in named.split(",")]
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return [level for level in LEVELS if is_x86 or not level.features]
+    return [level for level in LEVELS if not level.features or level.architecture == architecture()]
 
 
 def _platform_tag(libraries: list[Path], folder: Path) -> str:

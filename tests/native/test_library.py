@@ -57,21 +57,36 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def processor_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
+def processor_with(monkeypatch: pytest.MonkeyPatch, *features: str, machine: str = "x86_64") -> None:
     monkeypatch.setattr(levels, "processor_features", lambda: frozenset(features))
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
 
 
 def test_the_highest_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in LEVELS:
-        processor_with(monkeypatch, *level.features, "sse2")
+        machine = "aarch64" if level.architecture == "arm64" else "x86_64"
+        processor_with(monkeypatch, *level.features, "sse2", machine=machine)
         assert choose_level().level is level
         assert [other.name for other in available_levels()][-1] == level.name
 
 
 def test_other_processors_are_portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert choose_level().level is PORTABLE
+
+
+def test_a_level_runs_on_its_own_architecture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {feature for level in LEVELS for feature in level.features}
+    processor_with(monkeypatch, *features, machine="arm64")
+    assert [level.name for level in available_levels()] == ["portable", "neon", "neon_bf16"]
+    processor_with(monkeypatch, *features, machine="AMD64")
+    assert [level.name for level in available_levels()] == [
+        "portable",
+        "avx2",
+        "avx512",
+        "avx512_bf16",
+        "amx",
+    ]
 
 
 def test_setting_beats_environment_beats_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +100,9 @@ def test_setting_beats_environment_beats_processor(monkeypatch: pytest.MonkeyPat
 
 def test_an_unknown_level_is_an_error_that_names_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(levels.ISA_VARIABLE, "sse9")
-    with pytest.raises(ConfigError, match=r"'sse9'.*portable, avx2, avx512, avx512_bf16, amx"):
+    with pytest.raises(
+        ConfigError, match=r"'sse9'.*portable, neon, neon_bf16, avx2, avx512, avx512_bf16, amx"
+    ):
         load_kernels()
 
 

@@ -57,7 +57,9 @@ class ModelSettings(SettingsModel):
     """Maximum tokens of prompt plus output; default: the limit in the checkpoint's config."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the step loop; default: all cores."""
-    isa: Literal["auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = "auto"
+    isa: Literal[
+        "auto", "portable", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16", "amx_emulated"
+    ] = "auto"
     """Instruction-set level of the CPU kernels; `auto` is the highest that the processor has. A higher one is
     an error. `amx_emulated` is for tests: the code for AMX, slowly, on a processor without it."""
     quantize: Literal["none", "int8", "int4", "inputs"] = "none"

@@ -16,6 +16,7 @@ from stemma.native.cores import usable_cores
 from stemma.native.levels import Level
 
 _SECONDS = {"portable": 15, "avx2": 30, "avx512": 34, "avx512_bf16": 50, "amx": 50, "amx_emulated": 50}
+_SECONDS |= {"neon": 40, "neon_bf16": 40}
 """Seconds that the compiler takes on one core, about."""
 
 

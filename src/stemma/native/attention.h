@@ -93,7 +93,7 @@ struct ItemShape {
     template <class T>
     static ItemShape of(const AttendArgs& args, int num_rows) {
         ItemShape shape{args.value_dim > 256 ? TILE / 2 : TILE, false, false, false};
-        shape.paired = STEMMA_BF16_DOT && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
+        shape.paired = STEMMA_AVX512_BF16 && sizeof(T) == 2 && args.key_dim % 2 == 0 && args.value_dim % 16 == 0;
 #if STEMMA_AMX
         shape.tiles = shape.paired && args.key_dim % 32 == 0 && amx_ready();
 #endif
@@ -127,7 +127,7 @@ static void gather_query(const AttendArgs& args, const Plan& plan, const Item& i
         for (int r = 0; r < count; r++, row.next())
             rows[r] = (const T*)args.query + tokens[row.token] * args.query_token_stride +
                       (head * row.group + row.head) * args.query_head_stride;
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
         if (paired) {
             for (int p = 0; p < dim / 2; p += LANES) {
                 const int some = std::min(LANES, dim / 2 - p);
@@ -201,7 +201,7 @@ static void shrink(const float* alpha, int num_rows, int dim, float* acc) {
     }
 }
 
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 // Scores of a tile's keys in products of pairs.
 template <int NB>
 static void score_pairs(const AttendArgs& args, const Plan& plan, const float* query, int kv_head, int n,
@@ -255,7 +255,7 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
     HeadState& head = s.heads[h];
     const int dim = args.value_dim, rows = item.num_rows, kv_head = item.first_head + h;
     float* scores = s.scores.data();
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
     if constexpr (sizeof(T) == 2) {
         if (shape.paired) {
             score_pairs<NB>(args, plan, head.query, kv_head, n, shape, s);
@@ -317,7 +317,7 @@ static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int
                                       Rows<float>{decoded.values, 0}, n);
     }
 #endif
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
     const Rows<bf16> keys = keys_of<bf16>(args, s.tokens, kv_head), values = values_of<bf16>(args, s.tokens, kv_head);
     if (plain && format.whole()) {
         PlainTile source{keys, values, n};
@@ -460,7 +460,7 @@ static void run_item_any(const AttendArgs& args, Plan& plan, const Item& item, S
     with_blocks(item.num_rows, [&](auto blocks) { run_item<T, blocks.value>(args, plan, item, s); });
 }
 
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 // Several items in products of pairs. Tile by tile, all of them take its keys and values out of the first caches, and
 // values are laid out in pairs once. What comes out is what run_item() computes for each.
 class BundleOfPairs {
@@ -573,7 +573,7 @@ class BundleOfPairs {
 
 template <class T>
 void run_bundle(const AttendArgs& args, Plan& plan, const Bundle& bundle, Scratch& s) {
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
     if constexpr (sizeof(T) == 2) {
         const ItemShape shape = ItemShape::of<T>(args, ROWS);
         if (bundle.count > 1 && shape.paired && !shape.tiles) return BundleOfPairs(args, plan, bundle, s).run();

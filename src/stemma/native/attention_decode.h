@@ -92,7 +92,7 @@ struct DecodeTile {
     NextRows next_keys, next_values;
 };
 
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 // Keys and values of a tile of `n` tokens, for one KV head, as they lie.
 struct PlainTile {
     Rows<bf16> key_rows, value_rows;

@@ -4,7 +4,7 @@
 
 #include "attention_decode.h"
 
-#if STEMMA_AVX512 || defined(__AVX2__)
+#if STEMMA_AVX512 || defined(__AVX2__) || STEMMA_NEON
 #define STEMMA_FLOAT_DECODE 1
 
 template <class T>
@@ -20,6 +20,15 @@ static inline native_f splat_native(float x) { return x - native_f{}; }
 static inline void turn_dwords(const native_u* rows, native_u* turned) {
 #if STEMMA_AVX512
     turn_keys((const __m512i*)rows, (__m512i*)turned);
+#elif STEMMA_NEON
+    const auto row = [&](int i) { return (uint32x4_t)rows[i]; };
+    const auto wide = [](uint32x4_t x) { return vreinterpretq_u64_u32(x); };
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {  // dwords i and i + 2
+        const auto pair = [&](int r) { return wide(i ? vtrn2q_u32(row(r), row(r + 1)) : vtrn1q_u32(row(r), row(r + 1))); };
+        turned[i] = (native_u)vtrn1q_u64(pair(0), pair(2));
+        turned[i + 2] = (native_u)vtrn2q_u64(pair(0), pair(2));
+    }
 #else
     __m256i s[8], t[8];
     const auto row = [&](int i) { return (__m256i)rows[i]; };
@@ -47,6 +56,10 @@ static inline void turn_dwords(const native_u* rows, native_u* turned) {
 static inline native_u load_dwords(const void* p, int count) {
 #if STEMMA_AVX512
     return (native_u)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), p);
+#elif STEMMA_NEON
+    native_u dwords = {};
+    std::memcpy(&dwords, p, 4 * count);
+    return dwords;
 #else
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return (native_u)_mm256_maskload_epi32((const int*)p, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
@@ -178,7 +191,8 @@ static inline void weigh_keys_floats(const float* weights, Rows<T> values, int n
         NextRows none;
         return weigh_keys_floats<T, R - 6>(weights + 6 * TILE, values, n, dim, none, alpha + 6, acc + 6 * dim);
     } else {
-        constexpr int V = NATIVE == 16 ? (R <= 6 ? 4 : 2) : R == 1 ? 8 : R == 2 ? 4 : 2;  // sums, values and a weight fit
+        constexpr int FEW = NATIVE == 4 ? (R <= 2 ? 8 : R <= 6 ? 4 : 2) : R == 1 ? 8 : R == 2 ? 4 : 2;
+        constexpr int V = NATIVE == 16 ? (R <= 6 ? 4 : 2) : FEW;  // sums, values and a weight fit
         NextRows none;
         int d = 0;
         for (; d + V * NATIVE <= dim; d += V * NATIVE)

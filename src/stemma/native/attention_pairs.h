@@ -3,7 +3,7 @@
 
 #include "kv_rows.h"
 
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 static inline __m512i broadcast_pair(const void* p) {
     int32_t pair;
     std::memcpy(&pair, p, 4);

@@ -151,7 +151,7 @@ constexpr int MOST_PACKED_ROWS = 4;  // up to here codes are taken apart in regi
 
 template <class K, int BITS, int J>
 static void run_code_rows(int rows, const CodeRun& run) {
-    constexpr int FITTING = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
+    constexpr int FITTING = HELD == 32 ? GROUP : HELD == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
     constexpr int MOST = BITS == 0 ? FITTING : std::min(FITTING, MOST_PACKED_ROWS);
 #define CASE(R) \
     case R:     \
@@ -169,8 +169,8 @@ static void run_code_lines(int lines, int rows, const CodeRun& run) {
         for (int i = 0; i < groups; i++) {
             const int begin = rows * i / groups, end = rows * (i + 1) / groups;
             auto kernel = run_code_rows<K, BITS, 1>;
-            if constexpr (NATIVE >= 8) kernel = width == 4 ? run_code_rows<K, BITS, 4> : kernel;
-            if constexpr (NATIVE == 8) kernel = width == 2 ? run_code_rows<K, BITS, 2> : kernel;
+            if constexpr (HELD >= 8) kernel = width == 4 ? run_code_rows<K, BITS, 4> : kernel;
+            if constexpr (HELD == 8) kernel = width == 2 ? run_code_rows<K, BITS, 2> : kernel;
             kernel(end - begin, run.at_rows(begin, line));
         }
 }

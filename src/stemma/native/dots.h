@@ -23,10 +23,21 @@ struct WideDot {  // bf16 weights, inputs widened to float before; first even in
     static constexpr int BYTES = 8, PARTS = 2;
     static Line line(const char* p, int part) {
         v16u pairs = load((const uint32_t*)p);
+#if defined(__AVX2__) && !STEMMA_AVX512
+        if (part == 0) return {even(pairs.lo), even(pairs.hi)};
+#endif
         return as_float(part == 0 ? pairs << 16 : pairs & 0xFFFF0000u);
     }
     static Input input(const char* p, int part) { return splat(((const float*)p)[part]); }
     static v16f add(v16f sum, Line w, Input x) { return fma(w, x, sum); }
+#if defined(__AVX2__) && !STEMMA_AVX512
+    // A shuffle, since shifts take turns with multiplications on Intel's processors.
+    static native_f even(native_u pairs) {
+        const __m256i moved = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13));
+        return (native_f)_mm256_shuffle_epi8((__m256i)pairs, moved);
+    }
+#endif
 #if STEMMA_AVX512
     static Line line(__m512i pairs, int part) {
         const __m512i upper = _mm512_set1_epi32(0xFFFF0000);
@@ -34,7 +45,7 @@ struct WideDot {  // bf16 weights, inputs widened to float before; first even in
     }
 #endif
 };
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 struct PairDot {  // bf16 weights and inputs
     using Element = bf16;
     using Line = __m512bh;
@@ -49,18 +60,39 @@ struct PairDot {  // bf16 weights and inputs
     }
     static v16f add(v16f sum, Line w, Input x) { return (v16f)_mm512_dpbf16_ps((__m512)sum, w, x); }
 };
+#elif STEMMA_NEON_BF16
+struct PairDot {  // bf16 weights and inputs; both sums of BFDOT are rounded to odd
+    using Element = bf16;
+    using Line = v16u;
+    using Input = native_u;
+    static constexpr int BYTES = 4, PARTS = 1;
+    static Line line(const char* p, int) { return load((const uint32_t*)p); }
+    static Input input(const char* p, int) {
+        uint32_t pair;
+        std::memcpy(&pair, p, sizeof pair);
+        return native_u{} + pair;
+    }
+    static native_f add(native_f sum, native_u w, Input x) {
+        const bfloat16x8_t weights = vreinterpretq_bf16_u32((uint32x4_t)w);
+        return (native_f)vbfdotq_f32((float32x4_t)sum, weights, vreinterpretq_bf16_u32((uint32x4_t)x));
+    }
+    template <class V, class W>
+    static Twice<V> add(Twice<V> sum, Twice<W> w, Input x) {
+        return {add(sum.lo, w.lo, x), add(sum.hi, w.hi, x)};
+    }
+};
 #endif
 
 // Rows x lines of a tile of accumulators: with the weights and an input they fill the registers.
-constexpr int GROUP = NATIVE == 16 ? 6 : NATIVE == 8 ? 6 : 2;
+constexpr int GROUP = HELD >= 8 ? 6 : 2;
 static inline int lines_at_once(int rows, int lines) {
-    if (NATIVE == 16) return lines;
-    if (NATIVE == 8) return rows == 1 ? lines : rows == 2 ? std::min(lines, 2) : 1;
+    if (HELD == 32) return lines;
+    if (HELD == 8) return rows == 1 ? lines : rows == 2 ? std::min(lines, 2) : 1;
     return 1;
 }
-// How many of `rows` rows come last, by themselves: eight registers of AVX2 with 3 or 4 rows' sums of a line don't keep two
+// How many of `rows` rows come last, by themselves: eight vectors (AVX2's registers, or NEON's) with 3 or 4 rows' sums of a line don't keep two
 // multipliers busy, 6 rows do, and so do 1 or 2 rows with several lines.
-static inline int rows_apart(int rows) { return NATIVE == 8 && rows > GROUP && rows % GROUP <= 2 ? rows % GROUP : 0; }
+static inline int rows_apart(int rows) { return HELD == 8 && rows > GROUP && rows % GROUP <= 2 ? rows % GROUP : 0; }
 
 // While several passes go over a chunk of weights, the next chunk is asked for into L2. Into L1 it would wait for the
 // few buffers of L1's misses and drive out the chunk at hand. A single pass asks for what it reads itself a little later:
@@ -70,7 +102,7 @@ constexpr int SOME_ROWS = NATIVE == 16 ? 12 : 0;  // up to here two passes, whic
 constexpr int SOME_STEPS = 32, MANY_STEPS = 64;   // of a chunk: 8 and 16 kB
 constexpr int BLOCK_ROWS = STEMMA_AMX ? 256 : 64;  // rows whose sums for one strip are kept at a time
 // A whole block reads its weights out of L2 fast enough; longer chunks store and load its sums less often.
-constexpr int BLOCK_STEPS = NATIVE == 16 ? 448 : MANY_STEPS;
+constexpr int BLOCK_STEPS = NATIVE >= 8 ? 448 : MANY_STEPS;
 static inline int64_t steps_of_chunk(int rows) {
     return rows <= SOME_ROWS ? SOME_STEPS : rows < BLOCK_ROWS ? MANY_STEPS : BLOCK_STEPS;
 }
@@ -125,7 +157,7 @@ static inline void dot_tile(const char* w, const char* x, int64_t x_stride, int6
 template <class K, int J, class B>
 static void dot_group(int rows, const char* w, const char* x, int64_t x_stride, int64_t steps, float* acc, bool first,
                       const B& beside) {
-    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
+    constexpr int MOST = HELD == 32 ? GROUP : HELD == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
 #define CASE(R) \
     case R:     \
         if constexpr (R <= MOST) return dot_tile<K, R, J>(w, x, x_stride, steps, acc, first, beside);
@@ -171,8 +203,8 @@ static void dot_lines(const char* w, int lines, int64_t steps, const char* x, in
                 const char* inputs = x + begin * x_stride + K::BYTES * done;
                 float* out = acc + begin * STRIP + 16 * line;
                 auto run = dot_pass<K, 1>;
-                if constexpr (NATIVE >= 8) run = width == 4 ? dot_pass<K, 4> : run;
-                if constexpr (NATIVE == 8) run = width == 2 ? dot_pass<K, 2> : run;
+                if constexpr (HELD >= 8) run = width == 4 ? dot_pass<K, 4> : run;
+                if constexpr (HELD == 8) run = width == 2 ? dot_pass<K, 2> : run;
                 run(end - begin, here + 64 * line, inputs, x_stride, now, out, first && done == 0, ahead, shift, asks);
                 ahead += now * asks * (STEP_BYTES >> shift);
             }

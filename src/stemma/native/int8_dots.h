@@ -18,6 +18,9 @@ static inline native_i multiply_pairs(native_i a, native_i b) {  // of 16-bit in
     return (native_i)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
     return (native_i)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif STEMMA_NEON
+    const int16x8_t x = vreinterpretq_s16_s32((int32x4_t)a), y = vreinterpretq_s16_s32((int32x4_t)b);
+    return (native_i)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 #else
     return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -39,6 +42,12 @@ struct ByteDot {  // one instruction; in assembly, since the level doesn't promi
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x.x));
 #elif defined(__AVX2__)
         asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x.x));
+#elif STEMMA_NEON && defined(__ARM_FEATURE_MATMUL_INT8)
+        sum = (native_i)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x.x);
+#elif STEMMA_NEON
+        const native_u shifted = w ^ 0x80808080u;  // BYTES_SHIFTED
+        // In assembly, since the level doesn't promise it; compilers know no narrower word that allows it.
+        asm(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(shifted), "w"(x.x));
 #endif
         return sum;
     }
@@ -176,7 +185,7 @@ static void run_groups(const GroupRun& run, bool asks) {
 
 template <class D, int BITS, int J>
 static void run_rows(int rows, const GroupRun& run, bool asks) {
-    constexpr int MOST = NATIVE == 16 ? GROUP : NATIVE == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
+    constexpr int MOST = HELD == 32 ? GROUP : HELD == 8 ? (J == 4 ? 1 : J == 2 ? 2 : 6) : GROUP;
 #define CASE(R) \
     case R:     \
         if constexpr (R <= MOST) return run_groups<D, BITS, R, J>(run, asks);
@@ -195,8 +204,8 @@ static void run_lines(int lines, int rows, const GroupRun& run, bool asks) {
             part.codes += 64 * line, part.line += line;
             part.acc += 16 * line, part.partial += 16 * line;
             auto kernel = run_rows<D, BITS, 1>;
-            if constexpr (NATIVE >= 8) kernel = width == 4 ? run_rows<D, BITS, 4> : kernel;
-            if constexpr (NATIVE == 8) kernel = width == 2 ? run_rows<D, BITS, 2> : kernel;
+            if constexpr (HELD >= 8) kernel = width == 4 ? run_rows<D, BITS, 4> : kernel;
+            if constexpr (HELD == 8) kernel = width == 2 ? run_rows<D, BITS, 2> : kernel;
             kernel(end - begin, part, asks && i == 0);
         }
     }

@@ -8,6 +8,8 @@
 #include <atomic>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include "quantized.h"
@@ -24,12 +26,24 @@ static bool has_byte_dots() {
         return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);                     // AVX_VNNI
     }();
     return present && byte_dots_allowed.load(std::memory_order_relaxed);
+#elif STEMMA_NEON && defined(__ARM_FEATURE_DOTPROD)
+    return byte_dots_allowed.load(std::memory_order_relaxed);
+#elif STEMMA_NEON && defined(__linux__)
+    static const bool present = getauxval(AT_HWCAP) >> 20 & 1;  // ASIMDDP
+    return present && byte_dots_allowed.load(std::memory_order_relaxed);
 #else
     return false;
 #endif
 }
 // Codes are bytes for byte dots and tiles; else 16 bits, in pairs of inputs (0, 2) and (1, 3) of a step.
 static inline bool inputs_are_bytes() { return STEMMA_AMX || has_byte_dots(); }
+
+// What byte dots take off a weight's byte: SDOT wants signed ones; USDOT and x86's instruction take them as they are.
+#if STEMMA_NEON && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int BYTES_SHIFTED = 128;
+#else
+constexpr int BYTES_SHIFTED = 0;
+#endif
 
 struct Int8Layout {
     int64_t group_bytes;  // of a group's codes
@@ -103,7 +117,7 @@ static void quantize_row(const T* x, const Strips& w, char* row) {
     const Int8Layout layout(w);
     const bool bytes = inputs_are_bytes(), is_static = w.codes.activations == 2;
     const int64_t group = w.codes.group, vector_bytes = bytes ? LANES : 2 * LANES;
-    const int middle = w.codes.middle;
+    const int middle = w.codes.middle - (bytes ? BYTES_SHIFTED : 0);
     const v16f magic = splat(12582912.0f), zero = splat(float(w.codes.input_zero));  // 1.5 * 2^23 rounds
     const v16i magic_bits = as_int(magic);
     const bool by_group = w.codes.activations == 3;

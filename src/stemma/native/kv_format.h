@@ -39,6 +39,12 @@ static inline v16i widen(const int8_t* p) {
 #elif defined(__AVX2__)
     return {(native_i)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
             (native_i)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+#elif STEMMA_NEON
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t lower = vmovl_s8(vget_low_s8(bytes)), upper = vmovl_high_s8(bytes);
+    const auto first = [](int16x8_t x) { return (native_i)vmovl_s16(vget_low_s16(x)); };
+    const auto last = [](int16x8_t x) { return (native_i)vmovl_high_s16(x); };
+    return {{first(lower), last(lower)}, {first(upper), last(upper)}};
 #else
     int32_t lanes[LANES];
     for (int i = 0; i < LANES; i++) lanes[i] = p[i];
@@ -121,7 +127,7 @@ template <class T>
 static inline void put(bf16* out, v16f x, int count) {
     bf16 lanes[LANES];
     bf16* to = count >= LANES ? out : lanes;
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
     store(to, x);

@@ -159,7 +159,7 @@ static void rotate_and_write_token(const RotateArgs& a, int64_t i) {
 
 template <class T>
 static inline v16f silu(v16f x) {
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
     if (sizeof(T) == 2) {  // a reciprocal of 14 bits and one step of Newton's, instead of a division
         __m512 e = exp2_fast<false>(_mm512_min_ps((__m512)(x * -LOG2_E), _mm512_set1_ps(126.0f)));
         __m512 d = e + _mm512_set1_ps(1.0f), y = _mm512_rcp14_ps(d);

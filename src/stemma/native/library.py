@@ -105,7 +105,7 @@ class Kernels:
             function.restype = None
 
     def byte_dots(self, *, allowed: bool = True) -> bool:
-        """Whether products of bytes run on their own instruction, VNNI; for tests it can be forbidden."""
+        """Whether bytes are multiplied by an instruction of their own; for tests it can be forbidden."""
         return bool(self._byte_dots(allowed))
 
 
@@ -199,7 +199,8 @@ def _int8_products(kernels: Kernels) -> str:
     vnni = kernels.byte_dots()
     if kernels.level == LEVELS[-1].name:
         return "AMX-INT8, VNNI for a few rows" if vnni else "AMX-INT8"
-    return "VNNI" if vnni else "16-bit multiply-add (no VNNI)"
+    name = {"neon": "SDOT", "neon_bf16": "USDOT"}.get(kernels.level, "VNNI")
+    return name if vnni else f"16-bit multiply-add (no {name})"
 
 
 def drop_kernels() -> None:

@@ -28,7 +28,7 @@ static int64_t multiply_registers(int64_t rounds) {
 #else
     using Kind = FloatDot;  // bf16 is widened: the same instructions
 #endif
-    constexpr int SUMS = NATIVE == 4 ? 2 : 6, LINES_HELD = NATIVE == 16 ? 4 : 1;
+    constexpr int SUMS = HELD == 4 ? 2 : 6, LINES_HELD = NATIVE == 16 ? 4 : 1;
     alignas(64) static const float zeros[LANES] = {};
     v16f sum[SUMS][LINES_HELD];  // unrolled throughout, or they are kept in memory; unlike, or they become one
 #pragma GCC unroll 8

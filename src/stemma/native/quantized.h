@@ -49,6 +49,9 @@ static inline v16f load_half(const uint16_t* p) {
 #elif defined(__AVX2__) && defined(__F16C__)
     return {(native_f)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
             (native_f)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+#elif STEMMA_NEON
+    const auto four = [p](int i) { return (native_f)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); };
+    return {{four(0), four(1)}, {four(2), four(3)}};
 #else
     v16u bits = Memory<v16u>::widen(p);
     v16f size = as_float((bits & 0x7FFFu) << 13) * 0x1p112f;  // the exponent's bias; exact for denormals too

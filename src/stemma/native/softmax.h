@@ -90,7 +90,7 @@ static void soften(RowState& state, float* alpha, float* scores, int num_keys, f
     }
 }
 
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 // The same, but weights become bf16 pairs of consecutive keys, [key / 2][row]; what an odd last key lacks is 0.
 template <int NB, bool masked>
 static void soften_pairs(RowState& state, float* alpha, float* scores, int num_keys, float factor) {
@@ -138,7 +138,7 @@ static void weigh(const AttendArgs& args, const RowLimits& limits, RowState& sta
         factor = 1.0f;
     }
     if (masked) mask<NB>(limits, first_key, num_keys, scores);
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
     if (paired && masked) return soften_pairs<NB, true>(state, alpha, scores, num_keys, factor);
     if (paired) return soften_pairs<NB, false>(state, alpha, scores, num_keys, factor);
 #endif

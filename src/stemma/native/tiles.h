@@ -66,7 +66,7 @@ struct TileScope {
     ~TileScope() {}
 };
 
-#elif STEMMA_BF16_DOT && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#elif STEMMA_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define STEMMA_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>

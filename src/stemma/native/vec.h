@@ -8,9 +8,13 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+// The levels of arm64 define it. Without it that processor rounds as every other one at the portable level.
+#ifndef STEMMA_NEON
+#define STEMMA_NEON 0
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif STEMMA_NEON
 #include <arm_neon.h>
 #endif
 
@@ -20,10 +24,17 @@
 #define STEMMA_AVX512 0
 #endif
 #if STEMMA_AVX512 && defined(__AVX512BF16__)
-#define STEMMA_BF16_DOT 1
+#define STEMMA_AVX512_BF16 1
 #else
-#define STEMMA_BF16_DOT 0
+#define STEMMA_AVX512_BF16 0
 #endif
+#if STEMMA_NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define STEMMA_NEON_BF16 1
+#else
+#define STEMMA_NEON_BF16 0
+#endif
+// Whether products of bf16 pairs are one instruction.
+#define STEMMA_BF16_DOT (STEMMA_AVX512_BF16 || STEMMA_NEON_BF16)
 
 constexpr int LANES = 16;
 #if STEMMA_AVX512
@@ -34,8 +45,10 @@ constexpr int NATIVE = 8;
 constexpr int ACCUMULATORS = 6;
 #else
 constexpr int NATIVE = 4;
-constexpr int ACCUMULATORS = 3;
+constexpr int ACCUMULATORS = STEMMA_NEON ? 6 : 3;
 #endif
+constexpr int REGISTERS = NATIVE == 16 || STEMMA_NEON ? 32 : 16;
+constexpr int HELD = REGISTERS * NATIVE / LANES;  // vectors of 16 floats that all registers hold: 32, 8 or 4
 constexpr float MASKED = -1e30f;  // a score nobody sees; finite, so that differences stay defined
 
 struct bf16 {
@@ -137,7 +150,7 @@ static inline native_f fma(native_f a, native_f b, native_f c) {
     return (native_f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
     return (native_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
+#elif STEMMA_NEON
     return (native_f)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
@@ -150,7 +163,7 @@ static inline Twice<V> fma(Twice<V> a, Twice<V> b, Twice<V> c) {
 
 // a * b + c of single floats, as fma() computes it
 static inline float fma_one(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_NEON)
+#if defined(__FMA__) || STEMMA_NEON
     return __builtin_fmaf(a, b, c);
 #else
     return a * b + c;
@@ -296,7 +309,7 @@ static inline v16f vexp2(v16f x) {
     return as_float(as_int(p) + (as_int(shifted) << 23));
 }
 
-#if STEMMA_BF16_DOT
+#if STEMMA_AVX512_BF16
 // 2^x; any x, far negative ones give 0. Relative error 3e-6, or 8e-5 if `rough`.
 template <bool rough>
 static inline __m512 exp2_fast(__m512 x) {
