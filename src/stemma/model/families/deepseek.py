@@ -175,7 +175,7 @@ def _angles(config: Any, code: Callable[[], Any]) -> Angles:
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", own_layout=_v2_layout)
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", own_layout=_v3_layout, prediction=True)
 SPARSE = (
-    Family("deepseek_v32", "DeepseekV32ForCausalLM", is_cut=False),
-    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", is_cut=False),
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", cuts=None),
+    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", cuts=None),
 )
 """Families whose queries see the tokens that an indexer chooses."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from stemma.model.families.cuts import Cuts, plain_cuts
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.pattern import LlamaPattern
 
@@ -26,8 +27,9 @@ class Family:
     """How it differs from Llama; None: it isn't of that pattern."""
     own_layout: MakeLayout | None = None
     """Makes the layout of a family of another pattern."""
-    is_cut: bool = True
-    """Whether it is cut for several ranks (parallel/share.py)."""
+    cuts: Callable[[Any, int], Cuts] | None = plain_cuts
+    """Takes a config and a number of ranks: how tensors are divided over them (parallel/share.py); None: it
+    isn't served on several ranks."""
     prediction: bool = False
     """Whether its layer for multi-token prediction is run (prediction.py)."""
 

@@ -93,14 +93,14 @@ QWEN2_5_VL_TEXT = Family(
     "qwen2_5_vl_text",
     "Qwen2_5_VLTextModel",
     LlamaPattern(_inputs_of_attention, axes=_sections),
-    is_cut=False,
+    cuts=None,
 )
 """Behind a vision encoder, and never without."""
 QWEN3_VL_TEXT = Family(
     "qwen3_vl_text",
     "Qwen3VLTextModel",
     LlamaPattern(_attention, norms_heads=True, axes=_interleaved),
-    is_cut=False,
+    cuts=None,
 )
 """Behind a vision encoder, and never without."""
 QWEN_FORMS = (

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from stemma.model.families.cuts import delta_rule_cuts
 from stemma.model.families.family import Family
 from stemma.model.families.layout import (
     Angles,
@@ -211,7 +212,7 @@ def _three_five(config: Any, num_tensors: int) -> ModelLayout | None:
 
 
 QWEN_NEXT = (
-    Family("qwen3_next", "Qwen3NextForCausalLM", own_layout=_next, is_cut=False),
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", own_layout=_three_five, is_cut=False),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", own_layout=_three_five, is_cut=False),
+    Family("qwen3_next", "Qwen3NextForCausalLM", own_layout=_next, cuts=delta_rule_cuts),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", own_layout=_three_five, cuts=delta_rule_cuts),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", own_layout=_three_five, cuts=delta_rule_cuts),
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from stemma.errors import UnsupportedModel
+from stemma.model.families.cuts import Cuts
 from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SPARSE
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
@@ -59,7 +61,7 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)
 """Classes whose logits tests/model compares with plain transformers, on every path and on several ranks."""
-CUT = frozenset(family.architecture for family in FAMILIES if family.is_cut)
+CUT = frozenset(family.architecture for family in FAMILIES if family.cuts is not None)
 """Classes that are cut for several ranks."""
 PREDICTING = frozenset(family.architecture for family in FAMILIES if family.prediction)
 """Classes whose layer for multi-token prediction is run."""
@@ -68,6 +70,17 @@ PREDICTING = frozenset(family.architecture for family in FAMILIES if family.pred
 def family_of(model_type: object) -> Family | None:
     """Return the family of a config's `model_type`; None: none of the list."""
     return _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
+
+
+def cuts_of(architecture: str, config: Any, num_ranks: int) -> Cuts:
+    """Return how a model's tensors are divided over ranks. Raises UnsupportedModel if they can't be."""
+    family = family_of(config.model_type)
+    if family is None or family.cuts is None:
+        raise UnsupportedModel(
+            f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "
+            f"context_parallel_size 1. Those that are: {', '.join(sorted(CUT))}"
+        )
+    return family.cuts(config, num_ranks)
 
 
 def contained_layout(
