@@ -13,8 +13,18 @@ from stemma.engine.offline import Generation
 from stemma.prefix.keys import Namespace
 from stemma.types import Tier
 from tests import hybrids
-from tests.engine.ranks.checks import GREEDY, LONG, OTHER, SMALL, TIERS, bits, in_one_process, tokens
-from tests.engine.ranks.test_pool import directory_pool
+from tests.engine.ranks.checks import (
+    GREEDY,
+    LONG,
+    OTHER,
+    SMALL,
+    TIERS,
+    bits,
+    directory_pool,
+    in_one_process,
+    same_as_one_process,
+    tokens,
+)
 
 PROMPT = [(11 * i * i + 5 * i) % 400 + 3 for i in range(150)]
 LONGER = [*PROMPT, *range(20, 40)]
@@ -27,6 +37,9 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_key_value_heads": 4, "linear_num_key_heads": 4},
     "granitemoehybrid": {"num_key_value_heads": 4, "mamba_n_groups": 1},
     "bamba": {"num_key_value_heads": 4, "mamba_n_groups": 4},
+    "nemotron_h": {"num_key_value_heads": 4, "n_groups": 1},
+    "lfm2": {"num_key_value_heads": 4, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"num_key_value_heads": 4},
 }
 """By `model_type`: fields that four ranks divide."""
 
@@ -128,3 +141,14 @@ def test_families(family: str, size: int, tmp_path: Path) -> None:
     llm.engine.check()
     llm.close()
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"quantize": "int8", "quantize_group_size": 32}, {"speculation": "la"}])
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+def test_other_settings(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"intermediate_size": 128, "shared_intermediate_size": 64}
+    if family == "qwen3_next":
+        sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        sizes["linear_value_head_dim"] = 16
+    checkpoint = hybrids.build(family, tmp_path, **DIVIDED[family] | sizes)
+    same_as_one_process(checkpoint, {"tensor_parallel_size": 2}, settings | ROOM)

@@ -45,6 +45,7 @@ def joined(shape: tuple[int, ...], cuts: list[Cut], parts: list[torch.Tensor]) -
     [
         *(("qwen2", 2, 1), ("deepseek-v3", 4, 2), ("qwen3-moe", 2, 2)),
         *(("qwen3_next", 2, 2), ("qwen3_5_moe_text", 2, 1), ("granitemoehybrid", 2, 2), ("bamba", 2, 1)),
+        *(("nemotron_h", 2, 2), ("lfm2_moe", 2, 1)),
     ],
 )
 def test_the_parts_are_the_whole(family: str, size: int, expert_size: int, tmp_path: Path) -> None:
@@ -84,9 +85,7 @@ def test_what_one_group_of_heads_shares_is_whole_on_every_rank(tmp_path: Path) -
 
 def test_states_are_not_divided_by_tokens(tmp_path: Path) -> None:
     config = hybrids.config_of("qwen3_next")
-    with pytest.raises(
-        UnsupportedModel, match="isn't served with context_parallel_size"
-    ):
+    with pytest.raises(UnsupportedModel, match="isn't served with context_parallel_size"):
         check_share("Qwen3NextForCausalLM", config, Share(0, 1, context_size=2))
 
 

@@ -122,7 +122,7 @@ class PrefixCache:
         self._rests = Rests(self._leased)
         self._states = states
         self._state_hits: StateHits | None = None
-        if states is not None and self._cached is not None:
+        if states is not None:
             self._state_hits = StateHits(states, self._cached, lower, self.block_size)
         self._held: set[Lease] = set()
         """The leases of `hold`."""

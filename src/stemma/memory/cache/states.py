@@ -419,6 +419,8 @@ class CachedStates:
     ) -> None:
         own = lease.state
         assert own is not None
+        if not self._keeps:
+            return
         key = self._key_at(lease, position)
         if (known := self._checkpoints.get(key)) is not None:
             self._use(known)

@@ -18,9 +18,10 @@ from stemma.model.families.gpt_oss import GPT_OSS_FORM
 from stemma.model.families.granite import GRANITE
 from stemma.model.families.granite_gguf import GRANITE_FORM
 from stemma.model.families.layout import ModelLayout
-from stemma.model.families.lfm2 import LFM2_FORM
+from stemma.model.families.lfm2 import LFM2, LFM2_FORM
 from stemma.model.families.llama import LLAMA, LLAMA_FORMS
 from stemma.model.families.mistral import MISTRAL
+from stemma.model.families.nemotron import NEMOTRON_H
 from stemma.model.families.olmo import OLMO2_FORM
 from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.phi3 import PHI3_FORM
@@ -36,8 +37,10 @@ FAMILIES: tuple[Family, ...] = (
     *SPARSE,
     GEMMA2,
     *GRANITE,
+    *LFM2,
     LLAMA,
     MISTRAL,
+    NEMOTRON_H,
     QWEN2,
     QWEN2_5_VL_TEXT,
     QWEN3,
