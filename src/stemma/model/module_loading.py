@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ from stemma.model.prediction import (
     PredictionLayer,
     StatesOfModules,
     read_prediction_layer,
+    with_prediction,
 )
 from stemma.model.selfcheck import Reference
 from stemma.model.weight_check import check_weights
@@ -74,7 +74,7 @@ def load_by_modules(load: Load) -> Loaded:
         decoder = _decoder(load, hf_model, weights, layer, calls, report)
     return Loaded(
         decoder,
-        kv_shape if layer is None else replace(kv_shape, num_layers=kv_shape.num_layers + 1),
+        kv_shape if layer is None else with_prediction(kv_shape, layer.enorm.weight.shape[0]),
         architecture,
         num_bytes,
         weights.num_codes,

@@ -66,7 +66,7 @@ TESTED = frozenset(family.architecture for family in FAMILIES)
 """Classes whose logits tests/model compares with plain transformers, on every path and on several ranks."""
 CUT = frozenset(family.architecture for family in FAMILIES if family.cuts is not None)
 """Classes that are cut for several ranks."""
-PREDICTING = frozenset(family.architecture for family in FAMILIES if family.prediction)
+PREDICTING = {family.architecture: family.prediction for family in FAMILIES if family.prediction is not None}
 """Classes whose layer for multi-token prediction is run."""
 
 
