@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vision_checkpoints import VISION_FAMILIES, make_vision_checkpoint, picture
+from tests.vision_checkpoints import VISION_FAMILIES, lay_out_as_published, make_vision_checkpoint, picture
 from transformers import AutoModelForImageTextToText
 
 from stemma.engine.llm import LLM
@@ -53,6 +53,7 @@ def chats() -> list[list[dict[str, Any]]]:
 def test_answers_are_those_of_the_merged_model(family: str, tmp_path: Path) -> None:
     checkpoint = make_vision_checkpoint(family, tmp_path / "model")
     path = adapted(checkpoint, tmp_path / "adapter", LANGUAGE_MODEL)
+    lay_out_as_published(family, path / "merged")
 
     def tokens(llm: LLM, lora: str | None) -> list[list[int]]:
         return [one.completions[0].token_ids for one in llm.chat(chats(), GREEDY, lora=lora)]

@@ -25,7 +25,15 @@ from stemma.model.families.nemotron import NEMOTRON_H
 from stemma.model.families.olmo import OLMO2_FORM
 from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.phi3 import PHI3_FORM
-from stemma.model.families.qwen import QWEN2, QWEN2_5_VL_TEXT, QWEN3, QWEN3_MOE, QWEN3_VL_TEXT, QWEN_FORMS
+from stemma.model.families.qwen import (
+    QWEN2,
+    QWEN2_5_VL_TEXT,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL_MOE_TEXT,
+    QWEN3_VL_TEXT,
+    QWEN_FORMS,
+)
 from stemma.model.families.qwen_next import QWEN_NEXT
 from stemma.model.families.qwen_next_gguf import QWEN_NEXT_FORMS
 from stemma.model.families.seed_oss import SEED_OSS
@@ -46,6 +54,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN3_MOE,
     QWEN3_VL_TEXT,
+    QWEN3_VL_MOE_TEXT,
     *QWEN_NEXT,
     SEED_OSS,
     SMOLLM3,
