@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from stemma.model.tiny import save_checkpoint
@@ -155,6 +157,25 @@ def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             fields.pop(name, None)
     return AutoConfig.for_model(family, **fields)
+
+
+def build_mtp(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a Qwen3-Next checkpoint with a random MTP layer, named as in the published checkpoints."""
+    build("qwen3_next", path, seed=seed, **overrides)
+    config = config_of("qwen3_next", **{"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    alone: Any = make_model(config, seed + 1)
+    save_checkpoint(alone, tokenizer(), path / "mtp")
+    tensors, layer = load_file(path / "model.safetensors"), load_file(path / "mtp" / "model.safetensors")
+    shutil.rmtree(path / "mtp")
+    for name, tensor in layer.items():
+        if name.startswith("model.layers.0.") or name == "model.norm.weight":
+            tensors[name.replace("model.", "mtp.", 1)] = tensor
+    hidden, generator = config.hidden_size, torch.Generator().manual_seed(seed)
+    tensors["mtp.fc.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)
+    for kind in ("embedding", "hidden"):
+        tensors[f"mtp.pre_fc_norm_{kind}.weight"] = 0.1 * torch.randn(hidden, generator=generator)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def build(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AddedToken,
     PreTrainedModel,
@@ -18,6 +19,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -25,6 +28,7 @@ from transformers import (
 from stemma.model.tiny import build_tokenizer, randomize
 
 IMAGE_TOKENS = {"smolvlm": "<image>", "qwen2.5-vl": "<|image_pad|>", "qwen3-vl": "<|image_pad|>"}
+IMAGE_TOKENS["qwen3-vl-moe"] = "<|image_pad|>"
 _SMOLVLM_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -118,15 +122,16 @@ def _qwen(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    config = Qwen3VLConfig(
-        text_config={
+def _qwen3_fields(tokenizer: PreTrainedTokenizerFast, **text_fields: Any) -> dict[str, Any]:
+    return {
+        "text_config": {
             **_text_fields(tokenizer),
             "num_hidden_layers": 4,
             "head_dim": 16,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+            **text_fields,
         },
-        vision_config={
+        "vision_config": {
             "depth": 3,
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -135,19 +140,34 @@ def _qwen3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 2],
         },
-        image_token_id=_id(tokenizer, "<|image_pad|>"),
-        video_token_id=_id(tokenizer, "<|video_pad|>"),
-        vision_start_token_id=_id(tokenizer, "<|vision_start|>"),
-        vision_end_token_id=_id(tokenizer, "<|vision_end|>"),
-        tie_word_embeddings=True,
-    )
+        "image_token_id": _id(tokenizer, "<|image_pad|>"),
+        "video_token_id": _id(tokenizer, "<|video_pad|>"),
+        "vision_start_token_id": _id(tokenizer, "<|vision_start|>"),
+        "vision_end_token_id": _id(tokenizer, "<|vision_end|>"),
+    }
+
+
+def _qwen3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = Qwen3VLConfig(**_qwen3_fields(tokenizer), tie_word_embeddings=True)
     return Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen3_moe(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    }
+    config = Qwen3VLMoeConfig(**_qwen3_fields(tokenizer, **experts), tie_word_embeddings=False)
+    return Qwen3VLMoeForConditionalGeneration(config)
 
 
 _MODELS: dict[str, Callable[[PreTrainedTokenizerFast], PreTrainedModel]] = {
     "smolvlm": _smolvlm,
     "qwen2.5-vl": _qwen,
     "qwen3-vl": _qwen3,
+    "qwen3-vl-moe": _qwen3_moe,
 }
 _PREPROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {
@@ -177,7 +197,20 @@ _PREPROCESSORS: dict[str, dict[str, Any]] = {
         "merge_size": 2,
     },
 }
+_PREPROCESSORS["qwen3-vl-moe"] = _PREPROCESSORS["qwen3-vl"]
 VISION_FAMILIES = tuple(_MODELS)
+
+
+def lay_out_as_published(family: str, path: Path) -> None:
+    """Have experts lie in [experts, inputs, outputs], as in Qwen's files; transformers writes the reverse."""
+    if family != "qwen3-vl-moe":
+        return
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if ".mlp.experts." in name:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def make_vision_checkpoint(family: str, path: Path, dtype: str = "float32", *, seed: int = 0) -> Path:
@@ -189,6 +222,7 @@ def make_vision_checkpoint(family: str, path: Path, dtype: str = "float32", *, s
     model = model.to(getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
+    lay_out_as_published(family, path)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSORS[family]))
     (path / "processor_config.json").write_text(

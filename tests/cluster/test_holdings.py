@@ -9,7 +9,7 @@ from hypothesis import given
 
 from stemma.cluster.block_table import BlockTable
 from stemma.cluster.holdings import Holdings
-from stemma.kv_events.names import adapter_root, chain_of, told_words
+from stemma.kv_events.names import CHECKPOINT, adapter_root, chain_of, told_words
 
 EVENTS = st.lists(
     st.tuples(
@@ -57,6 +57,27 @@ def test_depths_equal_a_brute_force_model(events, chain) -> None:
         assert holdings.num_blocks(replica) == len(mine)
     assert holdings.depths(chain, 5) == expected
     assert holdings.num_ids == len({(owner, one) for owner, _, one in model})
+
+
+CHAIN = [11, 12, 13, 14, 15, 16]
+
+
+@given(st.sets(st.sampled_from(CHAIN)), st.sets(st.sampled_from(CHAIN)))
+def test_a_replica_with_checkpoints_goes_on_behind_the_deepest_one(blocks, checkpoints) -> None:
+    """It holds all blocks before it, and what another one holds makes no difference."""
+    holdings = Holdings(secret=3)
+    holdings.require_checkpoints(1)
+    for replica in range(2):
+        holdings.store(replica, sorted(blocks))
+        holdings.store(replica, [one ^ CHECKPOINT for one in sorted(checkpoints)])
+    depth = next((n for n, one in enumerate(CHAIN) if one not in blocks), len(CHAIN))
+    deepest = max((n + 1 for n, one in enumerate(CHAIN[:depth]) if one in checkpoints), default=0)
+    assert holdings.depths(CHAIN, 2) == [depth, deepest]
+    holdings.clear(1, keep="GPU")
+    assert holdings.depths(CHAIN, 2) == [depth, deepest]
+    holdings.clear(1)
+    holdings.store(1, CHAIN)
+    assert holdings.depths(CHAIN, 2)[1] == len(CHAIN), "another server may need none"
 
 
 def test_many_blocks_of_many_replicas_are_all_found() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stemma import LLM
 from stemma.types import TokenArray
 
 pytest.importorskip("zmq", reason="the extra `events` isn't installed")
@@ -16,8 +17,10 @@ from stemma.kv_events.follower import Follower
 from stemma.kv_events.live_blocks import LiveBlocks
 from stemma.kv_events.names import chain_of
 from stemma.kv_events.publisher import wire_event
+from stemma.kv_events.schema import decode, encode
 from stemma.memory.kv_events import KVEvent, KVEventSink
 from stemma.prefix.keys import DEFAULT_NAMESPACE
+from tests import hybrids
 from tests.engine.harness import Harness, greedy, prompt
 from tests.engine.tier_rounds import BLOCK_SIZE, PROMPTS, expected, round_of, serve
 
@@ -27,12 +30,14 @@ __all__ = ["expected", "serve"]  # fixtures
 class Direct(KVEventSink):
     """Translates and follows at once, without sockets."""
 
-    def __init__(self, follower: Follower, block_size: int) -> None:
+    def __init__(self, follower: Follower, block_size: int, *, has_checkpoints: bool = False) -> None:
         self._follower = follower
         self._block_size = block_size
+        self._has_checkpoints = has_checkpoints
 
     def put(self, event) -> None:
-        self._follower.take([wire_event(event, self._block_size)])
+        told = wire_event(event, self._block_size, has_checkpoints=self._has_checkpoints)
+        self._follower.take(decode(encode(0.0, [told])))
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])
@@ -56,6 +61,59 @@ def test_the_follower_believes_what_the_cache_holds(harness, index: str) -> None
             assert holdings.depths(chain_of(one, 8), 1) == [cached]
     engine.engine.flush_cache()
     assert holdings.num_ids == 0
+
+
+def told_prompts(number: int) -> list[TokenArray]:
+    """Return prompts that share beginnings of different lengths."""
+    generator = np.random.default_rng(0)
+    prompts = [prompt(0, 200)]
+    for one in range(1, number):
+        earlier = prompts[int(generator.integers(len(prompts)))]
+        head = earlier[: int(generator.integers(240))]
+        prompts.append(np.concatenate([head, prompt(one, int(generator.integers(10, 120)))]).astype(np.int32))
+    return prompts
+
+
+@pytest.mark.parametrize("host", [{}, {"host_cache": "8MB"}], ids=["device", "host"])
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text", "mamba2"])
+def test_a_follower_knows_how_deep_prompts_resume(family: str, host: dict[str, str], tmp_path: Path) -> None:
+    """Behind the deepest checkpoint of states or windows, not behind the KV."""
+    path = hybrids.build(family, tmp_path / "model")
+    llm = LLM(path, block_size=16, kv_cache_memory="1MB", max_batch_tokens=64, **host)
+    holdings = Holdings()
+    cache = llm.engine.cache
+    cache.watch(Direct(Follower(0, holdings), 16, has_checkpoints=True))
+    depths = set[int]()
+    prompts = told_prompts(30)
+    for number, one in enumerate(prompts):
+        llm.generate(one.tolist(), greedy(number % 4 + 1))
+        cache.below.drain(20.0)
+        for known in prompts:
+            found = holdings.depths(chain_of(known, 16), 1)[0]
+            on_device = cache.match(DEFAULT_NAMESPACE, np.append(known, 0)) // 16
+            assert found == on_device if not host else found >= on_device
+            depths.add(found)
+    assert len(depths) > 3
+    assert all(depth * 16 % 64 == 0 for depth in depths)
+    llm.engine.flush_cache()
+    assert host or holdings.num_ids == 0
+    llm.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
+def test_a_router_is_told_of_checkpoints_on_disk(family: str, tmp_path: Path) -> None:
+    path = hybrids.build(family, tmp_path / "model")
+    tokens, names, depths = prompt(3, 200), tmp_path / "names", []
+    for _ in range(2):
+        llm = LLM(path, block_size=16, disk_cache=tmp_path / "disk", disk_cache_size="50MB", num_threads=1)
+        live = LiveBlocks(16, names, has_checkpoints=True)
+        llm.engine.cache.watch(Kept(live))
+        holdings = Holdings()
+        Follower(0, holdings).take(list(live.snapshot()))
+        depths.append(holdings.depths(chain_of(tokens, 16), 1)[0])
+        llm.generate(tokens.tolist(), greedy(1))
+        llm.close()
+    assert depths == [0, 12], "192 tokens of 200"
 
 
 class Kept(KVEventSink):

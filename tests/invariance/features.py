@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+
 from stemma.engine.api import GenerationRequest, RequestOutput
 from stemma.engine.beam_search import BeamSearch
 from stemma.engine.build import EngineParts
@@ -24,14 +26,18 @@ from stemma.engine.sampling.logprobs import TokenLogprob
 from stemma.engine.sampling.params import BeamParams, SamplingParams
 from stemma.engine.sampling.prompt_logprobs import PromptLogprobs
 from stemma.memory.cache.lease import Lease
+from stemma.model.vision.prompt import PromptImages
 from stemma.server.answers.best_of import keep_best
 from stemma.server.generation import CollectedSequence
-from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, as_tokens
+from stemma.types import FinishReason, Retention, RetentionHint, RetentionRange, TokenArray, as_tokens
+from tests.vision_checkpoints import picture
 
 ENDS = [2, *range(461, 512, 2)]
 """Token ids that end a text: enough of them that some answers end by themselves, none that grammars need."""
 ADAPTERS = ("one", "two")
 MAX_STEPS = 5_000
+IMAGE_AT = 10
+"""Tokens of a prompt before its picture."""
 GRAMMARS = (
     GrammarSpec("regex", "a(b|c)?"),
     GrammarSpec("regex", "([0-9]{2}: abcdefgh, ){1,2}"),
@@ -117,6 +123,10 @@ def _pinned(rng: random.Random, fields: Fields) -> None:
     fields["is_pinned"] = True
 
 
+def _image(rng: random.Random, fields: Fields) -> None:
+    fields["image"] = rng.randrange(3)
+
+
 def _abort(rng: random.Random, fields: Fields) -> None:
     fields["abort_after"] = rng.randint(0, 6)
 
@@ -152,6 +162,7 @@ FEATURES: dict[str, Callable[[random.Random, Fields], None]] = {
     "abort": _abort,
     "bias": _bias,
     "bad_words": _bad_words,
+    "image": _image,
 }
 """By name, in the order in which they are put into a request."""
 NEEDED = {"best_of": "seed"}
@@ -159,8 +170,8 @@ NEEDED = {"best_of": "seed"}
 ENDING = ("grammar", "min_tokens", "stop", "stop_ids")
 """What says where an answer ends. Two of these are alone in a request too: other rules would hide them."""
 ONLY_WITH = {
-    "beams": {"adapter", "logprobs", "stop_ids", "priority", "retention", "pinned"},
-    "pooled": {"adapter", "priority", "retention", "pinned", "abort"},
+    "beams": {"adapter", "logprobs", "stop_ids", "priority", "retention", "pinned", "image"},
+    "pooled": {"adapter", "priority", "retention", "pinned", "abort", "image"},
 }
 """A beam search and the vector of a prompt have nothing of the rest: sampling plays no part in them."""
 
@@ -188,11 +199,13 @@ class Ask:
     ttl_s: float | None = None
     retention: tuple[RetentionRange, ...] = ()
     is_pinned: bool = False
+    image: int | None = None
+    """Which picture stands in the prompt."""
     abort_after: int | None = None
     """Output tokens, of all sequences, that a client sees before it leaves."""
 
 
-def draw_asks(seed: int, count: int, features: Sequence[str] = tuple(FEATURES)) -> list[Ask]:
+def draw_asks(seed: int, count: int, features: Sequence[str]) -> list[Ask]:
     """Return `count` requests over a few prefixes: each pair of `features` is in one as soon as may be."""
     rng = random.Random(seed)
     prefixes = [tuple(rng.randrange(3, 460) for _ in range(60)) for _ in range(3)]
@@ -268,6 +281,18 @@ def _begins(one: CollectedSequence, whole: CollectedSequence) -> bool:
     )
 
 
+def _with_image(ask: Ask, parts: EngineParts) -> tuple[TokenArray, PromptImages | None]:
+    """Return the ids of a prompt, with its picture behind the first tokens."""
+    tokens = as_tokens(ask.prompt)
+    if ask.image is None:
+        return tokens, None
+    assert parts.images is not None
+    read = parts.images.read_image(picture(ask.image, 90, 60), "the picture")
+    place = min(IMAGE_AT, len(tokens) - 1)
+    holders = np.full(read.expansion.num_tokens, parts.images.placeholder_id, dtype=np.int32)
+    return parts.images.place(np.concatenate((tokens[:place], holders, tokens[place:])), [read])
+
+
 class _Request:
     """A request under way in an engine."""
 
@@ -276,10 +301,12 @@ class _Request:
         if ask.best_of is not None:
             params = replace(params, n=ask.best_of, logprobs=params.logprobs or 0)
         self.ask = ask
+        tokens, images = _with_image(ask, parts)
         self.request = GenerationRequest(
             name,
-            as_tokens(ask.prompt),
+            tokens,
             params,
+            images=images,
             retention=Retention(RetentionHint(ask.priority, ask.ttl_s), ask.retention),
             beam=ask.beam,
             pooling=ask.pooling,

@@ -6,6 +6,7 @@ an engine (KV in codes, sources of drafts, adapters, overlapping steps, a small 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -30,11 +31,14 @@ from tests import hybrids
 from tests.adapters import write_adapter
 from tests.checkpoints import MTP_LAYER, build, build_mtp
 from tests.invariance.features import ADAPTERS, ENDS, FEATURES, Answer, Ask, Service, draw_asks, go_together
+from tests.vision_checkpoints import make_vision_checkpoint
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
 SEED = 8
 """Of the default run: with it, what is looked for is there."""
+SEEDS = {"images": 1, "images drafted": 1, "images small": 3}
+"""By engine, where it is another one."""
 NUM_ASKS = 40
 GROUP = 5
 """Requests at a time that leave steps room for drafts, once their prompts are known."""
@@ -42,11 +46,15 @@ MTP = "deepseek-v3-mtp"
 HYBRID = "qwen3_next"
 SPARSE = "glm_moe_dsa"
 WINDOWS = "mistral-sliding"
+HYBRID_MTP = "qwen3_next-mtp"
+IMAGES = "qwen2.5-vl"
 OTHER_FAMILIES = {
-    **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS}
+    **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS},
+    **{"images": IMAGES, "images drafted": IMAGES, "images small": IMAGES},
+    "hybrid mtp": HYBRID_MTP,
 }
 """By engine; the others have a Qwen2."""
-LEFT_OUT = {"no adapters": "adapter", "small": "pinned"}
+LEFT_OUT = {"no adapters": "adapter", "small": "pinned", "images small": "pinned"}
 """By engine, the feature that its requests don't have; beside pins a small cache has no room."""
 BASE: dict[str, Any] = {
     "kv_cache_memory": "4MB",
@@ -69,6 +77,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "hybrid drafts": {"block_size": 16, "speculation": "auto", "dtype": "float32"},
     "sparse": {"speculation": "auto", "max_batch_tokens": 120},
     "windows": {"speculation": "auto", "max_batch_tokens": 120},
+    "hybrid mtp": {"block_size": 16, "speculation": "mtp"},
+    "images": {"overlap_schedule": "on"},
+    "images drafted": {"speculation": "auto", "max_batch_tokens": 120, "image_cache": "0B"},
+    "images small": {"kv_cache_memory": "56kB", "host_cache": "1MB", "load_when": "always"},
 }
 """Settings of engines, beside those of `BASE`."""
 SOURCES = {
@@ -80,6 +92,8 @@ SOURCES = {
     "hybrid drafts": {"tree"},
     "sparse": {"tree"},
     "windows": {"tree"},
+    "hybrid mtp": {"mtp", "grammar"},
+    "images drafted": {"tree"},
 }
 """Who must have drafted."""
 
@@ -97,7 +111,12 @@ class Workshop:
         path = self._root / family
         if not path.exists():
             ends = {"eos_token_id": ENDS}
-            if family in (HYBRID, SPARSE):
+            if family == IMAGES:
+                make_vision_checkpoint(family, path)
+                (path / "generation_config.json").write_text(json.dumps(ends))
+            elif family == HYBRID_MTP:
+                hybrids.build_mtp(path, generation=ends)
+            elif family in (HYBRID, SPARSE):
                 hybrids.build(family, path, generation=ends)
             else:
                 build_mtp(path, generation=ends) if family == MTP else build(family, path, generation=ends)
@@ -158,7 +177,8 @@ def _write_adapter(checkpoint: Path, path: Path, seed: int) -> None:
     matrices = {}
     for key, weight in sorted(load_file(checkpoint / "model.safetensors").items()):
         layer = key.removesuffix(".weight")
-        if layer.endswith(names) and ".experts." not in layer and f"layers.{MTP_LAYER}." not in layer:
+        left_out = (".experts.", f"layers.{MTP_LAYER}.", "visual.", "mtp.")
+        if layer.endswith(names) and not any(part in layer for part in left_out):
             down = torch.randn(4, weight.shape[1], generator=generator) * 0.1
             matrices[layer] = down, torch.randn(weight.shape[0], 4, generator=generator) * 0.1
     write_adapter(path, matrices)
@@ -170,7 +190,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def features_of(kind: str) -> tuple[str, ...]:
-    return tuple(name for name in FEATURES if name != LEFT_OUT.get(kind))
+    sees = OTHER_FAMILIES.get(kind) == IMAGES
+    return tuple(name for name in FEATURES if name != LEFT_OUT.get(kind) and (sees or name != "image"))
 
 
 def check_engine(workshop: Workshop, kind: str, seed: int) -> Service:
@@ -200,7 +221,7 @@ def check_engine(workshop: Workshop, kind: str, seed: int) -> Service:
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_answers_are_those_of_requests_alone(kind: str, workshop: Workshop) -> None:
-    service = check_engine(workshop, kind, SEED)
+    service = check_engine(workshop, kind, SEEDS.get(kind, SEED))
     features = features_of(kind)
     pairs = combinations_with_replacement(features, 2)
     never = [pair for pair in pairs if not service.beside[frozenset(pair)]]
@@ -208,14 +229,14 @@ def test_answers_are_those_of_requests_alone(kind: str, workshop: Workshop) -> N
     drafts = service.engine.stats().drafts_by_source
     assert {name for name, count in drafts.items() if count.num_proposed} >= SOURCES.get(kind, set())
     assert all(count.num_accepted for name, count in drafts.items() if name != "mtp")
-    assert (service.engine.stats().num_preemptions > 0) is (kind == "small")
+    assert (service.engine.stats().num_preemptions > 0) is (kind in ("small", "images small"))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_requests_have_all_pairs_of_features(kind: str) -> None:
     features = features_of(kind)
     pairs = {pair for pair in combinations(features, 2) if go_together(*pair)}
-    asks = draw_asks(SEED, NUM_ASKS, features)
+    asks = draw_asks(SEEDS.get(kind, SEED), NUM_ASKS, features)
     assert {(a, b) for a, b in pairs if not any({a, b} <= ask.features for ask in asks)} == set()
 
 

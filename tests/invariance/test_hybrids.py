@@ -53,10 +53,18 @@ def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), "float32", tmp_path, 3)
 
 
-@pytest.mark.parametrize("roles", [("both", "both"), ("prefill", "decode")], ids="-".join)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"role": "both"}, {"role": "both"}),
+        ({"role": "prefill"}, {"role": "decode"}),
+        ({"role": "prefill"}, {"role": "decode", "enable_prefix_cache": False}),
+    ],
+    ids=["both", "decode", "decode-uncached"],
+)
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss", "mistral-sliding"])
 def test_checkpoints_travel_through_a_pool(
-    family: str, roles: tuple[str, str], root: Path, tmp_path: Path
+    family: str, first: dict[str, Any], second: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
     """gpt-oss, mistral-sliding: pages of windows."""
     path = checkpoint(family, root) if family in hybrids.FAMILIES else build(family, tmp_path / family)
@@ -68,9 +76,9 @@ def test_checkpoints_travel_through_a_pool(
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=2)
     with engine(path, "float32", **NO_CACHE) as llm:
         expected = answer_of(llm.generate([prompt], params)[0])
-    with engine(path, "float32", **pool, role=roles[0]) as llm:
-        llm.generate([prompt], params if roles[0] == "both" else replace(params, max_tokens=1))
-    with engine(path, "float32", **pool, role=roles[1]) as llm:
+    with engine(path, "float32", **pool, **first) as llm:
+        llm.generate([prompt], params if first["role"] == "both" else replace(params, max_tokens=1))
+    with engine(path, "float32", **pool, **second) as llm:
         generation = llm.generate([prompt], params)[0]
     assert answer_of(generation) == expected
     assert generation.cache.cached_by_tier == {Tier.POOL: 256}

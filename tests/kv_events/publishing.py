@@ -24,10 +24,19 @@ LOOPBACK = "tcp://127.0.0.1:*"
 
 
 def start(
-    endpoint: str = LOOPBACK, replay: str | None = LOOPBACK, names_path: Path | None = None
+    endpoint: str = LOOPBACK,
+    replay: str | None = LOOPBACK,
+    names_path: Path | None = None,
+    *,
+    has_checkpoints: bool = False,
 ) -> KVEventPublisher:
     return KVEventPublisher(
-        endpoint, replay, block_size=SIZE, supervisor=LoggingSupervisor(), names_path=names_path
+        endpoint,
+        replay,
+        block_size=SIZE,
+        supervisor=LoggingSupervisor(),
+        names_path=names_path,
+        has_checkpoints=has_checkpoints,
     )
 
 

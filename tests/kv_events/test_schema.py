@@ -40,7 +40,7 @@ def test_a_batch_of_vllm_is_read() -> None:
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.parent_block_hash) == ([b"\x01" * 32, b"\x02" * 32], None)
     assert (stored.token_ids, stored.block_size, stored.medium) == (list(range(8)), 4, "GPU")
-    assert removed == BlockRemoved([7, b"\x01" * 32], "GPU")
+    assert removed == BlockRemoved([7, b"\x01" * 32], "GPU", 0)
     assert cleared == AllBlocksCleared()
 
 

@@ -14,7 +14,7 @@ from stemma.kv_events import publisher as publisher_module
 from stemma.kv_events.follower import Follower
 from stemma.kv_events.names import chain_of
 from stemma.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored
-from stemma.memory.kv_events import BlocksRemoved
+from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, CheckpointStored
 from stemma.types import Tier
 from tests.kv_events.publishing import SIZE, Following, Relay, held, key, lose, start, stored, tokens
 
@@ -125,3 +125,40 @@ def test_a_block_is_held_until_it_left_every_tier() -> None:
     follower.take([BlockRemoved([b"k", b"k"], "CPU")])
     follower.take([BlockStored([b"k"], None, [], SIZE, None, "CPU", None)])  # its tokens are unknown by now
     assert holdings.depths(chain, 1) == [0]
+
+
+def test_groups_of_vllm_that_keep_windows_or_states_dont_remove_kv() -> None:
+    """Their blocks have the same hashes as those with KV."""
+    holdings = Holdings()
+    follower = Follower(0, holdings)
+    chain = chain_of(tokens(3), SIZE)
+
+    def stored_in(group: int, kind: str) -> BlockStored:
+        return BlockStored(
+            [5], None, [3] * SIZE, SIZE, None, "GPU", None, group_idx=group, kv_cache_spec_kind=kind
+        )
+
+    follower.take([stored_in(1, "mamba")])
+    assert holdings.depths(chain, 1) == [1], "there may be no other group"
+    follower.take([stored_in(0, "full_attention"), stored_in(1, "mamba"), BlockRemoved([5], "GPU", 1)])
+    assert holdings.depths(chain, 1) == [1]
+    follower.take([BlockRemoved([5], "GPU", 0)])
+    assert holdings.depths(chain, 1) == [0]
+
+
+async def test_checkpoints_arrive_with_the_blocks_before_them() -> None:
+    publisher = start(has_checkpoints=True)
+    publisher.put(stored(1))
+    publisher.put(stored(2))
+    publisher.put(CheckpointStored(key(100), key(1)))
+    publisher.put(CheckpointStored(key(101), key(77)))  # behind a block that nobody told of
+    async with Following(publisher.endpoint, publisher.replay_endpoint) as following:
+        await following.sees([1], range(9))
+        publisher.put(CheckpointStored(key(102), key(2)))
+        await following.sees([1, 2], range(9))
+        publisher.put(BlocksCopied((key(102),), Tier.DISK))
+        publisher.put(BlocksRemoved((key(100), key(102)), Tier.DEVICE))
+        await following.sees([2], range(9))
+        publisher.put(BlocksRemoved((key(102),), Tier.DISK))
+        await following.sees([], range(9))
+    publisher.close()

@@ -209,3 +209,21 @@ class PagedSequences:
             if self.done[seq] < len(prompt)
         ]:
             self.step(plan)
+
+
+def single_tokens(run: PagedSequences, token_ids: torch.Tensor, positions: list[int]) -> ForwardBatch:
+    """Return a batch of one token of each sequence of `run`."""
+    tables = np.zeros((len(positions), max(map(len, run.tables))), dtype=np.int32)
+    for row, table in enumerate(run.tables):
+        tables[row, : len(table)] = table
+    size = run.block_size
+    slots = [int(tables[row, at // size]) * size + at % size for row, at in enumerate(positions)]
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        query_starts=list(range(len(positions) + 1)),
+        context_lens=[at + 1 for at in positions],
+        block_tables=torch.from_numpy(tables),
+        logits_rows=torch.empty(0, dtype=torch.int64),
+    )

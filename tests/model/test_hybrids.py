@@ -111,7 +111,7 @@ def test_index_keys_are_kept_as_they_were_computed(root: Path) -> None:
         model.layout(16, "auto", "nz")
 
 
-@pytest.mark.parametrize("family", [*IN_ONE_CALL, *hybrids.SPARSE])
+@pytest.mark.parametrize("family", [*hybrids.SPARSE])
 def test_several_ranks_are_refused_by_name(family: str) -> None:
     config = hybrids.config_of(family)
     [architecture] = [one.architecture for one in FAMILIES if one.model_type == config.model_type]

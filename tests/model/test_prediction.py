@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,13 +15,12 @@ from transformers.modeling_layers import MtpModel
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, ModelError
 from stemma.model import loading
-from stemma.model.batch import ForwardBatch
 from stemma.model.causal_lm import CausalLM
 from stemma.model.loading import load_model
 from stemma.model.prediction import PredictingDecoder
 from tests.checkpoints import MTP_LAYER, build, build_mtp
 from tests.model.edited_checkpoints import configure, fp8_checkpoint
-from tests.model.paging import PagedSequences
+from tests.model.paging import PagedSequences, single_tokens
 
 TOLERANCE = 1e-4
 
@@ -65,24 +63,6 @@ class Reference:
             pairs = torch.cat((pairs, logits[-1].argmax().view(1, 1)), dim=1)
             hidden = torch.cat((hidden, output), dim=1)
         return logits
-
-
-def single_tokens(run: PagedSequences, token_ids: torch.Tensor, positions: list[int]) -> ForwardBatch:
-    """Return a batch of one token of each sequence of `run`."""
-    tables = np.zeros((len(positions), max(map(len, run.tables))), dtype=np.int32)
-    for row, table in enumerate(run.tables):
-        tables[row, : len(table)] = table
-    size = run.block_size
-    slots = [int(tables[row, at // size]) * size + at % size for row, at in enumerate(positions)]
-    return ForwardBatch(
-        token_ids=token_ids,
-        positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
-        query_starts=list(range(len(positions) + 1)),
-        context_lens=[at + 1 for at in positions],
-        block_tables=torch.from_numpy(tables),
-        logits_rows=torch.empty(0, dtype=torch.int64),
-    )
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["native", "torch"])

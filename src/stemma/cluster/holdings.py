@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from stemma.cluster.block_table import BlockTable, Words, mixed, words_of
+from stemma.kv_events.names import CHECKPOINT
 
 DEVICE = "GPU"
 """The nearest tier, as vLLM's events call it."""
@@ -49,6 +50,8 @@ class Holdings:
         """By replica: its number in the table, anew after each `clear`."""
         self._salts = np.zeros(0, dtype=np.uint64)
         """By replica: what its blocks' names are mixed with."""
+        self._resuming: frozenset[int] = frozenset()
+        """Replicas that go on from checkpoints alone."""
         self._live: set[int] = set()
         self._next_owner = 0
         self._lock = threading.Lock()
@@ -100,19 +103,32 @@ class Holdings:
         keys = self._table.keys_of(self._prints(replica, told), owner)
         return np.where(keys == 0, np.uint64(0), keys ^ self._salts[replica])
 
+    def require_checkpoints(self, replica: int) -> None:
+        """Note that a replica's prompts go on from its checkpoints alone.
+
+        A checkpoint is stored as a block is, by the name `kv_events.names.CHECKPOINT` makes of that of the
+        block before it.
+        """
+        if replica not in self._resuming:
+            self._resuming |= {replica}
+
     def clear(self, replica: int, keep: str | None = None) -> None:
         """Note that a replica holds nothing, except in the tier `keep`."""
         owner = self._owner(replica)
         if keep is not None:
             self._table.keep_tier(owner, _bit_of(keep))
             return
+        self._resuming -= {replica}
         with self._lock:
             self._live.discard(owner)
             self._owners[replica] = self._new_owner()
             self._salts = self._salts_of(self._owners)
 
     def depths(self, chain: Sequence[int], num_replicas: int) -> list[int]:
-        """Return how many leading blocks of `chain` each replica holds, in any tier; they count as used."""
+        """Return how many leading blocks of `chain` each replica can go on behind; they count as used.
+
+        It holds all of them, in any tier; one that needs a checkpoint has one behind the last of them.
+        """
         depths = np.zeros(num_replicas, dtype=np.int64)
         names = words_of(chain)
         if num_replicas:
@@ -127,7 +143,15 @@ class Holdings:
             alive = alive[whole]
             done, step = done + len(held), max(_FIRST_STEP, 2 * step)
         found: list[int] = depths.tolist()
+        for replica in self._resuming:
+            if replica < num_replicas:
+                found[replica] = self._deepest_checkpoint(names[: found[replica]], salts[replica])
         return found
+
+    def _deepest_checkpoint(self, names: Words, salt: np.uint64) -> int:
+        """Return the number of blocks of a chain before its deepest checkpoint; 0: it has none."""
+        held = np.flatnonzero(self._table.holds((names ^ np.uint64(CHECKPOINT)) ^ salt))
+        return int(held[-1]) + 1 if len(held) else 0
 
     def check(self) -> None:
         """Raise IntegrityError if the table is inconsistent (slow)."""

@@ -209,7 +209,9 @@ def assemble_engine(
     )
     eos_token_ids = model.eos_token_ids or tokenizer.eos_token_ids
     limits = Limits(eos_token_ids, min(model.max_model_len, cache.capacity_tokens))
-    publisher = open_kv_events(asked, supervisor, () if lower is None else lower.stores)
+    publisher = open_kv_events(
+        asked, supervisor, () if lower is None else lower.stores, has_checkpoints=not cache.is_plain
+    )
     if publisher is not None:
         cache.watch(publisher)
     own_drafter = make_drafter(settings.speculation, cache.continuation)
@@ -346,11 +348,12 @@ def open_queue(settings: EngineSettings, device: torch.device) -> WorkQueue | No
 
 
 def open_kv_events(
-    settings: CacheSettings, supervisor: Supervisor, stores: Sequence[BlockStore]
+    settings: CacheSettings, supervisor: Supervisor, stores: Sequence[BlockStore], *, has_checkpoints: bool
 ) -> KVEventPublisher | None:
     """Return the publisher that the settings ask for, or None. Raises ConfigError.
 
-    Names of blocks on disk are kept in the directory of the disk tier among `stores`.
+    Names of blocks on disk are kept in the directory of the disk tier among `stores`. `has_checkpoints`: the
+    model's prompts go on from checkpoints alone.
     """
     if settings.kv_events is None:
         return None
@@ -365,6 +368,7 @@ def open_kv_events(
         supervisor=supervisor,
         topic=settings.kv_events_topic,
         names_path=next((one.path / "block-names" for one in stores if isinstance(one, DiskStore)), None),
+        has_checkpoints=has_checkpoints,
     )
 
 

@@ -110,8 +110,8 @@ def make_kv(
         return DeviceKV(
             layout, sizes.num_blocks, device, num_states=sizes.num_states, num_pages=sizes.num_pages
         )
-    ranks.open(Open(sizes.num_blocks, key_space, layout.describe()))
-    return LeadingKV(layout, sizes.num_blocks, device, ranks)
+    ranks.open(Open(sizes.num_blocks, key_space, sizes.num_states, layout.describe()))
+    return LeadingKV(layout, sizes.num_blocks, device, ranks, num_states=sizes.num_states)
 
 
 def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None) -> CachedStates | None:

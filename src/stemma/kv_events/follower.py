@@ -12,10 +12,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stemma.kv_events.names import adapter_root, chain_of, told_words
+from stemma.kv_events.names import CHECKPOINT, adapter_root, chain_of, told_words
 from stemma.kv_events.schema import (
+    CHECKPOINT_KIND,
     CPU,
     GPU,
+    KV_KINDS,
     MAX_BLOCK_SIZE,
     STORAGE,
     AllBlocksCleared,
@@ -47,6 +49,9 @@ class HoldingsOf(Protocol):
     def names(self, replica: int, told: Words) -> Words:
         """Return the names of blocks; 0 for those that aren't known."""
 
+    def require_checkpoints(self, replica: int) -> None:
+        """Note that a replica goes on from its checkpoints alone."""
+
     def clear(self, replica: int, keep: str | None = None) -> None:
         """Note that nothing is known of a replica, except of its tier `keep`."""
 
@@ -62,13 +67,21 @@ class Follower:
         self.num_events = 0
         self.num_unplaced = 0
         """Blocks of events whose tokens or predecessors aren't known."""
+        self._has_kv: dict[int, bool] = {}
+        """Groups of layers that the server told the kind of: whether their blocks hold KV of every token."""
 
     def take(self, events: Sequence[Event]) -> None:
         """Apply a batch, in order."""
         batch = _Batch(self._replica, self._holdings)
         for event in events:
             self.num_events += 1
-            if isinstance(event, BlockStored) and event.token_ids:
+            if isinstance(event, BlockStored | BlocksHeld) and event.has_checkpoints:
+                self._holdings.require_checkpoints(self._replica)
+            if self._is_left_out(event):
+                continue
+            if isinstance(event, BlockStored) and event.kv_cache_spec_kind == CHECKPOINT_KIND:
+                self._store_checkpoints(event, batch)
+            elif isinstance(event, BlockStored) and event.token_ids:
                 self._store(event, batch)
             elif isinstance(event, BlockStored):
                 batch.copied(event.medium or GPU).extend(event.block_hashes)
@@ -82,6 +95,17 @@ class Follower:
                 self.clear()
         batch.flush()
         self.num_unplaced += batch.num_unknown
+
+    def _is_left_out(self, event: Event) -> bool:
+        """Whether an event is of layers of vLLM's that keep a window or a state: KV decides where prompts go.
+
+        Their blocks have the names of those with KV, and come and go by themselves.
+        """
+        if not isinstance(event, BlockStored | BlockRemoved) or event.group_idx is None:
+            return False
+        if isinstance(event, BlockStored) and event.kv_cache_spec_kind is not None:
+            self._has_kv[event.group_idx] = event.kv_cache_spec_kind in (*KV_KINDS, CHECKPOINT_KIND)
+        return any(self._has_kv.values()) and not self._has_kv.get(event.group_idx, True)
 
     def clear(self) -> None:
         """Drop all that is known of the server."""
@@ -102,6 +126,14 @@ class Follower:
             is_there = (tiers & bit) != 0
             if is_there.any():
                 self._holdings.store(self._replica, names[is_there], tier, told[is_there])
+
+    def _store_checkpoints(self, event: BlockStored, batch: _Batch) -> None:
+        behind = None if event.parent_block_hash is None else batch.parent_of(event)
+        if behind is None:
+            self.num_unplaced += len(event.block_hashes)
+        else:
+            names = [behind ^ CHECKPOINT] * len(event.block_hashes)
+            batch.store(event.medium or GPU, event.block_hashes, names)
 
     def _store(self, event: BlockStored, batch: _Batch) -> None:
         tokens = _tokens_of(event)

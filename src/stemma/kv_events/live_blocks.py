@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stemma.kv_events.names import adapter_root, chain_of, told_words
+from stemma.kv_events.names import CHECKPOINT, adapter_root, chain_of, told_words
 from stemma.kv_events.schema import BlocksHeld
-from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored, KVEvent
+from stemma.memory.kv_events import BlocksCopied, BlocksRemoved, BlocksStored, CheckpointStored, KVEvent
 from stemma.types import BlockKey, Tier
 
 _log = logging.getLogger(__name__)
@@ -38,9 +38,10 @@ _SPARE_RECORDS = 10_000
 class LiveBlocks:
     """The blocks of one server. Not thread-safe."""
 
-    def __init__(self, block_size: int, path: Path | None = None) -> None:
+    def __init__(self, block_size: int, path: Path | None = None, *, has_checkpoints: bool = False) -> None:
         """`path`: where names of blocks on disk are kept; None: nowhere."""
         self._block_size = block_size
+        self._has_checkpoints = has_checkpoints
         self._blocks: dict[BlockKey, int] = {}
         """Name of each block, times 256, and the bits of its tiers."""
         self._left: OrderedDict[BlockKey, int] = OrderedDict()
@@ -63,6 +64,11 @@ class LiveBlocks:
         """
         if isinstance(event, BlocksStored):
             self._store(event)
+        elif isinstance(event, CheckpointStored):
+            name = self._name(event.behind)
+            if name is None:
+                return None
+            self._add(event.key, name ^ CHECKPOINT, BITS[Tier.DEVICE])
         elif isinstance(event, BlocksRemoved):
             self._remove(event)
         else:
@@ -78,6 +84,7 @@ class LiveBlocks:
             names=np.array([word >> _TIER_BITS for word in words], dtype="<u8").tobytes(),
             tiers=bytes(word & 0xFF for word in words),
             block_size=self._block_size,
+            has_checkpoints=self._has_checkpoints,
         )
 
     def snapshot(self) -> Iterator[BlocksHeld]:

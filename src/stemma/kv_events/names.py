@@ -15,6 +15,8 @@ import xxhash
 from stemma.types import TokenArray
 
 _WORD = (1 << 64) - 1
+CHECKPOINT = 0x5EED_C4EC_4B01_47A7
+"""XOR of the name of a checkpoint and that of the block whose last token it stands behind."""
 
 
 def chain_of(tokens: TokenArray, block_size: int, parent: int = 0) -> list[int]:

@@ -23,6 +23,8 @@ from typing_extensions import override
 from stemma.errors import ConfigError
 from stemma.kv_events.live_blocks import LiveBlocks
 from stemma.kv_events.schema import (
+    CHECKPOINT_GROUP,
+    CHECKPOINT_KIND,
     CPU,
     GPU,
     SNAPSHOT,
@@ -33,7 +35,7 @@ from stemma.kv_events.schema import (
     Event,
     encode,
 )
-from stemma.memory.kv_events import BlocksCopied, BlocksStored, KVEvent, KVEventSink
+from stemma.memory.kv_events import BlocksCopied, BlocksStored, CheckpointStored, KVEvent, KVEventSink
 from stemma.supervision import Supervisor, start_thread
 from stemma.types import Tier
 
@@ -60,12 +62,15 @@ class KVEventPublisher(KVEventSink):
         supervisor: Supervisor,
         topic: str = "",
         names_path: Path | None = None,
+        has_checkpoints: bool = False,
     ) -> None:
         """Listen on the endpoints (``tcp://127.0.0.1:5557``). Raises ConfigError if that isn't possible.
 
-        `names_path`: a file in which names of blocks on disk outlive the process.
+        `names_path`: a file in which names of blocks on disk outlive the process. `has_checkpoints`: prompts
+        go on from checkpoints alone.
         """
-        self._live = LiveBlocks(block_size, names_path)
+        self._live = LiveBlocks(block_size, names_path, has_checkpoints=has_checkpoints)
+        self._has_checkpoints = has_checkpoints
         self._block_size = block_size
         self._topic = topic.encode()
         self._queue: deque[KVEvent] = deque()
@@ -145,7 +150,11 @@ class KVEventPublisher(KVEventSink):
             self._live.clear()
             events.append(AllBlocksCleared())
         told = (self._live.note(event) for event in taken)
-        return events + [wire_event(event, self._block_size) for event in told if event is not None]
+        return events + [
+            wire_event(event, self._block_size, has_checkpoints=self._has_checkpoints)
+            for event in told
+            if event is not None
+        ]
 
     def _publish(self, events: list[Event]) -> None:
         payload = encode(time.time(), events)
@@ -174,8 +183,21 @@ class KVEventPublisher(KVEventSink):
         socket.send_multipart((who, b"", b"", _END, b""))
 
 
-def wire_event(event: KVEvent, block_size: int) -> Event:
+def wire_event(event: KVEvent, block_size: int, *, has_checkpoints: bool = False) -> Event:
     """Return an event of the cache as subscribers read it; `block_size` is the cache's."""
+    if isinstance(event, CheckpointStored):
+        return BlockStored(
+            block_hashes=[event.key],
+            parent_block_hash=event.behind,
+            token_ids=[],
+            block_size=block_size,
+            lora_id=None,
+            medium=GPU,
+            lora_name=None,
+            group_idx=CHECKPOINT_GROUP,
+            kv_cache_spec_kind=CHECKPOINT_KIND,
+            has_checkpoints=True,
+        )
     if isinstance(event, BlocksStored):
         name = event.namespace.adapter or None
         salt = event.namespace.salt
@@ -189,6 +211,7 @@ def wire_event(event: KVEvent, block_size: int) -> Event:
             medium=GPU,
             lora_name=name,
             extra_keys=[extra] * len(event.keys) if extra else None,
+            has_checkpoints=has_checkpoints,
         )
     if isinstance(event, BlocksCopied):
         return BlockStored(list(event.keys), None, [], block_size, None, _MEDIUM[event.tier], None)

@@ -14,6 +14,10 @@ import msgspec
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 """Tiers: device, host, disk."""
+CHECKPOINT_KIND, CHECKPOINT_GROUP = "checkpoint", 1
+"""Of a `BlockStored` without tokens that tells of a checkpoint behind the block `parent_block_hash`."""
+KV_KINDS = ("full_attention", "mla_attention")
+"""Kinds of groups, as vLLM names them, whose blocks hold KV of every token."""
 
 Hash = bytes | int
 _FIELDS = {
@@ -43,6 +47,12 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    """Which of a server's layers hold these blocks; None: all."""
+    kv_cache_spec_kind: str | None = None
+    """What layers of the group keep."""
+    has_checkpoints: bool = False
+    """Ours: the server goes on from its checkpoints alone (`CHECKPOINT_KIND`), whatever KV it holds."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
@@ -50,6 +60,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
 
     block_hashes: list[Hash]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
@@ -66,6 +77,8 @@ class BlocksHeld(msgspec.Struct, omit_defaults=True, tag=True):
     tiers: bytes
     """A byte each: 1 device, 2 host, 4 disk."""
     block_size: int
+    has_checkpoints: bool = False
+    """As in `BlockStored`."""
 
     @property
     def is_sound(self) -> bool:

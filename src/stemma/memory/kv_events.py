@@ -1,4 +1,8 @@
-"""News of the cache for other processes: blocks that a tier stored, and blocks that left it."""
+"""News of the cache for other processes: blocks that a tier stored, and blocks that left it.
+
+A checkpoint of recurrent states or windows is told as a block too, under the key of its last block in lower
+tiers: once it is in the device tier, and as these tiers store and evict that block.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,15 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointStored:
+    """A checkpoint entered the device tier."""
+
+    key: BlockKey
+    behind: BlockKey
+    """Key of the block whose last token it stands behind, of which is told before."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksCopied:
     """Blocks entered a lower tier, which knows their keys only."""
 
@@ -32,13 +45,13 @@ class BlocksCopied:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Full blocks left a tier."""
+    """Full blocks, or checkpoints, left a tier."""
 
     keys: Sequence[BlockKey]
     tier: Tier
 
 
-KVEvent = BlocksStored | BlocksCopied | BlocksRemoved
+KVEvent = BlocksStored | CheckpointStored | BlocksCopied | BlocksRemoved
 
 
 class KVEventSink(Protocol):

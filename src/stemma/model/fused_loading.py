@@ -27,7 +27,12 @@ from stemma.model.foreign.rowwise import RowwiseOperations
 from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.foreign_code import foreign_code
 from stemma.model.load import Load, Loaded
-from stemma.model.prediction import PredictingDecoder, PredictionLayer, read_prediction_layer
+from stemma.model.prediction import (
+    PredictingDecoder,
+    PredictionLayer,
+    read_prediction_layer,
+    with_prediction,
+)
 from stemma.model.weight_check import check_finite, check_weights
 from stemma.model.weights.named import NamedWeights, Weight
 from stemma.native.process_memory import MappedFiles, large_blocks_apart
@@ -85,8 +90,8 @@ def load_fused(load: Load, layout: ModelLayout) -> Loaded:
     num_bytes += sum(parameter.nbytes for parameter in layer.parameters())
     pack_modules(layer, ModuleWeights(layer, {}), packing)
     decoder = PredictingDecoder(main, layer, packing.kernels, RowwiseOperations(packing.kernels))
-    one_more = replace(kv_shape, num_layers=kv_shape.num_layers + 1)
-    return replace(loaded, decoder=decoder, kv_shape=one_more, num_bytes=num_bytes)
+    more = with_prediction(kv_shape, decoder.hidden_size)
+    return replace(loaded, decoder=decoder, kv_shape=more, num_bytes=num_bytes)
 
 
 def _prediction_layer(load: Load) -> PredictionLayer | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from stemma.model.causal_lm import Decoder
 from stemma.model.cpu.weight_memory import weights_together
 from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import weight_files
+from stemma.model.families.cuts import Cuts
 from stemma.model.foreign.attention import use_paged_attention
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.foreign.latent import cache_latents
@@ -27,7 +27,7 @@ from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.foreign_code import foreign_code
 from stemma.model.load import Load, Loaded
 from stemma.model.parallel.context import ContextDecoder
-from stemma.model.parallel.cutting import cut_class, read_share
+from stemma.model.parallel.cutting import check_cut, cut_class, read_share
 from stemma.model.parallel.share import num_experts_of
 from stemma.model.parallel.sums import add_sums
 from stemma.model.prediction import (
@@ -35,6 +35,7 @@ from stemma.model.prediction import (
     PredictionLayer,
     StatesOfModules,
     read_prediction_layer,
+    with_prediction,
 )
 from stemma.model.selfcheck import Reference
 from stemma.model.weight_check import check_weights
@@ -48,12 +49,14 @@ def load_by_modules(load: Load) -> Loaded:
     """
     if load.plan is not None:
         load.plan.drop_packed()
-    hf_model, weights = load_modules(load.settings, load.checkpoint, load.device, load.report, _cut_of(load))
+    cuts = None if load.group is None else check_cut(load.settings, load.checkpoint.config, load.group.share)
+    part = None if cuts is None else _cut_of(load, cuts)
+    hf_model, weights = load_modules(load.settings, load.checkpoint, load.device, load.report, part)
     architecture = type(hf_model).__name__
     layer = _prediction_layer(load, hf_model)
     num_bytes = sum(p.numel() * p.element_size() for m in (hf_model, layer) if m for p in m.parameters())
-    if load.group is not None and load.group.share.size > 1:
-        add_sums(hf_model, load.group)
+    if load.group is not None and cuts is not None and load.group.share.size > 1:
+        add_sums(hf_model, load.group, cuts)
     files = MappedFiles(weight_files(load.settings.path))
     for model in (hf_model, layer):
         if model is not None:
@@ -71,7 +74,7 @@ def load_by_modules(load: Load) -> Loaded:
         decoder = _decoder(load, hf_model, weights, layer, calls, report)
     return Loaded(
         decoder,
-        kv_shape if layer is None else replace(kv_shape, num_layers=kv_shape.num_layers + 1),
+        kv_shape if layer is None else with_prediction(kv_shape, layer.enorm.weight.shape[0]),
         architecture,
         num_bytes,
         weights.num_codes,
@@ -80,13 +83,13 @@ def load_by_modules(load: Load) -> Loaded:
     )
 
 
-def _cut_of(load: Load) -> Cut | None:
-    """Return the rank's part of the checkpoint; None: one process loads all of it."""
-    if load.group is None:
-        return None
+def _cut_of(load: Load, cuts: Cuts) -> Cut:
+    """Return the rank's part of the checkpoint."""
+    assert load.group is not None
     share = load.group.share
     num_experts = num_experts_of(load.checkpoint.config.get_text_config())
-    return Cut(read_share(load.settings.path, share, num_experts), partial(cut_class, share=share))
+    weights = read_share(load.settings.path, share, cuts, num_experts)
+    return Cut(weights, partial(cut_class, share=share, cuts=cuts))
 
 
 def _prediction_layer(load: Load, hf_model: Any) -> PredictionLayer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -104,3 +105,25 @@ def check_lost_disk(checkpoint: Path, folder: Path, ranks: dict[str, int]) -> No
         assert transfer.missing_by_rank == {0: 0, 1: missing}
         llm.engine.check()
         llm.close()
+
+
+def directory_pool(folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "pool.json"
+    config.write_text(json.dumps({"path": str(folder / "pool")}))
+    return {"pool": "directory", "pool_config": config}
+
+
+def same_as_one_process(checkpoint: Path, ranks: dict[str, int], settings: dict[str, Any]) -> None:
+    """Compare text with one process, and bits with those that no cache had a part in."""
+    expected = in_one_process(checkpoint, **settings)
+    llm = LLM(checkpoint, **(SMALL | settings | ranks))
+    salted = llm.generate([LONG, OTHER], GREEDY, namespace=Namespace(salt="nobody's"))
+    assert [one.cache.num_cached_tokens for one in salted] == [0, 0]
+    for _ in range(2):
+        found = llm.generate([LONG, OTHER], GREEDY)
+        assert [tokens(one) for one in found] == expected
+        assert [bits(one) for one in found] == [bits(one) for one in salted]
+    assert found[0].cache.num_cached_tokens > 0
+    llm.engine.check()
+    llm.close()

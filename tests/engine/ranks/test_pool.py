@@ -20,17 +20,20 @@ from stemma.errors import ConfigError, StemmaError
 from stemma.prefix.keys import Namespace
 from stemma.types import Tier
 from tests.checkpoints import build
-from tests.engine.ranks.checks import GREEDY, LONG, OTHER, SMALL, TIERS, bits, in_one_process, tokens
+from tests.engine.ranks.checks import (
+    GREEDY,
+    LONG,
+    OTHER,
+    SMALL,
+    TIERS,
+    bits,
+    directory_pool,
+    in_one_process,
+    tokens,
+)
 from tests.memory.tiers.pool.servers import MooncakeMaster, RedisServer
 
 RANKS: dict[str, Any] = {"tensor_parallel_size": 2}
-
-
-def directory_pool(folder: Path) -> dict[str, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "pool.json"
-    config.write_text(json.dumps({"path": str(folder / "pool")}))
-    return {"pool": "directory", "pool_config": config}
 
 
 def after_flush(llm: LLM) -> Generation:

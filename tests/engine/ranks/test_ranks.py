@@ -26,6 +26,7 @@ from tests.engine.ranks.checks import (
     check_other_tiers,
     check_shared_prompt,
     in_one_process,
+    same_as_one_process,
     tokens,
 )
 from tests.engine.ranks.processes import rank_processes
@@ -142,21 +143,6 @@ def test_quantized_mixtures(family: str, tmp_path: Path) -> None:
     checkpoint = build(family, tmp_path, **sizes)
     ranks = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
     same_as_one_process(checkpoint, ranks, {"quantize": "int4"})
-
-
-def same_as_one_process(checkpoint: Path, ranks: dict[str, int], settings: dict[str, Any]) -> None:
-    """Compare text with one process, and bits with those that no cache had a part in."""
-    expected = in_one_process(checkpoint, **settings)
-    llm = LLM(checkpoint, **(SMALL | settings | ranks))
-    salted = llm.generate([LONG, OTHER], GREEDY, namespace=Namespace(salt="nobody's"))
-    assert [one.cache.num_cached_tokens for one in salted] == [0, 0]
-    for _ in range(2):
-        found = llm.generate([LONG, OTHER], GREEDY)
-        assert [tokens(one) for one in found] == expected
-        assert [bits(one) for one in found] == [bits(one) for one in salted]
-    assert found[0].cache.num_cached_tokens > 0
-    llm.engine.check()
-    llm.close()
 
 
 @pytest.mark.slow

@@ -13,8 +13,11 @@ from transformers import AutoConfig
 from stemma.config.settings import ModelSettings
 from stemma.errors import ConfigError, UnsupportedModel
 from stemma.model.checkpoint_config import load_config
+from stemma.model.families.cuts import plain_cuts
+from stemma.model.families.registry import cuts_of
 from stemma.model.parallel.cutting import check_cut, read_share
-from stemma.model.parallel.share import Share, check_share, cut_of, num_experts_of
+from stemma.model.parallel.share import Cut, Share, check_share, cut_of, num_experts_of
+from tests import hybrids
 from tests.checkpoints import CONFIGS, build
 from tests.quantized_files import gptq, rewrite
 
@@ -23,23 +26,42 @@ def shares(size: int, expert_size: int = 1) -> list[Share]:
     return [Share(rank, size, expert_size) for rank in range(size)]
 
 
+def joined(shape: tuple[int, ...], cuts: list[Cut], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor that the parts of all ranks make, which agree where they overlap."""
+    whole = torch.full(shape, torch.nan)
+    for cut, part in zip(cuts, parts, strict=True):
+        runs = [cut.parts.get(axis, (range(size),)) for axis, size in enumerate(shape)]
+        places = torch.meshgrid(
+            *(torch.tensor([at for run in axis for at in run]) for axis in runs), indexing="ij"
+        )
+        known = whole[places]
+        assert torch.equal(known[~known.isnan()], part[~known.isnan()])
+        whole[places] = part
+    return whole
+
+
 @pytest.mark.parametrize(
-    ("family", "size", "expert_size"), [("qwen2", 2, 1), ("deepseek-v3", 4, 2), ("qwen3-moe", 2, 2)]
+    ("family", "size", "expert_size"),
+    [
+        *(("qwen2", 2, 1), ("deepseek-v3", 4, 2), ("qwen3-moe", 2, 2)),
+        *(("qwen3_next", 2, 2), ("qwen3_5_moe_text", 2, 1), ("granitemoehybrid", 2, 2), ("bamba", 2, 1)),
+        *(("nemotron_h", 2, 2), ("lfm2_moe", 2, 1)),
+    ],
 )
 def test_the_parts_are_the_whole(family: str, size: int, expert_size: int, tmp_path: Path) -> None:
-    path = build(family, tmp_path)
+    path = hybrids.build(family, tmp_path) if family in hybrids.FIELDS else build(family, tmp_path)
     whole = load_file(path / "model.safetensors")
-    num_experts = num_experts_of(AutoConfig.from_pretrained(path))
-    parts = [read_share(path, share, num_experts) for share in shares(size, expert_size)]
+    config = AutoConfig.from_pretrained(path)
+    num_experts = num_experts_of(config)
+    ranks = shares(size, expert_size)
+    how = cuts_of(family, config, size)
+    parts = [read_share(path, share, how, num_experts) for share in ranks]
     for name, tensor in whole.items():
-        cuts = [cut_of(name, tuple(tensor.shape), share, num_experts) for share in shares(size, expert_size)]
+        shape = tuple(tensor.shape)
+        cuts = [cut_of(name, shape, share, how, num_experts) for share in ranks]
         held = [(cut, part[cut.name]) for cut, part in zip(cuts, parts, strict=True) if cut is not None]
-        axis = held[0][0].axis
-        if axis is not None:
-            joined = torch.cat([part for _, part in held], dim=axis)
-            assert torch.equal(joined, tensor), name
-        else:
-            assert all(torch.equal(part, tensor) for _, part in held), name
+        assert all(part.shape == cut.shape(shape) for cut, part in held)
+        assert torch.equal(joined(shape, [cut for cut, _ in held], [part for _, part in held]), tensor), name
     if ".experts." in "".join(whole):
         assert any(".experts.0." in name for name in parts[-1])  # counted from 0 on every rank
     read = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
@@ -48,8 +70,40 @@ def test_the_parts_are_the_whole(family: str, size: int, expert_size: int, tmp_p
 
 def test_one_rank_adds_the_bias() -> None:
     name = "model.layers.0.self_attn.o_proj.bias"
-    cuts = [cut_of(name, (64,), share, 0) for share in shares(2)]
+    cuts = [cut_of(name, (64,), share, plain_cuts(None, 2), 0) for share in shares(2)]
     assert [cut is not None and cut.is_zero for cut in cuts] == [False, True]
+
+
+def test_what_one_group_of_heads_shares_is_whole_on_every_rank(tmp_path: Path) -> None:
+    path = hybrids.build("granitemoehybrid", tmp_path, mamba_n_groups=1)
+    cuts = cuts_of("", AutoConfig.from_pretrained(path), 2)
+    name = "model.layers.0.mamba.conv1d.weight"
+    cut = cut_of(name, (160, 1, 4), Share(1, 2), cuts, 0)
+    assert cut is not None
+    assert cut.parts == {0: (range(64, 128), range(128, 144), range(144, 160))}
+
+
+def test_states_are_not_divided_by_tokens(tmp_path: Path) -> None:
+    config = hybrids.config_of("qwen3_next")
+    with pytest.raises(UnsupportedModel, match="isn't served with context_parallel_size"):
+        check_share("Qwen3NextForCausalLM", config, Share(0, 1, context_size=2))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3_next", {"linear_num_key_heads": 1}, r"key heads of recurrent layers \(1\)"),
+        ("granitemoehybrid", {"mamba_n_heads": 9}, r"heads of recurrent layers \(9\)"),
+        ("bamba", {"mamba_n_groups": 3}, r"groups of recurrent layers \(3\)"),
+        ("granitemoehybrid", {"shared_intermediate_size": 47}, r"shared_intermediate_size \(47\)"),
+    ],
+)
+def test_states_that_dont_divide(family: str, fields: dict[str, Any], message: str) -> None:
+    config = hybrids.config_of(family)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_share("", config, Share(0, 2))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import transformers
 from stemma.engine.llm import LLM
 from stemma.engine.offline import Generation
 from stemma.engine.sampling.params import SamplingParams
+from stemma.errors import UnsupportedModel
 from stemma.native.library import load_kernels
 from tests.model.vision.processors import processor_of
-from tests.vision_checkpoints import VISION_FAMILIES, picture
+from tests.vision_checkpoints import VISION_FAMILIES, make_vision_checkpoint, picture
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
@@ -24,6 +26,7 @@ CLASSES = {
     "smolvlm": "SmolVLMForConditionalGeneration",
     "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3-vl": "Qwen3VLForConditionalGeneration",
+    "qwen3-vl-moe": "Qwen3VLMoeForConditionalGeneration",
 }
 NUM_NEW = 12
 
@@ -86,3 +89,13 @@ def test_text_alone_is_as_without_images(family: str, vision_path: Path) -> None
     expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
     assert found.prompt_logprobs is not None
     assert np.abs(found.prompt_logprobs.logprobs - expected).max() < TOLERANCES["float32"]
+
+
+def test_too_many_experts_are_refused_before_any_is_made(tmp_path: Path) -> None:
+    """They are pieces of few tensors, so that the tensors don't bound their number."""
+    path = make_vision_checkpoint("qwen3-vl-moe", tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"] |= {"num_experts": 5000, "num_local_experts": 5000}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="counts 5000 experts; served are 1024"):
+        LLM(path, device="cpu", kv_cache_memory="8MB")

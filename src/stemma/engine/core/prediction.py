@@ -77,6 +77,8 @@ class PredictingRunner(Runner):
 
     def _batch(self, rows: StepRows) -> ForwardBatch:
         batch = super()._batch(rows)
+        if batch.states is not None:
+            return batch  # they have the hidden states too
         size = self._decoder.hidden_size
         zeros = torch.zeros(size, dtype=self._decoder.dtype)
         hidden = [item.sequence.hidden for item in rows.items]

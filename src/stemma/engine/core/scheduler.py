@@ -128,9 +128,9 @@ class Scheduler:
         self._drafter = drafter
         self._max_adapters = max_adapters
         self._model_drafts = model_drafts
-        self._num_recomputed = 0 if model_drafts is None else 1
+        self._num_recomputed = 0 if model_drafts is None or cache.states is not None else 1
         """Tokens of each prefix hit computed again for the hidden state that the model's own drafts go on
-        from."""
+        from. None where checkpoints have it."""
         self._on_start = on_start
         self._on_load = on_load
         self._waiting: dict[tuple[int, int], SequenceState] = {}

@@ -37,6 +37,7 @@ class LeadingDecoder:
                     context_lens=batch.context_lens,
                     block_tables=batch.block_tables.numpy(),
                     logits_rows=batch.logits_rows.cpu().numpy(),
+                    states=batch.states,
                 )
             )
             return self._own.forward(batch, kv)
@@ -56,9 +57,11 @@ class LeadingDecoder:
 class LeadingKV(DeviceKV):
     """Rank 0's device tier; copies within it are made on all ranks."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, ranks: Ranks) -> None:
-        """`layout`: of rank 0's part of a block."""
-        super().__init__(layout, num_blocks, device)
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, ranks: Ranks, *, num_states: int = 0
+    ) -> None:
+        """`layout`: of rank 0's part of a block. `num_states`: as in `DeviceKV`."""
+        super().__init__(layout, num_blocks, device, num_states=num_states)
         self._ranks = ranks
         self._dealing = dealing_of(ranks.settings)
 

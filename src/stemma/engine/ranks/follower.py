@@ -89,7 +89,7 @@ class Follower:
         if layout.describe() != message.layout:
             raise EngineFailed(f"blocks are {layout.describe()} here, {message.layout} on rank 0")
         self._key_space, self._block_bytes = message.key_space, layout.block_bytes
-        self._kv = DeviceKV(layout, message.num_blocks, self._model.device)
+        self._kv = DeviceKV(layout, message.num_blocks, self._model.device, num_states=message.num_states)
         self._tiers: TierTransfer = open_tiers(
             # Rank 0 decides what is worth loading.
             self._settings.tiers.model_copy(update={"load_when": "always"}),
@@ -163,6 +163,7 @@ class Follower:
             context_lens=step.context_lens,
             block_tables=torch.from_numpy(step.block_tables),
             logits_rows=torch.from_numpy(logits_rows).to(device),
+            states=step.states,
         )
         self._model.forward(batch, self._kv)
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.config.settings import EngineSettings
+from stemma.model.batch import StateMoves
 from stemma.model.parallel.share import Share
 from stemma.prefix.keys import KeySpace
 from stemma.types import BlockKey
@@ -38,6 +39,7 @@ class Open:
 
     num_blocks: int
     key_space: KeySpace
+    num_states: int
     layout: str
     """Rank 0's description of a block, which each rank's must equal."""
 
@@ -54,6 +56,7 @@ class Step:
     block_tables: npt.NDArray[np.int32]
     logits_rows: npt.NDArray[np.int64]
     """Rank 0 alone gets them; ranks that divide the tokens compute those of their rows for it."""
+    states: StateMoves | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,8 @@ class LeasedBlocks:
             return
         try:
             self.commit(lease, num_computed, tail=True)
+            if self._states is not None:
+                self._states.tell()
         finally:
             if self._late.has_fence:
                 self._late.after_step(lease)

@@ -122,7 +122,7 @@ class PrefixCache:
         self._rests = Rests(self._leased)
         self._states = states
         self._state_hits: StateHits | None = None
-        if states is not None and self._cached is not None:
+        if states is not None:
             self._state_hits = StateHits(states, self._cached, lower, self.block_size)
         self._held: set[Lease] = set()
         """The leases of `hold`."""
@@ -392,6 +392,8 @@ class PrefixCache:
         """
         if self._cached is not None and (tail or num_computed // self.block_size > lease.num_committed):
             self._leased.commit(lease, num_computed, tail=tail)
+        if self._states is not None:
+            self._states.tell()
 
     def fork(self, lease: Lease, num_computed: int) -> Lease | None:
         """Return a second lease on the same tokens: full blocks shared, the partial one copied.
@@ -461,9 +463,11 @@ class PrefixCache:
             self._lower.close()
 
     def watch(self, sink: KVEventSink) -> None:
-        """Tell `sink` of full blocks that enter and leave the tiers of this process from now on."""
+        """Tell `sink` from now on of blocks and checkpoints that enter and leave this process's tiers."""
         if self._cached is not None:
             self._cached.events = sink
+        if self._states is not None:
+            self._states.events = sink
         if self._lower is not None:
             self._lower.watch(sink)
 

@@ -38,13 +38,16 @@ class StateHits:
     """Looks for states. Not thread-safe."""
 
     def __init__(
-        self, states: CachedStates, cached: CachedBlocks, lower: LowerTiers | None, block_size: int
+        self, states: CachedStates, cached: CachedBlocks | None, lower: LowerTiers | None, block_size: int
     ) -> None:
+        """`cached` None: nothing is reused on the device."""
         self._states, self._cached, self._lower = states, cached, lower
         self._block_size = block_size
 
     def on_device(self, found: Match) -> int:
         """Return how many of the matched tokens a state on the device stands for."""
+        if self._cached is None:
+            return 0
         num_full = found.num_full_blocks(self._block_size)
         keys = self._cached.keys(found.block_ids[:num_full])
         return self._states.deepest(keys, num_full * self._block_size)

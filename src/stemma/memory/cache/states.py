@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
 from stemma.memory.cache.slots import Slots
+from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
 from stemma.prefix.keys import owner_tag
-from stemma.types import BlockKey
+from stemma.types import BlockKey, Tier
 
 CHECKPOINT_TOKENS = 64
 """Checkpoints lie at multiples of this number of tokens, or of a larger block."""
@@ -39,10 +40,14 @@ class _Checkpoint:
     pages: tuple[int, ...]
     blocks: tuple[DeviceBlock, ...]
     """Its blocks as the tiers below see them; empty without any."""
+    last_piece: BlockKey
+    """Key of the last of its blocks, under which others know it."""
     gap: int
     """Tokens that computing it again would cost, from the checkpoint before it."""
     used_at: float
     num_uses: int = 1
+    is_below: bool = False
+    """It was loaded from a tier below."""
     is_rolling: bool = False
     """Taken behind an answer's tokens while it was written: the next one replaces it."""
 
@@ -83,6 +88,10 @@ class CachedStates:
         self._interval = -(-interval // self.unit) * self.unit
         self._lower, self._clock, self._keeps = lower, clock, keeps
         self._states, self._pages = Slots(places.num_states), Slots(places.num_pages)
+        self.events: KVEventSink | None = None
+        """Learns of checkpoints that enter and leave the device; None: nobody does."""
+        self._untold: list[tuple[BlockKey, _Checkpoint]] = []
+        """Checkpoints that entered since `tell`."""
         self._checkpoints: dict[BlockKey, _Checkpoint] = {}
         self._key_of: dict[int, BlockKey] = {}
         """Checkpoints by their state."""
@@ -208,6 +217,7 @@ class CachedStates:
         own = lease.state
         assert own is not None
         self._enter(lease, own.position, own.state, is_rolling=False)
+        self.tell()
 
     def held(self, lease: Lease) -> tuple[int, list[tuple[BlockKey, int]]]:
         """Return where the checkpoint that a lease holds lies, and its blocks' keys and ids; 0: none."""
@@ -314,6 +324,15 @@ class CachedStates:
         assert lease.state is not None
         return self._blocks_of(lease.state.state, [page for _, page in sorted(lease.state.pages.items())])
 
+    def tell(self) -> None:
+        """Tell others and the tiers below of the checkpoints that entered, whose KV is committed by now."""
+        entered, self._untold = self._untold, []
+        for key, one in entered:
+            if self.events is not None:
+                self.events.put(CheckpointStored(one.last_piece, key))
+            if self._lower is not None and not one.is_below:
+                self._lower.on_commit(one.blocks)
+
     def flush(self, pinned: Iterable[Lease] = ()) -> int:
         """Drop all checkpoints but those that these leases hold (`pin`); return how many."""
         kept = {
@@ -419,6 +438,8 @@ class CachedStates:
     ) -> None:
         own = lease.state
         assert own is not None
+        if not self._keeps:
+            return
         key = self._key_at(lease, position)
         if (known := self._checkpoints.get(key)) is not None:
             self._use(known)
@@ -436,14 +457,21 @@ class CachedStates:
         if state is not None:
             self._states.hold(state)
             self._key_of[state] = key
-        blocks = self._describe(lease, position, state, pages)
-        gap = max(self.unit, position - own.checkpoint)
-        entered = _Checkpoint(state, pages, blocks, gap, self._clock(), is_rolling=is_rolling)
+        chain = self._chain(lease.key, position)
+        entered = _Checkpoint(
+            state,
+            pages,
+            self._describe(lease, chain, state, pages),
+            chain[-1][0],
+            max(self.unit, position - own.checkpoint),
+            self._clock(),
+            is_below=is_below,
+            is_rolling=is_rolling,
+        )
         self._checkpoints[key] = entered
+        self._untold.append((key, entered))
         own.checkpoint = position
         own.rolling = key if is_rolling else None
-        if self._lower is not None and not is_below:
-            self._lower.on_commit(blocks)
 
     def _use(self, found: _Checkpoint) -> None:
         found.used_at, found.num_uses = self._clock(), found.num_uses + 1
@@ -468,17 +496,19 @@ class CachedStates:
         return chain
 
     def _describe(
-        self, lease: Lease, position: int, state: int | None, pages: Sequence[int]
+        self,
+        lease: Lease,
+        chain: Sequence[tuple[BlockKey, BlockKey]],
+        state: int | None,
+        pages: Sequence[int],
     ) -> tuple[DeviceBlock, ...]:
-        """Return a checkpoint's blocks as the tiers below see them; none without such tiers."""
+        """Return a checkpoint's blocks, whose keys `chain` has, as the tiers below see them; none without."""
         if self._lower is None:
             return ()
         owner = owner_tag(lease.namespace.owner)
         return tuple(
             DeviceBlock(block_id, piece, parent, self._block_size, owner=owner)
-            for block_id, (piece, parent) in zip(
-                self._blocks_of(state, pages), self._chain(lease.key, position), strict=True
-            )
+            for block_id, (piece, parent) in zip(self._blocks_of(state, pages), chain, strict=True)
         )
 
     def _blocks_of(self, state: int | None, pages: Sequence[int]) -> list[int]:
@@ -531,9 +561,12 @@ class CachedStates:
         return True
 
     def _drop(self, key: BlockKey) -> None:
+        self.tell()
         one = self._checkpoints.pop(key)
         if self._lower is not None:
             self._lower.on_evict(one.blocks)
+        if self.events is not None:
+            self.events.put(BlocksRemoved((one.last_piece,), Tier.DEVICE))
         if one.state is not None:
             del self._key_of[one.state]
             self._states.release(one.state)

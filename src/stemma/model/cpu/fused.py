@@ -101,10 +101,12 @@ class FusedDecoder:
         with NativeAttentionStep(batch, kv, self._kernels) as step:
             if not batch.wants_hidden:
                 return self._run(batch, step)
-            logits, batch.hidden = self.run_with_states(batch, step)
+            logits, batch.hidden = self.run_with_states(batch, step, kv)
             return logits
 
-    def run_with_states(self, batch: ForwardBatch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_with_states(
+        self, batch: ForwardBatch, step: StepContext, _kv: DeviceKV
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the batch's KV; return logits [L, vocab] and all rows' states [T, H] behind the last norm."""
         assert isinstance(step, NativeAttentionStep)
         states = torch.empty(len(batch.token_ids), self._head.in_features, dtype=self._dtype)

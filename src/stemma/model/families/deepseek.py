@@ -27,6 +27,7 @@ from stemma.model.families.layout import (
     bounded_layers,
 )
 from stemma.model.families.pattern import GATED, MAX_HEAD_DIM, gated, layer_path, with_ends
+from stemma.model.families.prediction import DEEPSEEK_PREDICTION
 from stemma.model.families.rotary import has_fixed_angles
 
 _LATENT_EPS = 1e-6
@@ -173,9 +174,11 @@ def _angles(config: Any, code: Callable[[], Any]) -> Angles:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", own_layout=_v2_layout)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", own_layout=_v3_layout, prediction=True)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", own_layout=_v3_layout, prediction=DEEPSEEK_PREDICTION
+)
 SPARSE = (
-    Family("deepseek_v32", "DeepseekV32ForCausalLM", is_cut=False),
-    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", is_cut=False),
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", cuts=None),
+    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", cuts=None),
 )
 """Families whose queries see the tokens that an indexer chooses."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from stemma.model.families.cuts import Cuts, plain_cuts
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.pattern import LlamaPattern
+from stemma.model.families.prediction import Prediction
 
 MakeLayout: TypeAlias = Callable[[Any, int], ModelLayout | None]
 """Takes a config and a number of tensors; None: the native step doesn't compute what the config makes, or
@@ -26,10 +28,11 @@ class Family:
     """How it differs from Llama; None: it isn't of that pattern."""
     own_layout: MakeLayout | None = None
     """Makes the layout of a family of another pattern."""
-    is_cut: bool = True
-    """Whether it is cut for several ranks (parallel/share.py)."""
-    prediction: bool = False
-    """Whether its layer for multi-token prediction is run (prediction.py)."""
+    cuts: Callable[[Any, int], Cuts] | None = plain_cuts
+    """Takes a config and a number of ranks: how tensors are divided over them (parallel/share.py); None: it
+    isn't served on several ranks."""
+    prediction: Prediction | None = None
+    """Its layer for multi-token prediction, if that is run (prediction.py)."""
 
     @property
     def layout(self) -> MakeLayout | None:

@@ -7,9 +7,11 @@ and all experts of a layer, in one tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from stemma.model.families.cuts import Cuts, Mamba2Sizes, Run, mamba2_cuts
 from stemma.model.families.family import Family
 from stemma.model.families.layout import (
     Angles,
@@ -226,7 +228,29 @@ def _angles(config: Any, head_dim: int) -> Angles:
     return RotaryAngles(config, head_dim)
 
 
+def _mamba_cuts(config: Any, num_ranks: int) -> Cuts:
+    heads = config.mamba_n_heads, config.mamba_d_head
+    return mamba2_cuts(Mamba2Sizes("mamba", *heads, config.mamba_n_groups, config.mamba_d_state), num_ranks)
+
+
+def _granite_cuts(config: Any, num_ranks: int) -> Cuts:
+    """Return the cuts; a gate and an up that are one tensor are divided each by itself."""
+    mamba = _mamba_cuts(config, num_ranks)
+    shared, inner = Run(config.shared_intermediate_size), Run(config.intermediate_size)
+    experts = "block_sparse_moe"
+    return replace(
+        mamba,
+        columns={
+            **mamba.columns,
+            "shared_mlp.input_linear": (shared, shared),
+            f"{experts}.input_linear": (inner, inner),
+        },
+        rows=mamba.rows | {"shared_mlp.output_linear", f"{experts}.output_linear"},
+        stacks=frozenset({f"{experts}.input_linear", f"{experts}.output_linear"}),
+    )
+
+
 GRANITE = (
-    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", own_layout=_granite, is_cut=False),
-    Family("bamba", "BambaForCausalLM", own_layout=_bamba, is_cut=False),
+    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", own_layout=_granite, cuts=_granite_cuts),
+    Family("bamba", "BambaForCausalLM", own_layout=_bamba, cuts=_mamba_cuts),
 )

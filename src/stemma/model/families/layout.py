@@ -29,6 +29,8 @@ class Piece:
     """Shape of the tensor: [rows, inputs], or [experts, rows, inputs]."""
     first_row: int
     expert: int | None = None
+    is_transposed: bool = False
+    """The tensor is [experts, inputs, rows]."""
 
 
 @dataclass(frozen=True, slots=True)

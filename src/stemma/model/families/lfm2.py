@@ -1,9 +1,11 @@
-"""LFM2, as GGUF files have it; transformers' modules run."""
+"""LFM2, dense and mixtures, and as GGUF files have it; transformers' modules run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stemma.model.families.cuts import short_convolution_cuts
+from stemma.model.families.family import Family
 from stemma.model.families.gguf import TOP_NAMES, Fields, GGUFForm, base, count_layers
 from stemma.model.families.gguf_changes import Change, with_channel
 
@@ -37,6 +39,10 @@ def _change(name: str, _config: Any) -> Change | None:
     return Change(layout=with_channel, dimensions=2) if name == "conv.conv.weight" else None
 
 
+LFM2 = (
+    Family("lfm2", "Lfm2ForCausalLM", cuts=short_convolution_cuts),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", cuts=short_convolution_cuts),
+)
 LFM2_FORM = GGUFForm(
     "lfm2",
     _lfm2,

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from stemma.model.families.cuts import delta_rule_cuts
 from stemma.model.families.family import Family
 from stemma.model.families.layout import (
     Angles,
@@ -27,6 +28,7 @@ from stemma.model.families.layout import (
     bounded_layers,
 )
 from stemma.model.families.pattern import MAX_HEAD_DIM, gated, head_dim_of, layer_path
+from stemma.model.families.prediction import QWEN_NEXT_PREDICTION
 from stemma.model.families.rotary import RotaryAngles, has_fixed_angles
 
 _TYPES = frozenset({"linear_attention", "full_attention"})
@@ -211,7 +213,13 @@ def _three_five(config: Any, num_tensors: int) -> ModelLayout | None:
 
 
 QWEN_NEXT = (
-    Family("qwen3_next", "Qwen3NextForCausalLM", own_layout=_next, is_cut=False),
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", own_layout=_three_five, is_cut=False),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", own_layout=_three_five, is_cut=False),
+    Family(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        own_layout=_next,
+        cuts=delta_rule_cuts,
+        prediction=QWEN_NEXT_PREDICTION,
+    ),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", own_layout=_three_five, cuts=delta_rule_cuts),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", own_layout=_three_five, cuts=delta_rule_cuts),
 )

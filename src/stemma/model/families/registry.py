@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from stemma.errors import UnsupportedModel
+from stemma.model.families.cuts import Cuts
 from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SPARSE
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
@@ -16,13 +18,22 @@ from stemma.model.families.gpt_oss import GPT_OSS_FORM
 from stemma.model.families.granite import GRANITE
 from stemma.model.families.granite_gguf import GRANITE_FORM
 from stemma.model.families.layout import ModelLayout
-from stemma.model.families.lfm2 import LFM2_FORM
+from stemma.model.families.lfm2 import LFM2, LFM2_FORM
 from stemma.model.families.llama import LLAMA, LLAMA_FORMS
 from stemma.model.families.mistral import MISTRAL
+from stemma.model.families.nemotron import NEMOTRON_H
 from stemma.model.families.olmo import OLMO2_FORM
 from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.phi3 import PHI3_FORM
-from stemma.model.families.qwen import QWEN2, QWEN2_5_VL_TEXT, QWEN3, QWEN3_MOE, QWEN3_VL_TEXT, QWEN_FORMS
+from stemma.model.families.qwen import (
+    QWEN2,
+    QWEN2_5_VL_TEXT,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL_MOE_TEXT,
+    QWEN3_VL_TEXT,
+    QWEN_FORMS,
+)
 from stemma.model.families.qwen_next import QWEN_NEXT
 from stemma.model.families.qwen_next_gguf import QWEN_NEXT_FORMS
 from stemma.model.families.seed_oss import SEED_OSS
@@ -34,13 +45,16 @@ FAMILIES: tuple[Family, ...] = (
     *SPARSE,
     GEMMA2,
     *GRANITE,
+    *LFM2,
     LLAMA,
     MISTRAL,
+    NEMOTRON_H,
     QWEN2,
     QWEN2_5_VL_TEXT,
     QWEN3,
     QWEN3_MOE,
     QWEN3_VL_TEXT,
+    QWEN3_VL_MOE_TEXT,
     *QWEN_NEXT,
     SEED_OSS,
     SMOLLM3,
@@ -59,15 +73,26 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 TESTED = frozenset(family.architecture for family in FAMILIES)
 """Classes whose logits tests/model compares with plain transformers, on every path and on several ranks."""
-CUT = frozenset(family.architecture for family in FAMILIES if family.is_cut)
+CUT = frozenset(family.architecture for family in FAMILIES if family.cuts is not None)
 """Classes that are cut for several ranks."""
-PREDICTING = frozenset(family.architecture for family in FAMILIES if family.prediction)
+PREDICTING = {family.architecture: family.prediction for family in FAMILIES if family.prediction is not None}
 """Classes whose layer for multi-token prediction is run."""
 
 
 def family_of(model_type: object) -> Family | None:
     """Return the family of a config's `model_type`; None: none of the list."""
     return _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
+
+
+def cuts_of(architecture: str, config: Any, num_ranks: int) -> Cuts:
+    """Return how a model's tensors are divided over ranks. Raises UnsupportedModel if they can't be."""
+    family = family_of(config.model_type)
+    if family is None or family.cuts is None:
+        raise UnsupportedModel(
+            f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "
+            f"context_parallel_size 1. Those that are: {', '.join(sorted(CUT))}"
+        )
+    return family.cuts(config, num_ranks)
 
 
 def contained_layout(

@@ -99,10 +99,14 @@ class ModuleDecoder:
         assert kv is not None
         return PagedStates(self._recurrence, batch, kv)
 
+    def _cache_options(self) -> dict[str, Any]:
+        """Return the keyword that modules with recurrent layers want; none without such layers."""
+        return dict(cache_of(self._hf)) if self._is_recurrent else {}
+
     def _run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logits_rows: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
-        options = cache_of(self._hf) if self._is_recurrent else {}
+        options = self._cache_options()
         output = self._hf(
             input_ids=token_ids[None],
             position_ids=positions[None],

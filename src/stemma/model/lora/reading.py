@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ MAX_HEADER_BYTES = 1 << 24
 _FORMAT = b"stemma adapter 1"
 """Version of the method by which adapters are named; changes with what is hashed, and how."""
 _PREFIX = "base_model.model."
+_LANGUAGE_MODEL = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+"""Where models that read images have the layers of the language model; elsewhere ``model.``."""
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WHOLE_VOCABULARY = ("lm_head", "embed_tokens")
@@ -69,9 +72,10 @@ def read_adapter(
     found = _pair_up(path, stored, linears)
     for name, (down, up) in found.items():
         _check_shapes(path, name, linears[name], down, up, max_rank)
-    config.check_targets(found, path)
+    named = {name: down.name.removeprefix(_PREFIX).removesuffix(_DOWN) for name, (down, _) in found.items()}
+    config.check_targets(dict.fromkeys(named.values()), path)
     ranks = {name: down.shape[0] for name, (down, _) in found.items()}
-    scales = {name: config.scale(name, rank) for name, rank in ranks.items()}
+    scales = {name: config.scale(named[name], rank) for name, rank in ranks.items()}
     matrices = _read_matrices(weights_file, [tensor for pair in found.values() for tensor in pair])
     pairs: dict[str, LowRankPair] = {}
     digest = hashlib.sha256(_FORMAT)
@@ -133,6 +137,8 @@ def _pair_up(
                 f"{served(linears)}"
             )
         layer = name.removeprefix(_PREFIX).removesuffix(suffix)
+        if layer not in linears:
+            layer = _LANGUAGE_MODEL.sub("model.", layer)
         if layer not in linears:
             raise AdapterError(f"{path} adapts {layer[:200]}, which isn't served. {served(linears)}")
         halves.setdefault(layer, {})[suffix] = tensor

@@ -1,25 +1,23 @@
 """Which part of a model a rank holds: tensor parallel, and expert parallel for mixtures of experts.
 
-Context parallel (dealing.py) divides the tokens: groups of ranks, each of which holds the whole model.
-
-Column-parallel layers (query, key, value, gate, up, and what expands a latent) hold some of their outputs,
-row-parallel ones (attention's output, down) the inputs that belong to them, as in Megatron-LM
-(arXiv:1909.08053, section 3). Each row-parallel layer's results are then partial sums. Embedding, output
-head, norms, routers and the projections to a cached latent are whole on every rank.
+Which of its tensors are divided, and how, a family says (families/cuts.py). Each row-parallel layer's results
+are partial sums. Embedding, output head, norms, routers and the projections to a cached latent are whole on
+every rank. Context parallel (dealing.py) divides the tokens: groups of ranks, each of which holds the whole
+model.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from stemma.errors import ConfigError, UnsupportedModel
-from stemma.model.families.registry import CUT
+from stemma.model.families.cuts import Cuts, Run, Runs
+from stemma.model.families.registry import cuts_of
 from stemma.model.weights.rounding import fitting_group
 
-COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
-ROWS = frozenset({"o_proj", "down_proj"})
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -72,6 +70,20 @@ class Share:
         first = self.rank % size * each
         return range(first, first + each)
 
+    def parts(self, length: int, runs: Runs, *, of_expert: bool = False) -> tuple[range, ...]:
+        """Return this rank's parts of a dimension that is cut run by run; without runs it is one."""
+        found: list[range] = []
+        start = 0
+        for run in runs or (Run(length),):
+            own = range(run.length) if run.is_shared else self.part(run.length, of_expert=of_expert)
+            found.append(range(start + own.start, start + own.stop))
+            start += run.length
+        return tuple(found)
+
+    def held(self, runs: Runs) -> int:
+        """Return how many numbers of a dimension this rank holds."""
+        return sum(len(part) for part in self.parts(0, runs))
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -79,14 +91,20 @@ class Cut:
 
     name: str
     """Under which the rank's smaller model knows it: its experts are counted from 0."""
-    axis: int | None = None
-    """The dimension that is cut; None: the tensor is whole."""
-    part: range = range(0)
+    parts: Mapping[int, tuple[range, ...]] = field(default_factory=dict)
+    """By dimension that is cut: what is read of it, joined. Empty: the tensor is whole."""
     is_zero: bool = False
     """Another rank adds it: zeros here."""
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of a tensor of shape `whole`."""
+        return tuple(
+            sum(len(part) for part in self.parts[axis]) if axis in self.parts else size
+            for axis, size in enumerate(whole)
+        )
 
-def cut_of(name: str, shape: tuple[int, ...], share: Share, num_experts: int) -> Cut | None:
+
+def cut_of(name: str, shape: tuple[int, ...], share: Share, cuts: Cuts, num_experts: int) -> Cut | None:
     """Return what a rank reads of a tensor of the checkpoint; None: nothing, it is of another's expert."""
     expert = _EXPERT.search(name)
     if expert is not None:
@@ -95,67 +113,85 @@ def cut_of(name: str, shape: tuple[int, ...], share: Share, num_experts: int) ->
         if number not in own:
             return None
         name = f"{name[: expert.start(1)]}{number - own.start}{name[expert.end(1) :]}"
-    layer, _, kind = name.rpartition(".")
-    leaf = layer.rpartition(".")[2]
-    if leaf in ROWS and kind == "bias":
-        return Cut(name, is_zero=share.rank > 0)
-    axis = 0 if leaf in COLUMNS else 1 if leaf in ROWS and kind == "weight" else None
-    if axis is None or axis >= len(shape):
+    path = name.removesuffix(".weight").removesuffix(".bias")
+    is_stack, is_bias = cuts.is_stack(path) and len(shape) == 3, name.endswith(".bias")
+    runs, of_expert = cuts.runs(path), is_stack or expert is not None
+    if cuts.divides_inputs(path):
+        if is_bias:
+            return Cut(name, is_zero=share.rank > 0)
+        runs, axis = (), len(shape) - 1
+    else:
+        axis = 1 if is_stack else 0
+    if runs is None or axis >= len(shape):
         return Cut(name)
-    return Cut(name, axis, share.part(shape[axis], of_expert=expert is not None))
+    parts = {axis: share.parts(shape[axis], runs, of_expert=of_expert)}
+    if is_stack:
+        parts[0] = (share.experts(shape[0]),)
+    return Cut(name, parts)
 
 
 def num_experts_of(config: Any) -> int:
     """Return the routed experts of a layer; 0: the model is no mixture of experts."""
-    for field in ("num_local_experts", "num_experts", "n_routed_experts"):
-        count = getattr(config, field, None)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        count = getattr(config, name, None)
         if count:
             return int(count)
     return 0
 
 
-def check_share(architecture: str, config: Any, share: Share) -> None:
-    """Raise UnsupportedModel or ConfigError unless the model can be cut for this number of ranks."""
-    if architecture not in CUT:
+def check_share(architecture: str, config: Any, share: Share) -> Cuts:
+    """Return the cuts of a model; raise UnsupportedModel or ConfigError if there are none for these ranks."""
+    cuts = cuts_of(architecture, config, share.size)
+    if cuts.has_states and share.context_size > 1:
         raise UnsupportedModel(
-            f"{architecture} isn't served on several ranks; leave tensor_parallel_size and "
-            "context_parallel_size 1. Those that are: "
-            f"{', '.join(sorted(CUT))}"
+            f"{architecture} isn't served with context_parallel_size: a recurrent layer's state follows from "
+            "all tokens before it, which context parallel divides; take tensor_parallel_size"
         )
     size = share.size
     _check(architecture, "attention heads", config.num_attention_heads, size)
     if not getattr(config, "kv_lora_rank", None):
         _check(architecture, "KV heads", config.num_key_value_heads, size)
-    _check(architecture, "intermediate_size", config.intermediate_size, size)
     num_experts = num_experts_of(config)
-    if not num_experts:
-        if share.expert_size > 1:
-            raise ConfigError(
-                f"expert_parallel_size is {share.expert_size}, but {architecture} has no experts; leave it 1"
-            )
-        return
-    _check(architecture, "experts", num_experts, share.expert_size, "expert_parallel_size")
-    inner = config.moe_intermediate_size
-    _check(architecture, "moe_intermediate_size", inner, share.ranks_per_expert)
-    if shared := getattr(config, "n_shared_experts", None):
-        _check(architecture, "inner size of the shared experts", shared * inner, size)
+    if num_experts:
+        _check(architecture, "experts", num_experts, share.expert_size, "expert_parallel_size")
+    elif share.expert_size > 1:
+        raise ConfigError(
+            f"expert_parallel_size is {share.expert_size}, but {architecture} has no experts; leave it 1"
+        )
+    for what, length, ranks in _inner_sizes(config, share):
+        _check(architecture, what, length, ranks)
+    for what, count in cuts.divided.items():
+        _check(architecture, what, count, size)
+    return cuts
 
 
-def check_groups(architecture: str, config: Any, share: Share, group_size: int) -> None:
+def _inner_sizes(config: Any, share: Share) -> Iterator[tuple[str, int, int]]:
+    """Yield the inner sizes of feed-forward layers: what each is, its length, and ranks that divide it."""
+    num_experts, inner = num_experts_of(config), getattr(config, "moe_intermediate_size", None)
+    dense = getattr(config, "intermediate_size", None)
+    if num_experts and inner:
+        yield "moe_intermediate_size", inner, share.ranks_per_expert
+    if dense:
+        of_experts = num_experts > 0 and not inner
+        yield "intermediate_size", dense, share.ranks_per_expert if of_experts else share.size
+    for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if shared := getattr(config, name, None):
+            yield name, shared, share.size
+    if num_experts and inner and (count := getattr(config, "n_shared_experts", None)):
+        of_each = getattr(config, "moe_shared_expert_intermediate_size", inner)
+        yield "inner size of the shared experts", count * of_each, share.size
+
+
+def check_groups(architecture: str, config: Any, share: Share, cuts: Cuts, group_size: int) -> None:
     """Raise ConfigError unless each rank's inputs hold the same groups of shared scales as one process's.
 
     Inputs of row-parallel layers are cut. A group that would lie on two ranks would be rounded differently.
     """
     heads = config.num_attention_heads
     head_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
-    cut = [("attention's output", heads * (head_dim or config.hidden_size // heads), share.size)]
-    cut.append(("intermediate_size", config.intermediate_size, share.size))
-    if num_experts_of(config):
-        inner = config.moe_intermediate_size
-        cut.append(("moe_intermediate_size", inner, share.ranks_per_expert))
-        if shared := getattr(config, "n_shared_experts", None):
-            cut.append(("inner size of the shared experts", shared * inner, share.size))
-    for what, length, size in cut:
+    inputs = {**cuts.inputs, "attention's output": heads * (head_dim or config.hidden_size // heads)}
+    cut = [(what, length, share.size) for what, length in inputs.items()]
+    for what, length, size in (*cut, *_inner_sizes(config, share)):
         whole, part = fitting_group(length, group_size), fitting_group(length // size, group_size)
         if whole != part:
             raise ConfigError(

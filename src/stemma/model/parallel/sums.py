@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from stemma.model.families.cuts import Cuts
 from stemma.model.parallel.group import RankGroup
-from stemma.model.parallel.share import ROWS, num_experts_of
+from stemma.model.parallel.share import num_experts_of
 
 
 class SummedLinear(nn.Module):
@@ -60,13 +62,34 @@ class SummedExperts(nn.Module):
         return total
 
 
-def add_sums(model: nn.Module, group: RankGroup) -> None:
+class RankedNorm(nn.Module):
+    """A gated RMS norm of numbers that lie on all ranks."""
+
+    def __init__(self, inner: Any, group: RankGroup) -> None:
+        super().__init__()
+        self.weight = inner.weight
+        self._eps = inner.variance_epsilon
+        self._group = group
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Multiply [..., this rank's numbers] by silu of its gates, and norm them with all ranks' numbers."""
+        gated = hidden_states.float() * F.silu(gate.float())
+        squares = self._group.add(gated.pow(2).sum(-1, keepdim=True))
+        variance = squares / (gated.shape[-1] * self._group.share.size)
+        normed = gated * torch.rsqrt(variance + self._eps)
+        scaled: torch.Tensor = self.weight * normed.to(hidden_states.dtype)
+        return scaled
+
+
+def add_sums(model: nn.Module, group: RankGroup, cuts: Cuts) -> None:
     """Put the additions into a model that holds the rank's share."""
     whole: Any = model
     num_experts = num_experts_of(whole.config.get_text_config())
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if name in ROWS and isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and cuts.divides_inputs(f"{path}.{name}"):
                 setattr(parent, name, SummedLinear(child, group))
             elif name == "experts" and hasattr(child, "down_proj"):
                 setattr(parent, name, SummedExperts(child, group, num_experts))
+            elif cuts.has_ranked_norm(f"{path}.{name}"):
+                setattr(parent, name, RankedNorm(child, group))

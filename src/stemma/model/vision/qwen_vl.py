@@ -13,6 +13,7 @@ from stemma.model.vision.family import Expansion, Pixels, VisionFamily
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
 _TEXT = re.compile(r"^model\.(?:language_model\.)?")
 """Of files written before and since transformers 4.52."""
+_STACK = re.compile(r"\.experts\.(?:gate_up|down)_proj$")
 
 
 class _Tower:
@@ -45,6 +46,16 @@ def _tower_of_qwen2_5(config: Any, dtype: torch.dtype) -> _Tower:
 def _tower_of_qwen3(config: Any, dtype: torch.dtype) -> _Tower:
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+    return _tower_with_features(Qwen3VLVisionModel, config, dtype)
+
+
+def _tower_of_qwen3_moe(config: Any, dtype: torch.dtype) -> _Tower:
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
+
+    return _tower_with_features(Qwen3VLMoeVisionModel, config, dtype)
+
+
+def _tower_with_features(make: Any, config: Any, dtype: torch.dtype) -> _Tower:
     num_features, num_layers = (
         len(config.vision_config.deepstack_visual_indexes),
         config.text_config.num_hidden_layers,
@@ -53,7 +64,6 @@ def _tower_of_qwen3(config: Any, dtype: torch.dtype) -> _Tower:
         raise UnsupportedModel(
             f"features of images are added behind {num_features} layers of {num_layers}; served are fewer"
         )
-    make: Any = Qwen3VLVisionModel
     return _Tower(make(config.vision_config), config, dtype)
 
 
@@ -61,6 +71,12 @@ def _text_name(name: str) -> str | None:
     if _TOWER.match(name):
         return None
     return _TEXT.sub("model.", name)
+
+
+def _text_name_of_mixture(name: str) -> str | None:
+    """Return the name; experts lie in tensors that have no ``weight`` behind their layer's name."""
+    found = _text_name(name)
+    return f"{found}.weight" if found is not None and _STACK.search(found) else found
 
 
 def _tower_name(name: str) -> str | None:
@@ -91,6 +107,16 @@ QWEN3_VL = VisionFamily(
     _text_name,
     _tower_name,
     _tower_of_qwen3,
+    _expand,
+    {},
+    num_leading=1,
+)
+QWEN3_VL_MOE = VisionFamily(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    _text_name_of_mixture,
+    _tower_name,
+    _tower_of_qwen3_moe,
     _expand,
     {},
     num_leading=1,

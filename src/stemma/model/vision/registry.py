@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stemma.model.vision.family import VisionFamily
-from stemma.model.vision.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from stemma.model.vision.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from stemma.model.vision.smolvlm import SMOLVLM
 
-VISION_FAMILIES: tuple[VisionFamily, ...] = (QWEN2_5_VL, QWEN3_VL, SMOLVLM)
+VISION_FAMILIES: tuple[VisionFamily, ...] = (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, SMOLVLM)
 _BY_TYPE = {family.model_type: family for family in VISION_FAMILIES}
 
 

@@ -75,4 +75,5 @@ def _rows_of(weight: Weight, piece: Piece, count: int) -> Weight:
     first, end = piece.first_row, piece.first_row + count
     if not isinstance(weight, torch.Tensor):
         return weight.rows(first, end)
-    return (weight if piece.expert is None else weight[piece.expert])[first:end]
+    rows = weight if piece.expert is None else weight[piece.expert]
+    return rows[:, first:end].T.contiguous() if piece.is_transposed else rows[first:end]
