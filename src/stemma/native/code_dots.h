@@ -19,6 +19,7 @@ struct CodeRun {
     int64_t next_codes;   // bytes to the next group's
     int64_t high_at;      // bytes from a group's codes to its higher bits
     const GroupScales* scales;
+    const Levels* levels;
     float surplus;        // of each number that is multiplied: taken off it before, or by the offset after
     bool is_centered;
     int64_t group, count; // the first one, and how many
@@ -100,7 +101,7 @@ static inline __attribute__((always_inline)) void add_eights(v16f (&sum)[R][J], 
         }
     } else {
         constexpr int TOGETHER = Eight<BITS>::TOGETHER;
-        const CodePlace place_of{codes, codes + run.high_at};
+        const CodePlace place_of{codes, codes + run.high_at, run.levels};
         for (int64_t i = 0; i < run.eights; i += TOGETHER) {
 #pragma GCC unroll 4
             for (int place = 0; place < TOGETHER; place++, x += PAIRS_OF_EIGHT * STEP) {

@@ -4,7 +4,8 @@
 // Eight inputs of a line's 16 outputs become four pairs, of inputs (0, 2), (4, 6), (1, 3) and (5, 7): so a pair is a
 // shift away from where its bits lie in the two halves of each 32 bits. Inputs are laid out in that order (code_inputs.h).
 // A code of fewer than 8 bits, stored as u, becomes 128 + u: a bf16 whose lower bits are u itself. One of 8 bits becomes
-// u. Either is exact; what is too much, `surplus` a code, is taken off by the group's offset.
+// u. Either is exact; what is too much, `surplus` a code, is taken off by the group's offset. One that is looked up becomes
+// its level.
 #pragma once
 
 #include "quantized.h"
@@ -13,17 +14,53 @@ constexpr int PAIRS_OF_EIGHT = 4;
 constexpr int INPUTS_OF_EIGHT = 8;
 
 // What a code stands for less than the number that it becomes.
-static inline float surplus(const Strips& w) { return float(w.codes.middle + (w.codes.bits == 8 ? 0 : 128)); }
+static inline float surplus(const Strips& w) {
+    return w.codes.levels ? 0.0f : float(w.codes.middle + (w.codes.bits == 8 ? 0 : 128));
+}
+
+constexpr int LOOKED_UP = 16;  // in place of the bits of codes: four, which are looked up
+
+// The levels of a weight as products take them; nothing if it has none.
+struct Levels {
+    alignas(64) uint16_t pairs[32] = {};  // bf16, twice: the fifth bit of an index may be anything
+    alignas(64) uint8_t bytes[64] = {};   // level + 128, in each 16 bytes
+
+    explicit Levels(const Strips& w) {
+        if (w.codes.levels == nullptr) return;
+        for (int i = 0; i < 32; i++) pairs[i] = from_float<bf16>(float(w.codes.levels[i % 16])).bits;
+        for (int i = 0; i < 64; i++) bytes[i] = uint8_t(w.codes.levels[i % 16] + 128);
+    }
+    // Of four indices below 16 in each 32 bits.
+    v16u bytes_of(v16u indices) const {
+        v16u out;
+#if STEMMA_AVX512
+        out = (v16u)_mm512_shuffle_epi8(_mm512_load_si512(bytes), (__m512i)indices);
+#elif defined(__AVX2__)
+        const __m256i table = _mm256_load_si256((const __m256i*)bytes);
+        out = {(native_u)_mm256_shuffle_epi8(table, (__m256i)indices.lo),
+               (native_u)_mm256_shuffle_epi8(table, (__m256i)indices.hi)};
+#else
+        uint8_t found[64];
+        std::memcpy(found, &indices, 64);
+        for (uint8_t& each : found) each = bytes[each];
+        std::memcpy(&out, found, 64);
+#endif
+        return out;
+    }
+};
 
 template <int BITS>
 struct Eight {
     static constexpr int TOGETHER = BITS == 5 ? 4 : BITS == 6 ? 2 : 1;  // eights that share a line of higher bits
+    static constexpr bool IS_BYTES = BITS == 8 || (BITS == LOOKED_UP && !STEMMA_AVX512);  // that become floats one by one
     static constexpr int64_t LOW_BYTES = BITS == 8 ? 2 * STEP_BYTES : STEP_BYTES;
     v16u low, high;  // of 8 bits: both steps
     int place;       // among those that share a line
+    const Levels* levels;
 
     // `at`: a line of the codes, `high`: of the higher bits.
-    Eight(const char* at, const char* higher, int place_) : low(load((const uint32_t*)at)), high(low), place(place_) {
+    Eight(const char* at, const char* higher, int place_, const Levels* levels_)
+        : low(load((const uint32_t*)at)), high(low), place(place_), levels(levels_) {
         if constexpr (BITS == 8) high = load((const uint32_t*)(at + STEP_BYTES));
         if constexpr (BITS == 5 || BITS == 6) high = load((const uint32_t*)higher);
     }
@@ -31,13 +68,20 @@ struct Eight {
     v16u step(int s) const {
         if constexpr (BITS == 8) return s ? high : low;
         v16u bytes = (s ? low >> 4 : low) & 0x0F0F0F0Fu;
+        if constexpr (BITS == LOOKED_UP) return levels->bytes_of(bytes);
         if constexpr (BITS == 5) bytes = bytes | shifted(2 * place + s - 4, 0x10101010u);
         if constexpr (BITS == 6) bytes = bytes | shifted(2 * (2 * place + s) - 4, 0x30303030u);
         return bytes;
     }
     // Pair k as two bf16.
     v16u pair(int k) const {
-        if constexpr (BITS == 8) return (as_bits(single(k, 0)) >> 16) | as_bits(single(k, 1));
+#if STEMMA_AVX512
+        if constexpr (BITS == LOOKED_UP) {
+            const __m512i indices = (__m512i)(low >> (4 * k));
+            return (v16u)_mm512_permutexvar_epi16(indices, _mm512_load_si512(levels->pairs));
+        }
+#endif
+        if constexpr (IS_BYTES) return (as_bits(single(k, 0)) >> 16) | as_bits(single(k, 1));
         v16u bits = ((low >> (4 * k)) & 0x000F000Fu) | 0x43004300u;
         const int byte = 8 * (k / 2), s = k % 2;
         if constexpr (BITS == 5) bits = bits | shifted(byte + 2 * place + s - 4, 0x00100010u);
@@ -46,9 +90,9 @@ struct Eight {
     }
     // One of pair k as floats.
     v16f single(int k, int part) const {
-        if constexpr (BITS == 8) {
-            const v16u bytes = ((k % 2 ? high : low) >> (16 * part + 8 * (k / 2))) & 0xFFu;
-            return to_floats(as_int(as_float(bytes)));
+        if constexpr (IS_BYTES) {
+            const v16u bytes = (step(k % 2) >> (16 * part + 8 * (k / 2))) & 0xFFu;
+            return to_floats(as_int(as_float(bytes)) - (BITS == 8 ? 0 : 128));
         }
         const v16u bits = pair(k);
         return as_float(part == 0 ? bits << 16 : bits & 0xFFFF0000u);
@@ -58,14 +102,15 @@ struct Eight {
     v16u shifted(int by, uint32_t mask) const { return (by < 0 ? high << -by : high >> by) & mask; }
 };
 
-// Where a group's codes are: those of the first line, and the higher bits'.
+// Where a group's codes are: those of the first line, and the higher bits'; and what they are looked up in.
 struct CodePlace {
     const char *low, *high;
+    const Levels* levels;
 
     template <int BITS>
     inline __attribute__((always_inline)) Eight<BITS> eight(int64_t i, int place, int j) const {
         constexpr int TOGETHER = Eight<BITS>::TOGETHER;
-        return {low + (i * TOGETHER + place) * Eight<BITS>::LOW_BYTES + 64 * j, high + i * STEP_BYTES + 64 * j, place};
+        return {low + (i * TOGETHER + place) * Eight<BITS>::LOW_BYTES + 64 * j, high + i * STEP_BYTES + 64 * j, place, levels};
     }
 };
 
@@ -108,10 +153,11 @@ static inline void unpack_pairs(const CodePlace& codes, int lines, int64_t count
     });
 }
 
-// run(std::integral_constant<int, BITS>) for the weight's bits.
+// run(std::integral_constant<int, BITS>) for the weight's codes.
 template <class F>
-static inline void with_bits(int bits, F&& run) {
-    switch (bits) {
+static inline void with_bits(const Codes& codes, F&& run) {
+    if (codes.levels) return run(std::integral_constant<int, LOOKED_UP>{});
+    switch (codes.bits) {
         case 4: return run(std::integral_constant<int, 4>{});
         case 5: return run(std::integral_constant<int, 5>{});
         case 6: return run(std::integral_constant<int, 6>{});

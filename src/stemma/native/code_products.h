@@ -22,13 +22,14 @@ struct CodePiece {
         const CodeInputs<T> in(w);
         const char* at = g.strip(w, strip);
         const GroupScales scales(w, g, at, line);
+        const Levels levels(w);
         CodeRun all{};
         all.codes = at + 64 * line, all.next_codes = g.bytes, all.high_at = g.high_at;
-        all.scales = &scales, all.surplus = surplus(w), all.is_centered = sizeof(T) == 4;
+        all.scales = &scales, all.levels = &levels, all.surplus = surplus(w), all.is_centered = sizeof(T) == 4;
         all.count = g.count, all.eights = g.steps / 2;
         all.x = x, all.sums = x + in.sums_at, all.x_stride = x_stride, all.next_x = in.group_bytes;
         all.acc = acc;
-        with_bits(w.codes.bits, [&](auto bits) { run_with<decltype(bits)::value>(all); });
+        with_bits(w.codes, [&](auto bits) { run_with<decltype(bits)::value>(all); });
     }
 
   private:
@@ -37,7 +38,7 @@ struct CodePiece {
         if constexpr (CODES_ON_TILES<T>) {
 #if STEMMA_AMX
             if (rows <= 16)
-                return lines == LINES ? run_few_on_tiles<BITS, LINES>(all, rows) : run_few_on_tiles<BITS, 1>(all, rows);
+                return lines == LINES ? FewRows<BITS, LINES>(all, rows).run() : FewRows<BITS, 1>(all, rows).run();
             by_chunks<BITS>(all, [&](const CodeRun& run) {
                 lines == LINES ? run_on_tiles<LINES>(run, rows) : run_on_tiles<1>(run, rows);
             });
@@ -72,7 +73,7 @@ struct CodePiece {
                 for (int64_t g = 0; g < run.count; g++) {
                     const char* group = all.codes + (first + g) * all.next_codes;
                     const CodePlace place{group + begin * Eight<BITS>::LOW_BYTES,
-                                          group + all.high_at + begin / Eight<BITS>::TOGETHER * STEP_BYTES};
+                                          group + all.high_at + begin / Eight<BITS>::TOGETHER * STEP_BYTES, all.levels};
                     unpack_pairs<BITS>(place, lines, run.eights, pairs + g * run.next_codes);
                 }
                 body(run);

@@ -2,12 +2,9 @@
 // rows filled up with zeros. Sums of a group begin with zero on the tiles; vectors scale them and add them up.
 #pragma once
 
-#include "code_dots.h"
+#include "code_few_rows.h"
 
 #if STEMMA_AMX
-constexpr int EIGHTS_OF_TILE = 4;
-constexpr int64_t TILE_PAIR_BYTES = STEPS_OF_TILE * STEP_BYTES;  // of four lines
-
 // partial[16][16 j ..] (+)= 16 rows x J lines of pairs, `tiles` of them.
 template <int J>
 static inline void sum_on_tiles(const char* pairs, const char* x, int64_t x_stride, int64_t tiles, float* partial,
@@ -49,40 +46,6 @@ static inline void sum_on_tiles(const char* pairs, const char* x, int64_t x_stri
         tile_stored(3, partial + 48, WIDTH);
     }
     asm volatile("" ::: "memory");
-}
-
-// Up to 16 rows of all groups: the codes of the next tile are unpacked while this one is multiplied.
-template <int BITS, int J>
-static void run_few_on_tiles(const CodeRun& run, int rows) {
-    alignas(64) char pairs[2][TILE_PAIR_BYTES];
-    alignas(64) float partial[2][16 * STRIP];
-    if (run.eights % EIGHTS_OF_TILE) std::memset(pairs, 0, sizeof pairs);  // what tiles read is finite
-    const int64_t tiles = (run.eights + EIGHTS_OF_TILE - 1) / EIGHTS_OF_TILE, all = run.count * tiles;
-    const char* codes = run.codes;
-    int64_t unpacked = 0, in_group = 0;
-    auto unpack_next = [&] {
-        const int64_t begin = in_group * EIGHTS_OF_TILE;
-        const CodePlace place{codes + begin * Eight<BITS>::LOW_BYTES,
-                              codes + run.high_at + begin / Eight<BITS>::TOGETHER * STEP_BYTES};
-        const int64_t count = std::min<int64_t>(EIGHTS_OF_TILE, run.eights - begin);
-        char* to = pairs[unpacked++ & 1];
-        if (count == EIGHTS_OF_TILE) unpack_pairs<BITS>(place, J, EIGHTS_OF_TILE, to);
-        else unpack_pairs<BITS>(place, J, count, to);
-        if (++in_group == tiles) in_group = 0, codes += run.next_codes;
-    };
-    unpack_next();
-    const char* x = run.x;
-    for (int64_t g = 0, done = 0; g < run.count; g++, x += run.next_x) {
-        float* sums_of = partial[g & 1];
-        for (int64_t t = 0; t < tiles; t++, done++) {
-            if (unpacked < all) unpack_next();
-            sum_on_tiles<J>(pairs[done & 1], x + 64 * t, run.x_stride, 1, sums_of, t > 0);
-        }
-        auto sums = [&](int r, int j) { return load(sums_of + r * STRIP + 16 * j); };
-        if (rows == 1) add_scaled_group<1, J>(run, g, sums);
-        else if (rows <= 4) add_scaled_group<4, J>(run, g, sums);
-        else add_scaled_group<16, J>(run, g, sums);
-    }
 }
 
 // All rows of a run whose codes are unpacked; acc, partial and x have room for whole tiles of rows.

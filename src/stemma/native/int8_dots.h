@@ -82,6 +82,7 @@ struct GroupRun {
     int64_t next_codes;   // bytes to the next group's
     int64_t high_at;      // bytes from a group's codes to its higher bits
     const GroupScales* scales;
+    const Levels* levels;
     int64_t group, count; // the first one, and how many
     int64_t steps;
     int line;             // of those that `scales` begins with
@@ -105,7 +106,7 @@ struct GroupRun {
 template <class D, int BITS, int R, int J>
 static inline void add_steps(v16i (&sum)[R][J], const GroupRun& run, const char* codes, const char* x, bool asks) {
     constexpr int TOGETHER = Eight<BITS>::TOGETHER;
-    const CodePlace place_of{codes, codes + run.high_at};
+    const CodePlace place_of{codes, codes + run.high_at, run.levels};
     for (int64_t i = 0; i < run.steps / 2; i += TOGETHER) {
 #pragma GCC unroll 4
         for (int place = 0; place < TOGETHER; place++) {

@@ -22,12 +22,13 @@ struct Int8Piece {
         const Int8Layout in(w);
         GroupRun run{};
         const GroupScales scales(w, g, strip, line);
-        run.codes = strip + 64 * line, run.next_codes = g.bytes, run.high_at = g.high_at, run.scales = &scales;
+        const Levels levels(w);
+        run.codes = strip + 64 * line, run.next_codes = g.bytes, run.high_at = g.high_at, run.scales = &scales, run.levels = &levels;
         run.count = g.count, run.steps = g.steps;
         run.x = x, run.x_stride = x_stride, run.next_x = in.group_bytes;
         run.starts = x + in.starts_at, run.sums = x + in.sums_at, run.input_scales = x + in.scales_at;
         run.acc = acc, run.first = true;
-        with_bits(w.codes.bits, [&](auto bits) {
+        with_bits(w.codes, [&](auto bits) {
             constexpr int BITS = decltype(bits)::value;
             has_byte_dots() ? run_with<ByteDot, BITS>(run, true) : run_with<PairwiseDot, BITS>(run, false);
         });
@@ -37,13 +38,14 @@ struct Int8Piece {
     template <class D, int BITS>
     void run_with(const GroupRun& run, bool bytes) {
         if (STEMMA_AMX && (rows >= 16 || !bytes)) {
-            by_chunks<BITS>(run, BITS < 8, [&](const GroupRun& part) { on_tiles(part, lines, rows); });
+            const TileShape shape(16, int(std::min<int64_t>(STEPS_OF_TILE, run.steps)));
+            by_chunks<BITS>(run, BITS != 8, [&](const GroupRun& part) { on_tiles(part, lines, rows); });
         } else if (rows <= GROUP) {  // memory is the limit: weights pass once, as they lie
             run_lines<D, BITS>(lines, rows, run, true);
-        } else if (BITS < 8 && rows <= FEW_ROWS) {
+        } else if (BITS != 8 && rows <= FEW_ROWS) {
             by_chunks<BITS>(run, false, [&](const GroupRun& part) { run_lines<D, BITS>(lines, rows, part, true); });
         } else {
-            by_chunks<BITS>(run, BITS < 8, [&](const GroupRun& part) { run_lines<D, 8>(lines, rows, part, true); });
+            by_chunks<BITS>(run, BITS != 8, [&](const GroupRun& part) { run_lines<D, 8>(lines, rows, part, true); });
         }
     }
 
@@ -68,7 +70,8 @@ struct Int8Piece {
                 piece.codes = whole.codes + g * whole.next_codes + low, piece.high_at += high - low;
                 if (unpacks) {
                     for (int64_t i = 0; i < run.count; i++)
-                        unpack_bytes<BITS>({piece.codes + i * whole.next_codes, piece.codes + i * whole.next_codes + piece.high_at},
+                        unpack_bytes<BITS>({piece.codes + i * whole.next_codes,
+                                            piece.codes + i * whole.next_codes + piece.high_at, whole.levels},
                                            lines, piece.steps / 2, unpacked + i * piece.steps * STEP_BYTES);
                     piece.codes = unpacked, piece.next_codes = piece.steps * STEP_BYTES;
                 }

@@ -5,6 +5,9 @@
 //
 //     weight = scale * code + offset
 //
+// Scales and offsets are floats, halves, or signed bytes that take a unit, a half that a run of groups shares: units lie
+// behind all groups of a strip, 64 of scales and 64 of offsets for each run.
+//
 // A step holds four inputs a byte each for 64 outputs: four lines of 64 bytes, as VPDPBUSD wants them; 16 steps of a
 // line are a tile as TDPBSUD wants its right operand. Bytes are unsigned: code + middle. With fewer bits than 8, one line
 // holds the lower four of two steps, the first in the lower half of each byte; behind all of these, lines hold the
@@ -24,6 +27,7 @@ struct GroupLayout {
     int64_t high_at;              // bits beyond the lower four, from the group's begin
     int64_t scale_at, offset_at;  // likewise
     int64_t bytes;
+    int64_t units_at, unit_bytes;  // units of scales and offsets, from the strip's begin; of a run of groups
     int64_t strip_bytes;
 
     explicit GroupLayout(const Strips& w)
@@ -34,7 +38,9 @@ struct GroupLayout {
           scale_at(code_bytes),
           offset_at(scale_at + STRIP * w.codes.scale_bytes),
           bytes(offset_at + (w.codes.has_offsets ? STRIP * w.codes.scale_bytes : 0)),
-          strip_bytes(count * bytes) {}
+          units_at(count * bytes),
+          unit_bytes(w.codes.scale_bytes == 1 ? STRIP * 2 * (w.codes.has_offsets ? 2 : 1) : 0),
+          strip_bytes(units_at + count / w.codes.groups_of_unit * unit_bytes) {}
 
     char* strip(const Strips& w, int64_t i) const { return (char*)w.data + i * strip_bytes; }
 };
@@ -64,16 +70,30 @@ static inline auto to_floats(Twice<V> x) -> Twice<decltype(to_floats(x.lo))> {
     return {to_floats(x.lo), to_floats(x.hi)};
 }
 
+static inline v16i load_bytes(const int8_t* p) {
+#if STEMMA_AVX512
+    return (v16i)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return {(native_i)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+            (native_i)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+#else
+    int32_t lanes[LANES];
+    for (int i = 0; i < LANES; i++) lanes[i] = p[i];
+    return load(lanes);
+#endif
+}
+
 // Scales and offsets of a strip's groups, for the lines from one on.
 struct GroupScales {
-    const char* at;
-    int64_t next;  // bytes to the next group's
-    int scale_bytes;
+    const char *at, *units;
+    int64_t next, next_unit;  // bytes to the next group's, to the next run's
+    int scale_bytes, unit_shift;
     bool has_offsets;
 
     GroupScales(const Strips& w, const GroupLayout& g, const char* strip, int line)
-        : at(strip + g.scale_at + 16 * line * w.codes.scale_bytes), next(g.bytes), scale_bytes(w.codes.scale_bytes),
-          has_offsets(w.codes.has_offsets) {}
+        : at(strip + g.scale_at + 16 * line * w.codes.scale_bytes), units(strip + g.units_at + 16 * line * 2),
+          next(g.bytes), next_unit(g.unit_bytes), scale_bytes(w.codes.scale_bytes),
+          unit_shift(__builtin_ctz(w.codes.groups_of_unit)), has_offsets(w.codes.has_offsets) {}
 
     v16f scale(int64_t group, int line) const { return numbers(group, 16 * line); }
     // Zero where there are none.
@@ -82,13 +102,18 @@ struct GroupScales {
     }
     v16f numbers(int64_t group, int64_t index) const {
         const char* from = at + group * next + index * scale_bytes;
+        if (scale_bytes == 1) {
+            const uint16_t* unit = (const uint16_t*)(units + (group >> unit_shift) * next_unit) + index;
+            return to_floats(load_bytes((const int8_t*)from)) * load_half(unit);
+        }
         return scale_bytes == 2 ? load_half((const uint16_t*)from) : load((const float*)from);
     }
 };
 
 struct PackCodesArgs {
     const int8_t* codes;  // [rows, target.k]
-    const char *scales, *offsets;  // [rows, groups] of target.codes.scale_bytes; offsets may be null
+    const char *scales, *scale_units;    // [rows, groups] of target.codes.scale_bytes, [rows, units] of halves
+    const char *offsets, *offset_units;  // likewise; what there isn't is null
     int64_t rows, first;  // output of the strips that row 0 becomes
     Strips target;        // memory that was zeroed
     int32_t threads;
@@ -102,10 +127,10 @@ static inline void pack_numbers(const char* from, int64_t rows, int64_t stride, 
 // Codes of a row's group into a lane of it, from `to` on; their line holds zeros there.
 static inline void pack_group(const Strips& w, const GroupLayout& g, const int8_t* codes, char* to) {
     const int high_bits = w.codes.bits - 4;
-    const uint32_t middle = 0x01010101u * uint8_t(w.codes.middle);
+    const int middle = w.codes.levels ? 0 : w.codes.middle;  // of an index
     for (int64_t i = 0; i < g.steps; i++, codes += 4) {
         uint32_t step = 0;
-        for (int b = 0; b < 4; b++) step |= uint32_t(uint8_t(codes[b] + int(middle & 0xFF))) << 8 * b;
+        for (int b = 0; b < 4; b++) step |= uint32_t(uint8_t(codes[b] + middle)) << 8 * b;
         auto put = [&](char* line, uint32_t bits) {
             uint32_t there;
             std::memcpy(&there, line, 4);
@@ -132,6 +157,12 @@ static void pack_codes(const PackCodesArgs& a, int64_t strip) {
     const int64_t rows = end - begin, source = begin - a.first, lane = begin - strip * STRIP;
     const int size = w.codes.scale_bytes;
     char* at = g.strip(w, strip);
+    const int64_t units = g.unit_bytes ? g.count / w.codes.groups_of_unit : 0;
+    for (int64_t unit = 0; unit < units; unit++) {
+        char* to = at + g.units_at + unit * g.unit_bytes + lane * 2;
+        pack_numbers(a.scale_units + 2 * (source * units + unit), rows, units, 2, to);
+        if (w.codes.has_offsets) pack_numbers(a.offset_units + 2 * (source * units + unit), rows, units, 2, to + STRIP * 2);
+    }
     for (int64_t group = 0; group < g.count; group++, at += g.bytes) {
         const int64_t number = (source * g.count + group) * size;
         pack_numbers(a.scales + number, rows, g.count, size, at + g.scale_at + lane * size);
@@ -165,7 +196,8 @@ static void take_dequantized_row(const Strips& w, int64_t row, T* out) {
         float scales[LANES], offsets[LANES];
         store(scales, all.scale(group, 0)), store(offsets, all.offset(group, 0));
         for (int64_t i = 0; i < w.codes.group; i++) {
-            const int code = stored_code(w, g, (const uint8_t*)at + lane * 4, i) - w.codes.middle;
+            const int stored = stored_code(w, g, (const uint8_t*)at + lane * 4, i);
+            const int code = w.codes.levels ? w.codes.levels[stored] : stored - w.codes.middle;
             *out++ = from_float<T>(scales[lane % 16] * float(code) + offsets[lane % 16]);
         }
     }

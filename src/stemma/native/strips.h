@@ -18,11 +18,13 @@ constexpr int STEPS_OF_TILE = 16;
 template <class T>
 constexpr int INPUTS_OF_STEP = 4 / sizeof(T);
 
-struct Codes {            // of a quantized weight (quantized.h)
-    int32_t bits;         // 8, 6, 5 or 4; 0: the weight is plain
-    int32_t middle;       // what is added to a code before it is stored, so that it isn't negative
-    int32_t group;        // inputs of an output that share a scale
-    int32_t scale_bytes;  // of a scale and of an offset: 2 (half precision) or 4
+struct Codes {             // of a quantized weight (quantized.h)
+    const int8_t* levels;  // 16: what codes of 4 bits stand for; null: for themselves
+    int32_t bits;          // 8, 6, 5 or 4; 0: the weight is plain
+    int32_t middle;        // what is added to a code, or to a level, so that it isn't negative
+    int32_t group;         // inputs of an output that share a scale
+    int32_t scale_bytes;   // of a scale and of an offset: 4, 2 (half precision), or 1: an integer that takes a unit
+    int32_t groups_of_unit;  // how many share a unit: a power of two
     int32_t has_offsets;
     int32_t activations;  // inputs: 0 as they are; int8 with 1 a scale a row, 2 the scale below, 3 a scale a group
     float input_scale;

@@ -65,6 +65,10 @@ struct TileScope {
     TileScope() {}
     ~TileScope() {}
 };
+// (Emulated tiles stay whole: what is behind a shape is computed too, and nobody reads it.)
+struct TileShape {
+    TileShape(int, int) {}
+};
 
 #elif STEMMA_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define STEMMA_AMX 1
@@ -83,18 +87,23 @@ static bool amx_ready() {
     return ready;
 }
 
+// Tiles 0 to 3 hold sums of `rows` rows, tile 4 their inputs of `steps` steps, 5 to 7 weights of as many.
+static inline void shape_tiles(int rows, int steps) {
+    struct alignas(64) Config {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {};
+        uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = uint8_t(i < 5 ? rows : steps);
+    config.row_bytes[4] = uint16_t(4 * steps);
+    asm volatile("" : : "r"(&config) : "memory");  // the instruction doesn't tell the compiler that it reads all of it
+    _tile_loadconfig(&config);
+}
+
 // All eight tiles: 16 rows of 64 bytes. Scopes may be nested: the outermost holds the tiles.
 struct TileScope {
     TileScope() {
-        if (depth()++ > 0) return;
-        struct alignas(64) Config {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-        asm volatile("" : : "r"(&config) : "memory");  // the instruction doesn't tell the compiler that it reads all of it
-        _tile_loadconfig(&config);
+        if (depth()++ == 0) shape_tiles(16, 16);
     }
     ~TileScope() {
         if (--depth() == 0) _tile_release();
@@ -104,10 +113,19 @@ struct TileScope {
         return value;
     }
 };
+
+// Within a scope, smaller tiles (shape_tiles): few rows take a tile's time by their number, and none of it is stored.
+struct TileShape {
+    TileShape(int rows, int steps) { shape_tiles(rows, steps); }
+    ~TileShape() { shape_tiles(16, 16); }
+};
 #else
 #define STEMMA_AMX 0
 struct TileScope {
     TileScope() {}
     ~TileScope() {}
+};
+struct TileShape {
+    TileShape(int, int) {}
 };
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,13 +12,15 @@ from torch import nn
 from stemma.errors import ModelError
 from stemma.model.families.layout import Linear, Norm
 from stemma.model.foreign.weights import ModuleWeights
+from stemma.model.weights.multiples import Multiples
 from stemma.model.weights.named import NamedWeights
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.model.weights.stored import DeferredWeight, StoredWeights
 
+SCALES = torch.tensor([[1.0, 2.0], [0.5, 4.0]])
 WEIGHT = QuantizedWeight(
     codes=torch.arange(-8, 8, dtype=torch.int8).repeat(2, 2),
-    scales=torch.tensor([[1.0, 2.0], [0.5, 4.0]]),
+    scales=SCALES,
     zero_points=None,
     bits=4,
     group_size=16,
@@ -35,7 +38,7 @@ def test_symmetric_codes_are_multiplied_by_their_groups_scale() -> None:
 def test_zero_points_and_minimums_say_the_same() -> None:
     zero_points = torch.tensor([[1, -2], [3, 7]], dtype=torch.int8)
     with_zeros = replace(WEIGHT, zero_points=zero_points)
-    with_minimums = replace(WEIGHT, minimums=-WEIGHT.scales * zero_points)
+    with_minimums = replace(WEIGHT, minimums=-SCALES * zero_points)
     torch.testing.assert_close(with_zeros.dequantize(torch.float32), with_minimums.dequantize(torch.float32))
     assert [weight.offsets() is None for weight in (WEIGHT, with_zeros, with_minimums)] == [
         True,
@@ -60,6 +63,11 @@ def test_rows_are_those_of_the_dequantized_weight() -> None:
         ({"scales": torch.ones(2, 1)}, "is needed"),
         ({"scales": torch.full((2, 2), float("nan"))}, "NaN"),
         ({"zero_points": torch.zeros(2, 2)}, "is needed"),
+        ({"scales": Multiples(torch.ones(2, 1, dtype=torch.int8), torch.ones(2, 1))}, "is needed"),
+        ({"scales": Multiples(torch.ones(2, 2, dtype=torch.int8), torch.full((2, 1), math.inf))}, "NaN"),
+        ({"is_unsigned": True}, "outside 0..15"),
+        ({"levels": torch.arange(16, dtype=torch.int8)}, "aren't unsigned"),
+        ({"is_unsigned": True, "bits": 8}, "8 bits has unsigned codes"),
         ({"zero_points": torch.zeros(2, 2, dtype=torch.int8), "minimums": torch.ones(2, 2)}, "one of them"),
         ({"activations": ActivationScheme.STATIC_TENSOR}, "activation scale"),
         ({"activations": ActivationScheme.STATIC_TENSOR, "activation_scale": 0.0}, "positive"),
@@ -68,6 +76,20 @@ def test_rows_are_those_of_the_dequantized_weight() -> None:
 def test_parts_that_dont_fit_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         replace(WEIGHT, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("integers", "units"),
+    [
+        (torch.ones(2, 6, dtype=torch.int8), torch.ones(2, 2)),
+        (torch.ones(2, 4, dtype=torch.int8), torch.ones(1, 2)),
+        (torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 8)),
+        (torch.ones(2, 4), torch.ones(2, 2)),
+    ],
+)
+def test_units_that_dont_fit_are_refused(integers: torch.Tensor, units: torch.Tensor) -> None:
+    with pytest.raises(ModelError, match="have units"):
+        Multiples(integers, units)
 
 
 def deferred(name: str) -> dict[str, DeferredWeight]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from stemma.model.cpu.weight_memory import weight_memory
 from stemma.model.weights.joining import alike
+from stemma.model.weights.multiples import GroupNumbers, Multiples, numbers_of
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 from stemma.native.library import Kernels
 from stemma.native.structures import Codes, PackCodesArgs, Strips
@@ -44,22 +46,25 @@ class PackedCodes:
         """Pack `weights`, [n_i, in_features] each; `bias`: [sum of n_i]."""
         weights = alike(weights)
         first = weights[0]
-        bits = _held_bits(first)
-        scales = [weight.scales for weight in weights]
         offsets = [weight.minimums for weight in weights if weight.minimums is not None]
-        dtype = torch.float16 if _fit_half([*scales, *offsets]) else torch.float32
+        packed = _packed_numbers([*(weight.scales for weight in weights), *offsets])
+        scales, added = packed[: len(weights)], packed[len(weights) :]
+        bits = _held_bits(first)
         self.bias = _bias(weights, bias)
+        self._levels = None if first.levels is None else first.levels.contiguous()
         self.strips = Strips(
             None,
             None if self.bias is None else self.bias.data_ptr(),
             sum(weight.shape[0] for weight in weights),
             first.shape[1],
             Codes(
+                None if self._levels is None else self._levels.data_ptr(),
                 bits,
-                1 << (bits - 1),
+                _middle(first, bits),
                 first.group_size,
-                dtype.itemsize,
-                bool(offsets),
+                scales[0].itemsize,
+                scales[0].groups_of_unit,
+                bool(added),
                 _SCHEMES[first.activations],
                 first.activation_scale or 0.0,
                 first.activation_zero_point,
@@ -68,13 +73,13 @@ class PackedCodes:
         self.room = weight_memory(kernels.packed_bytes(ctypes.addressof(self.strips), False))
         self.strips.data = self.room.data_ptr()
         at = 0
-        for weight in weights:
-            codes, factors = weight.codes.contiguous(), weight.scales.to(dtype).contiguous()
-            added = None if weight.minimums is None else weight.minimums.to(dtype).contiguous()
+        for number, weight in enumerate(weights):
+            codes, factors = weight.codes.contiguous(), scales[number]
+            minimums = added[number] if added else _PackedNumbers(None, None)
             args = PackCodesArgs(
                 codes.data_ptr(),
-                factors.data_ptr(),
-                None if added is None else added.data_ptr(),
+                *factors.places(),
+                *minimums.places(),
                 weight.shape[0],
                 at,
                 self.strips,
@@ -82,6 +87,51 @@ class PackedCodes:
             )
             kernels.pack_codes(ctypes.addressof(args))
             at += weight.shape[0]
+
+
+def _middle(weight: QuantizedWeight, bits: int) -> int:
+    """Return what is added to a code, or to the level it stands for, so that it isn't negative."""
+    if weight.levels is not None:
+        return 128
+    return 0 if weight.is_unsigned else 1 << (bits - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedNumbers:
+    """Scales or minimums as the kernels take them."""
+
+    values: torch.Tensor | None
+    """[num_outputs, num_groups]: float32, float16, or int8 times units; None: there are none."""
+    units: torch.Tensor | None
+    """float16 [num_outputs, num_groups // groups_of_unit]."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number; 0 where there are none."""
+        return 0 if self.values is None else self.values.itemsize
+
+    @property
+    def groups_of_unit(self) -> int:
+        """How many groups share a unit; 1 where there are none."""
+        if self.values is None or self.units is None:
+            return 1
+        return self.values.shape[1] // self.units.shape[1]
+
+    def places(self) -> tuple[int | None, int | None]:
+        """Return where values and units lie; valid as long as this object."""
+        parts = (self.values, self.units)
+        values, units = (None if part is None else part.data_ptr() for part in parts)
+        return values, units
+
+
+def _packed_numbers(numbers: Sequence[GroupNumbers]) -> list[_PackedNumbers]:
+    """Return numbers of several weights in one form, the smallest that holds all of them exactly."""
+    multiples = [each for each in numbers if isinstance(each, Multiples)]
+    if len(multiples) == len(numbers) and _fit_half([each.units for each in multiples]):
+        return [_PackedNumbers(m.integers.contiguous(), m.units.half().contiguous()) for m in multiples]
+    plain = [numbers_of(each) for each in numbers]
+    dtype = torch.float16 if _fit_half(plain) else torch.float32
+    return [_PackedNumbers(values.to(dtype).contiguous(), None) for values in plain]
 
 
 def _fit_half(tensors: Sequence[torch.Tensor]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from stemma.errors import ModelError
+from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 
 
@@ -28,4 +29,4 @@ def dequantize_permuted(weight: QuantizedWeight, groups: torch.Tensor) -> torch.
     values = weight.codes.float()
     if weight.zero_points is not None:
         values -= weight.zero_points.float()[:, groups]
-    return values * weight.scales[:, groups]
+    return values * numbers_of(weight.scales)[:, groups]

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import torch
 
+from stemma.model.weights import multiples
+from stemma.model.weights.multiples import GroupNumbers, Multiples, numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 
 
@@ -20,41 +22,73 @@ def alike(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
 
     If they treat activations differently, activations stay as they are for all of them: nothing is lost.
     """
-    bits = max(weight.bits for weight in weights)
-    group_size = math.gcd(*(weight.group_size for weight in weights))
-    has_offsets = any(weight.offsets() is not None for weight in weights)
     schemes = {(w.activations, w.activation_scale, w.activation_zero_point) for w in weights}
     if len(schemes) > 1:
         weights = [weight.weight_only() for weight in weights]
+    weights = _with_like_codes(weights)
+    group_size = math.gcd(*(weight.group_size for weight in weights))
+    scales = [multiples.repeated(w.scales, w.group_size // group_size) for w in weights]
+    offsets = [_offsets(w, w.group_size // group_size) for w in weights]
+    if any(weight.offsets() is not None for weight in weights):
+        together = multiples.alike([*scales, *offsets])
+        scales, minimums = together[: len(scales)], list[GroupNumbers | None](together[len(scales) :])
+    else:
+        scales, minimums = multiples.alike(scales), [None] * len(scales)
     return [
-        replace(
-            weight,
-            bits=bits,
-            group_size=group_size,
-            scales=_repeated(weight.scales, weight.group_size // group_size),
-            zero_points=None,
-            minimums=_offsets(weight, group_size) if has_offsets else None,
-        )
-        for weight in weights
+        replace(weight, group_size=group_size, scales=factors, zero_points=None, minimums=added)
+        for weight, factors, added in zip(weights, scales, minimums, strict=True)
     ]
 
 
 def below_each_other(weights: Sequence[QuantizedWeight], order: torch.Tensor) -> QuantizedWeight:
     """Return weights of one form as one, with their outputs in this order."""
+    zero_points = [weight.zero_points for weight in weights if weight.zero_points is not None]
+    minimums = [weight.minimums for weight in weights if weight.minimums is not None]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=multiples.below_each_other([weight.scales for weight in weights]),
+        zero_points=torch.cat(zero_points) if zero_points else None,
+        minimums=multiples.below_each_other(minimums) if minimums else None,
+    ).reordered(order)
 
-    def join(name: str) -> torch.Tensor | None:
-        parts = [getattr(weight, name) for weight in weights]
-        return None if parts[0] is None else torch.cat(parts)[order]
 
-    names = ("codes", "scales", "zero_points", "minimums")
-    return replace(weights[0], **{name: join(name) for name in names})  # type: ignore[arg-type]
+def _with_like_codes(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Return the weights with codes of the same bits and signs, and of the same levels or of none."""
+    tables = {None if w.levels is None else tuple(w.levels.tolist()) for w in weights}
+    if len(tables) > 1:
+        weights = [weight.without_levels() for weight in weights]
+    bits = max(weight.bits for weight in weights)
+    if len({weight.is_unsigned for weight in weights}) > 1:
+        weights = [_signed(weight, bits) for weight in weights]
+    return [replace(weight, bits=bits) for weight in weights]
 
 
-def _offsets(weight: QuantizedWeight, group_size: int) -> torch.Tensor:
+def _signed(weight: QuantizedWeight, bits: int) -> QuantizedWeight:
+    """Return a weight whose codes may be negative."""
+    if not weight.is_unsigned:
+        return weight
+    if weight.bits < bits:  # they fit as they are
+        return replace(weight, is_unsigned=False, bits=bits)
+    half = 1 << (bits - 1)
+    moved = numbers_of(weight.scales) * half
     offsets = weight.offsets()
-    offsets = torch.zeros_like(weight.scales) if offsets is None else offsets
-    return _repeated(offsets, weight.group_size // group_size)
+    return replace(
+        weight,
+        codes=weight.codes - half,
+        is_unsigned=False,
+        zero_points=None,
+        minimums=moved if offsets is None else moved + offsets,
+    )
 
 
-def _repeated(values: torch.Tensor, times: int) -> torch.Tensor:
-    return values if times == 1 else values.repeat_interleave(times, 1)
+def _offsets(weight: QuantizedWeight, times: int) -> GroupNumbers:
+    """Return what is added in groups so many times smaller; zeros in the scales' form for nothing."""
+    offsets = weight.minimums if weight.zero_points is None else weight.offsets()
+    if offsets is None:
+        scales = weight.scales
+        if isinstance(scales, Multiples):
+            offsets = Multiples(torch.zeros_like(scales.integers), torch.zeros_like(scales.units))
+        else:
+            offsets = torch.zeros_like(scales)
+    return multiples.repeated(offsets, times)

@@ -6,8 +6,8 @@ the kernels. A code c of output i and input j stands for
     scales[i, g] * (c - zero_points[i, g])   or   scales[i, g] * c + minimums[i, g],   g = j // group_size.
 
 Formats whose zero is a code (GPTQ, AWQ, compressed-tensors) have zero points; those that add a float (GGUF's
-Q4_1 and K-quants) have minimums; symmetric ones have neither. Unsigned codes are stored less half their range
-(0..15 less 8), zero points too, and minimums take up the difference.
+Q4_1 and K-quants) have minimums; symmetric ones have neither. Where codes are looked up (GGUF's IQ4 and
+MXFP4), c is what the table has for a code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from enum import Enum
 import torch
 
 from stemma.errors import ModelError
+from stemma.model.weights.multiples import GroupNumbers, Multiples, numbers_of, rows_of
 
 SMALLEST_GROUP = 16
 """Inputs; smaller groups would cost more for their scales than they save."""
@@ -41,9 +42,9 @@ class QuantizedWeight:
     """A weight [num_outputs, num_inputs] as integers and scales. Raises ModelError if parts don't fit."""
 
     codes: torch.Tensor
-    """int8 [num_outputs, num_inputs], one value a byte whatever its bits; with 4 bits in [-8, 7]."""
-    scales: torch.Tensor
-    """float32 [num_outputs, num_inputs // group_size]."""
+    """int8 [num_outputs, num_inputs], a value a byte whatever its bits; 4 bits: in [-8, 7] or [0, 15]."""
+    scales: GroupNumbers
+    """[num_outputs, num_inputs // group_size]."""
     zero_points: torch.Tensor | None
     """int8, in the shape of scales; in the range of codes. None: zero."""
     bits: int
@@ -55,28 +56,23 @@ class QuantizedWeight:
     """Scale of inputs in STATIC_TENSOR."""
     activation_zero_point: int = 0
     """Zero point of inputs in STATIC_TENSOR, in [-128, 127]."""
-    minimums: torch.Tensor | None = None
-    """float32, in the shape of scales; not together with zero points."""
+    minimums: GroupNumbers | None = None
+    """In the shape of scales; not together with zero points."""
+    is_unsigned: bool = False
+    """Whether codes of fewer than 8 bits begin with zero."""
+    levels: torch.Tensor | None = None
+    """int8 [16]: what unsigned codes of 4 bits stand for; None: for themselves."""
 
     def __post_init__(self) -> None:
         """Hold the parts against each other: they come from files."""
         self._check_shapes()
         if self.zero_points is not None and self.minimums is not None:
             raise ModelError("a quantized weight has zero points and minimums; it may have one of them")
-        floats = [self.scales] if self.minimums is None else [self.scales, self.minimums]
+        numbers = [values for values in (self.scales, self.minimums) if values is not None]
+        floats = [values.units if isinstance(values, Multiples) else values for values in numbers]
         if not all(bool(torch.isfinite(values).all()) for values in floats):
             raise ModelError("a quantized weight has scales that are NaN or infinite")
-        if self.bits < 8:
-            half = 1 << (self.bits - 1)
-            for values in (self.codes, self.zero_points):
-                if (
-                    values is not None
-                    and values.numel()
-                    and not -half <= int(values.min()) <= int(values.max()) < half
-                ):
-                    raise ModelError(
-                        f"a quantized weight of {self.bits} bits has codes outside {-half}..{half - 1}"
-                    )
+        self._check_codes()
         if (self.activations is ActivationScheme.STATIC_TENSOR) != (self.activation_scale is not None):
             raise ModelError(
                 "an activation scale goes with static quantization of activations, and only with it"
@@ -85,6 +81,26 @@ class QuantizedWeight:
             raise ModelError(f"the scale of activations is {self.activation_scale}, must be positive")
         if not -128 <= self.activation_zero_point <= 127:
             raise ModelError(f"the zero point of activations is {self.activation_zero_point}, must fit int8")
+
+    def _check_codes(self) -> None:
+        is_table = self.levels is not None
+        if is_table and (self.bits != 4 or not self.is_unsigned or self.zero_points is not None):
+            raise ModelError("a quantized weight looks codes up that aren't unsigned of 4 bits")
+        if self.levels is not None and (self.levels.shape != (16,) or self.levels.dtype != torch.int8):
+            raise ModelError(f"a quantized weight has {list(self.levels.shape)} levels, must be 16 of int8")
+        if self.bits == 8:
+            if self.is_unsigned:
+                raise ModelError("a quantized weight of 8 bits has unsigned codes; int8 doesn't hold them")
+            return
+        lowest = 0 if self.is_unsigned else -(1 << (self.bits - 1))
+        highest = lowest + (1 << self.bits) - 1
+        for values in (self.codes, self.zero_points):
+            if values is None or not values.numel():
+                continue
+            if not lowest <= int(values.min()) <= int(values.max()) <= highest:
+                raise ModelError(
+                    f"a quantized weight of {self.bits} bits has codes outside {lowest}..{highest}"
+                )
 
     def _check_shapes(self) -> None:
         if self.bits not in (8, 6, 5, 4):
@@ -118,19 +134,21 @@ class QuantizedWeight:
         return self.codes.shape
 
     def offsets(self) -> torch.Tensor | None:
-        """Return what is added to scales * codes, float32 in the shape of scales; None: nothing."""
-        if self.zero_points is None:
-            return self.minimums
-        return -self.scales * self.zero_points
+        """Return what is added to scales * codes, float32 [num_outputs, num_groups]; None: nothing."""
+        if self.zero_points is not None:
+            return -numbers_of(self.scales) * self.zero_points
+        return None if self.minimums is None else numbers_of(self.minimums)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the plain weight [num_outputs, num_inputs], computed in float32 and rounded to `dtype`."""
-        grouped = self.codes.view(*self.scales.shape, self.group_size).float()
+        scales = numbers_of(self.scales)
+        codes = self.codes if self.levels is None else self.levels[self.codes.int()]
+        grouped = codes.view(*scales.shape, self.group_size).float()
         if self.zero_points is not None:
             grouped -= self.zero_points[..., None]
-        grouped *= self.scales[..., None]
+        grouped *= scales[..., None]
         if self.minimums is not None:
-            grouped += self.minimums[..., None]
+            grouped += numbers_of(self.minimums)[..., None]
         return grouped.view(self.shape).to(dtype)
 
     def weight_only(self) -> QuantizedWeight:
@@ -147,14 +165,18 @@ class QuantizedWeight:
         """Return the outputs in another order."""
         return self._of_rows(order)
 
+    def without_levels(self) -> QuantizedWeight:
+        """Return the same weight with codes that stand for themselves."""
+        if self.levels is None:
+            return self
+        codes = self.levels[self.codes.int()]
+        return replace(self, codes=codes, bits=8, is_unsigned=False, levels=None)
+
     def _of_rows(self, chosen: slice | torch.Tensor) -> QuantizedWeight:
-        parts = {
-            name: None if values is None else values[chosen]
-            for name, values in (
-                ("codes", self.codes),
-                ("scales", self.scales),
-                ("zero_points", self.zero_points),
-                ("minimums", self.minimums),
-            )
-        }
-        return replace(self, **parts)  # type: ignore[arg-type]
+        return replace(
+            self,
+            codes=self.codes[chosen],
+            scales=rows_of(self.scales, chosen),
+            zero_points=None if self.zero_points is None else self.zero_points[chosen],
+            minimums=None if self.minimums is None else rows_of(self.minimums, chosen),
+        )

@@ -13,6 +13,7 @@ from stemma.model.families.gguf_changes import Change
 from stemma.model.formats.gguf.tensors import is_kept, raw_data, split, widen
 from stemma.model.gguf_header import GGUFHeader, GGUFTensor
 from stemma.model.weights.joining import alike, below_each_other
+from stemma.model.weights.multiples import numbers_of
 from stemma.model.weights.quantized import QuantizedWeight
 
 _GROUP = 32
@@ -147,10 +148,10 @@ def _with_columns(weight: QuantizedWeight, columns: Sequence[int]) -> QuantizedW
     """Return codes with columns in another order, in which groups stay together."""
     order = torch.tensor(columns)
     groups = order[:: weight.group_size] // weight.group_size
-    minimums = None if weight.minimums is None else weight.minimums[:, groups].contiguous()
+    offsets = weight.offsets()
     return replace(
         weight,
         codes=weight.codes[:, order].contiguous(),
-        scales=weight.scales[:, groups].contiguous(),
-        minimums=minimums,
+        scales=numbers_of(weight.scales)[:, groups].contiguous(),
+        minimums=None if offsets is None else offsets[:, groups].contiguous(),
     )

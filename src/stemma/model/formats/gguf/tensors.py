@@ -1,15 +1,13 @@
 """Tensors of a GGUF file: their bytes, and ggml's block formats as codes and scales.
 
 Each format below is exactly a code of 4, 5, 6 or 8 bits times the scale of its group, most with a minimum
-on top, so nothing is lost; ggml's sums in float32 may round the last bit otherwise where unsigned codes are
-moved by half their range. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3,
+on top, so nothing is lost. Layouts are those of ggml-quants.c. The formats that are missing here (IQ1 to IQ3,
 TQ) are dequantized by the `gguf` package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +17,7 @@ from gguf.quants import IQ4_NL, MXFP4
 
 from stemma.errors import ModelError
 from stemma.model.gguf_header import GGUFTensor
+from stemma.model.weights.multiples import GroupNumbers, Multiples
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
 
 _Kind = GGMLQuantizationType
@@ -70,50 +69,15 @@ def widen(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType, dtype: torch.
         return torch.from_numpy(data).view(_PLAIN[kind]).to(dtype)
     if kind not in _SPLITTERS:
         return torch.from_numpy(dequantize(data, kind)).to(dtype)
-    rows = _as_stored(data.reshape(-1, data.shape[-1]), kind).weight().dequantize(dtype)
+    rows = split(data.reshape(-1, data.shape[-1]), kind).dequantize(dtype)
     return rows.view(*data.shape[:-1], rows.shape[-1])
 
 
 def split(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantizedWeight:
     """Return rows of bytes [rows, bytes] of a type that `is_kept` as codes and scales [rows, ...].
 
-    Raises ModelError if a scale isn't finite.
+    Its numbers are those of ggml bit for bit. Raises ModelError if a scale isn't finite.
     """
-    parts = _as_stored(data, kind)
-    if kind in _UNSIGNED:
-        assert parts.minimums is not None
-        bits = _UNSIGNED[kind]
-        middle = 1 << (bits - 1)
-        minimums = parts.minimums + float(middle) * parts.scales
-        parts = _Parts(parts.codes.sub_(middle), parts.scales, bits, minimums)
-    return parts.weight()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts that a `QuantizedWeight` is made of."""
-
-    codes: torch.Tensor
-    """int8 [rows, values]."""
-    scales: torch.Tensor
-    """float32 [rows, groups]."""
-    bits: int
-    minimums: torch.Tensor | None
-
-    def weight(self) -> QuantizedWeight:
-        return QuantizedWeight(
-            codes=self.codes,
-            scales=self.scales,
-            zero_points=None,
-            bits=self.bits,
-            group_size=self.codes.shape[1] // self.scales.shape[1],
-            activations=ActivationScheme.NONE,
-            minimums=self.minimums,
-        )
-
-
-def _as_stored(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> _Parts:
-    """As `split`, but unsigned codes stay, in 8 bits: its values are those of ggml bit for bit."""
     _, block_bytes = GGML_QUANT_SIZES[kind]
     return _SPLITTERS[kind](torch.from_numpy(data).view(data.shape[0], -1, block_bytes))
 
@@ -141,107 +105,118 @@ def _bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _weight(
-    codes: torch.Tensor, scales: torch.Tensor, bits: int, minimums: torch.Tensor | None = None
-) -> _Parts:
-    """Make parts of codes [rows, blocks, n], int8 or below 128, and scales [rows, blocks, groups]."""
-    return _Parts(
-        codes.flatten(1).view(torch.int8),
-        scales.flatten(1).contiguous(),
-        bits,
-        None if minimums is None else minimums.flatten(1).contiguous(),
+    codes: torch.Tensor,
+    scales: GroupNumbers,
+    bits: int,
+    minimums: GroupNumbers | None = None,
+    levels: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Make a weight of codes [rows, blocks, n], unsigned unless they are int8, and numbers [rows, groups]."""
+    return QuantizedWeight(
+        codes=codes.flatten(1).view(torch.int8),
+        scales=scales,
+        zero_points=None,
+        bits=bits,
+        group_size=codes.shape[1] * codes.shape[2] // scales.shape[1],
+        activations=ActivationScheme.NONE,
+        minimums=minimums,
+        is_unsigned=codes.dtype == torch.uint8,
+        levels=levels,
     )
 
 
-def _q4_0(blocks: torch.Tensor) -> _Parts:
-    return _weight(_shifted(blocks[..., 2:], 4, 16).view(torch.int8) - 8, _half(blocks, 0), 4)
+def _one_each(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return the float16 at an offset of each block as numbers of groups, float32 [rows, blocks]."""
+    return _half(blocks, offset).flatten(1)
 
 
-def _q4_1(blocks: torch.Tensor) -> _Parts:
-    return _weight(_shifted(blocks[..., 4:], 4, 16), _half(blocks, 0), 8, _half(blocks, 2))
+def _multiples(integers: torch.Tensor, units: torch.Tensor) -> Multiples:
+    """Make numbers of integers [rows, blocks, groups], below 128, and units [rows, blocks, 1]."""
+    return Multiples(integers.to(torch.int8).flatten(1), units.flatten(1))
 
 
-def _q5_0(blocks: torch.Tensor) -> _Parts:
+def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
+    return _weight(_shifted(blocks[..., 2:], 4, 16).view(torch.int8) - 8, _one_each(blocks, 0), 4)
+
+
+def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
+    return _weight(_shifted(blocks[..., 4:], 4, 16), _one_each(blocks, 0), 4, _one_each(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
     codes = _shifted(blocks[..., 6:], 4, 16) | (_bits(blocks[..., 2:6]) << 4)
-    return _weight(codes.view(torch.int8) - 16, _half(blocks, 0), 5)
+    return _weight(codes.view(torch.int8) - 16, _one_each(blocks, 0), 5)
 
 
-def _q5_1(blocks: torch.Tensor) -> _Parts:
+def _q5_1(blocks: torch.Tensor) -> QuantizedWeight:
     codes = _shifted(blocks[..., 8:], 4, 16) | (_bits(blocks[..., 4:8]) << 4)
-    return _weight(codes, _half(blocks, 0), 8, _half(blocks, 2))
+    return _weight(codes, _one_each(blocks, 0), 5, _one_each(blocks, 2))
 
 
-def _q8_0(blocks: torch.Tensor) -> _Parts:
-    return _weight(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), 8)
+def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
+    return _weight(blocks[..., 2:].contiguous().view(torch.int8), _one_each(blocks, 0), 8)
 
 
-def _q2_k(blocks: torch.Tensor) -> _Parts:
-    scales = blocks[..., :16]
-    minimums = -_half(blocks, 82) * (scales >> 4).float()
-    return _weight(
-        _shifted(blocks[..., 16:80], 2, 32), _half(blocks, 80) * (scales & 15).float(), 4, minimums
-    )
+def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
+    scales = _multiples(blocks[..., :16] & 15, _half(blocks, 80))
+    minimums = _multiples(blocks[..., :16] >> 4, -_half(blocks, 82))
+    return _weight(_shifted(blocks[..., 16:80], 2, 32), scales, 4, minimums)
 
 
-def _q3_k(blocks: torch.Tensor) -> _Parts:
+def _q3_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales = _shifted(blocks[..., 96:104], 4, 8) | (_shifted(blocks[..., 104:108], 2, 4) << 4)
     high = _shifted(blocks[..., :32], 1, 32).to(torch.int8)
     codes = _shifted(blocks[..., 32:96], 2, 32).to(torch.int8) + 4 * high - 4
-    return _weight(codes, _half(blocks, 108) * (scales.float() - 32.0), 4)
+    return _weight(codes, _multiples(scales.view(torch.int8) - 32, _half(blocks, 108)), 4)
 
 
-def _scales_and_minimums(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float scales and minimums of Q4_K and Q5_K, [rows, blocks, 8] each: 6 bits each in 12
-    bytes."""
+def _scales_and_minimums(blocks: torch.Tensor) -> tuple[Multiples, Multiples]:
+    """Return the scales and minimums of Q4_K and Q5_K, 8 a block: 6 bits each in 12 bytes."""
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=-1)
     minimums = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=-1)
-    return _half(blocks, 0) * scales.float(), -_half(blocks, 2) * minimums.float()
+    return _multiples(scales, _half(blocks, 0)), _multiples(minimums, -_half(blocks, 2))
 
 
-def _q4_k(blocks: torch.Tensor) -> _Parts:
+def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, minimums = _scales_and_minimums(blocks)
-    return _weight(_shifted(blocks[..., 16:], 4, 32), scales, 8, minimums)
+    return _weight(_shifted(blocks[..., 16:], 4, 32), scales, 4, minimums)
 
 
-def _q5_k(blocks: torch.Tensor) -> _Parts:
+def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, minimums = _scales_and_minimums(blocks)
     codes = _shifted(blocks[..., 48:], 4, 32) | (_shifted(blocks[..., 16:48], 1, 32) << 4)
-    return _weight(codes, scales, 8, minimums)
+    return _weight(codes, scales, 5, minimums)
 
 
-def _q6_k(blocks: torch.Tensor) -> _Parts:
+def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
     codes = _shifted(blocks[..., :128], 4, 64) | (_shifted(blocks[..., 128:192], 2, 32) << 4)
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return _weight(codes.view(torch.int8) - 32, _half(blocks, 208) * scales, 6)
+    scales = _multiples(blocks[..., 192:208].contiguous().view(torch.int8), _half(blocks, 208))
+    return _weight(codes.view(torch.int8) - 32, scales, 6)
 
 
-def _levels(nibbles: torch.Tensor) -> torch.Tensor:
-    """Return the codes for which the 16 nibbles of IQ4 stand."""
-    levels: torch.Tensor = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
-    return levels[nibbles.int()]
+_IQ4_LEVELS = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
+_MXFP4_LEVELS = torch.tensor(MXFP4.kvalues, dtype=torch.int8)
 
 
-def _iq4_nl(blocks: torch.Tensor) -> _Parts:
-    return _weight(_levels(_shifted(blocks[..., 2:], 4, 16)), _half(blocks, 0), 8)
+def _iq4_nl(blocks: torch.Tensor) -> QuantizedWeight:
+    return _weight(_shifted(blocks[..., 2:], 4, 16), _one_each(blocks, 0), 4, levels=_IQ4_LEVELS)
 
 
-def _iq4_xs(blocks: torch.Tensor) -> _Parts:
+def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
     scales = _shifted(blocks[..., 4:8], 4, 1) | (_shifted(blocks[..., 2:4], 2, 1) << 4)
-    codes = _levels(_shifted(blocks[..., 8:], 4, 16))
-    return _weight(codes, _half(blocks, 0) * (scales.float() - 32.0), 8)
+    numbers = _multiples(scales.view(torch.int8) - 32, _half(blocks, 0))
+    return _weight(_shifted(blocks[..., 8:], 4, 16), numbers, 4, levels=_IQ4_LEVELS)
 
 
-def _mxfp4(blocks: torch.Tensor) -> _Parts:
-    """Exponents of two, halved since codes are doubled; the least two are no normal numbers."""
-    exponents = blocks[..., :1].int()
+def _mxfp4(blocks: torch.Tensor) -> QuantizedWeight:
+    """Exponents of two, halved since levels are doubled; the least two are no normal numbers."""
+    exponents = blocks[..., 0].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp_max(1), (exponents - 1) << 23)
-    levels = torch.tensor(MXFP4.kvalues, dtype=torch.int8)
-    return _weight(levels[_shifted(blocks[..., 1:], 4, 16).int()], bits.view(torch.float32), 8)
+    return _weight(_shifted(blocks[..., 1:], 4, 16), bits.view(torch.float32), 4, levels=_MXFP4_LEVELS)
 
 
-_UNSIGNED = {_Kind.Q4_1: 4, _Kind.Q4_K: 4, _Kind.Q5_1: 5, _Kind.Q5_K: 5}
-"""Types whose codes begin with zero, and their bits."""
-_SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Parts]] = {
+_SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedWeight]] = {
     _Kind.Q4_0: _q4_0,
     _Kind.Q4_1: _q4_1,
     _Kind.Q5_0: _q5_0,
