@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "blocks.h"
 #include "compressing.h"
 #include "copy.h"
 #include "decoder_step.h"
@@ -185,6 +186,10 @@ void stemma_pack_codes(const PackCodesArgs* args) {
     const PackCodesArgs& a = *args;
     int64_t first = a.first / STRIP, last = (a.first + a.rows + STRIP - 1) / STRIP;
     for_rows(last - first, a.rows * a.target.k, a.threads, [&](int64_t i) { pack_codes(a, first + i); });
+}
+void stemma_spread(const SpreadArgs* args) {
+    const SpreadArgs& a = *args;
+    for_rows(a.blocks, a.blocks * a.num_bytes, a.threads, [&](int64_t block) { spread(a, block); });
 }
 void stemma_select_tokens(const SelectionArgs* args) {
     args->is_bf16 ? select_tokens<bf16>(*args) : select_tokens<float>(*args);

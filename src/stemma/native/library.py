@@ -55,6 +55,7 @@ class Kernels:
         self.decoder_step.restype = None
         self.pack = library.stemma_pack
         self.pack_codes = library.stemma_pack_codes
+        self.spread = library.stemma_spread
         self.compress = library.stemma_compress
         self.compressed_bytes = library.stemma_compressed_bytes
         self.compressed_bytes.argtypes = [ctypes.c_void_p]
@@ -98,7 +99,8 @@ class Kernels:
         self.select_tokens = library.stemma_select_tokens
         for function in (
             *(self.write_rows, self.add_rms_norm, self.silu_and_multiply),
-            *(self.pack, self.pack_codes, self.compress, self.multiply, self.mixture, self.merge_parts),
+            *(self.pack, self.pack_codes, self.spread, self.compress, self.multiply, self.mixture),
+            self.merge_parts,
             *(self.scan, self.select, self.convolve, self.select_tokens),
         ):
             function.argtypes = [ctypes.c_void_p]
@@ -138,6 +140,9 @@ class _Loaded:
     problem: str | None
 
 
+_last_loaded: list[Kernels] = []
+
+
 def load_kernels(isa: str = "auto") -> Kernels | None:
     """Return the kernels of a level (`auto`: ``STEMMA_ISA``, else the highest one), compiled if need be.
 
@@ -145,6 +150,11 @@ def load_kernels(isa: str = "auto") -> Kernels | None:
     level is unknown, or higher than the processor's.
     """
     return _load(choose_level(isa)).kernels
+
+
+def loaded_kernels() -> Kernels | None:
+    """Return the kernels that were loaded last, of whatever level; None: none are, and none are made."""
+    return _last_loaded[-1] if _last_loaded else None
 
 
 def prepare_kernels(isa: str = "auto") -> None:
@@ -206,6 +216,7 @@ def _int8_products(kernels: Kernels) -> str:
 def drop_kernels() -> None:
     """Drop what is known of libraries: the next `load_kernels` looks anew. Loaded kernels stay usable."""
     _load_level.cache_clear()
+    _last_loaded.clear()
     _find.cache_clear()
     _log_once.cache_clear()
 
@@ -255,4 +266,6 @@ def _load_level(level: Level) -> _Loaded:
         return _Loaded(None, None, str(error))
     if level == LEVELS[-1] and not loaded.stemma_tiles_ready():
         return _Loaded(None, None, "the system doesn't let this process use AMX tiles")
-    return _Loaded(Kernels(loaded, level.name), library, None)
+    kernels = Kernels(loaded, level.name)
+    _last_loaded[:] = [kernels]
+    return _Loaded(kernels, library, None)

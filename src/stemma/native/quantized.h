@@ -124,29 +124,46 @@ static inline void pack_numbers(const char* from, int64_t rows, int64_t stride, 
     for (int64_t row = 0; row < rows; row++, from += stride * size, to += size) std::memcpy(to, from, size);
 }
 
-// Codes of a row's group into a lane of it, from `to` on; their line holds zeros there.
-static inline void pack_group(const Strips& w, const GroupLayout& g, const int8_t* codes, char* to) {
-    const int high_bits = w.codes.bits - 4;
-    const int middle = w.codes.levels ? 0 : w.codes.middle;  // of an index
-    for (int64_t i = 0; i < g.steps; i++, codes += 4) {
-        uint32_t step = 0;
-        for (int b = 0; b < 4; b++) step |= uint32_t(uint8_t(codes[b] + middle)) << 8 * b;
-        auto put = [&](char* line, uint32_t bits) {
-            uint32_t there;
-            std::memcpy(&there, line, 4);
-            there |= bits;
-            std::memcpy(line, &there, 4);
-        };
-        if (w.codes.bits == 8) {
-            put(to + i * STEP_BYTES, step);
-            continue;
-        }
-        put(to + i / 2 * STEP_BYTES, (step & 0x0F0F0F0Fu) << i % 2 * 4);
-        if (high_bits == 0) continue;
-        const int64_t together = 8 / high_bits;
-        const uint32_t high = step >> 4 & (high_bits == 1 ? 0x01010101u : 0x03030303u);
-        put(to + g.high_at + i / together * STEP_BYTES, high << i % together * high_bits);
+// The four bytes of a step: codes, each with `middle`, modulo 256.
+static inline uint32_t step_of(const int8_t* codes, uint32_t middle) {
+    uint32_t step;
+    std::memcpy(&step, codes, 4);
+    const uint32_t each = middle * 0x01010101u;  // added without carries from byte to byte
+    return ((step & 0x7F7F7F7Fu) + (each & 0x7F7F7F7Fu)) ^ ((step ^ each) & 0x80808080u);
+}
+static inline void put_step(char* line, uint32_t bits) { std::memcpy(line, &bits, 4); }
+
+// Codes of a row's group into a lane of it, from `to` on. Each line is written once: lines lie far apart.
+template <int BITS>
+static inline void pack_group(const GroupLayout& g, uint32_t middle, const int8_t* codes, char* to) {
+    if constexpr (BITS == 8) {
+        for (int64_t i = 0; i < g.steps; i++) put_step(to + i * STEP_BYTES, step_of(codes + 4 * i, middle));
+        return;
     }
+    constexpr int HIGH = BITS - 4, TOGETHER = HIGH > 0 ? 8 / HIGH : 2;  // steps that share a line
+    char *low = to, *high = to + g.high_at;
+    for (int64_t first = 0; first < g.steps; first += TOGETHER, high += STEP_BYTES) {
+        uint32_t line = 0;
+#pragma GCC unroll 8
+        for (int i = 0; i < TOGETHER; i += 2, low += STEP_BYTES, codes += 8) {
+            const uint32_t one = step_of(codes, middle), two = step_of(codes + 4, middle);
+            put_step(low, (one & 0x0F0F0F0Fu) | (two & 0x0F0F0F0Fu) << 4);
+            if constexpr (HIGH > 0) {
+                constexpr uint32_t MASK = HIGH == 1 ? 0x01010101u : 0x03030303u;
+                line |= (one >> 4 & MASK) << i * HIGH | (two >> 4 & MASK) << (i + 1) * HIGH;
+            }
+        }
+        if (HIGH > 0) put_step(high, line);
+    }
+}
+
+template <int BITS>
+static void pack_groups(const PackCodesArgs& a, const GroupLayout& g, int64_t source, int64_t rows, char* at) {
+    const Strips& w = a.target;
+    const uint32_t middle = w.codes.levels ? 0 : w.codes.middle;  // of an index
+    for (int64_t group = 0; group < g.count; group++, at += g.bytes)
+        for (int64_t row = 0; row < rows; row++)
+            pack_group<BITS>(g, middle, a.codes + (source + row) * w.k + group * w.codes.group, at + row * 4);
 }
 
 // Copy the rows that fall into strip `strip` of the target.
@@ -168,8 +185,13 @@ static void pack_codes(const PackCodesArgs& a, int64_t strip) {
         pack_numbers(a.scales + number, rows, g.count, size, at + g.scale_at + lane * size);
         if (w.codes.has_offsets)
             pack_numbers(a.offsets + number, rows, g.count, size, at + g.offset_at + lane * size);
-        for (int64_t row = 0; row < rows; row++)
-            pack_group(w, g, a.codes + (source + row) * w.k + group * w.codes.group, at + (lane + row) * 4);
+    }
+    char* codes = g.strip(w, strip) + lane * 4;
+    switch (w.codes.bits) {
+        case 4: return pack_groups<4>(a, g, source, rows, codes);
+        case 5: return pack_groups<5>(a, g, source, rows, codes);
+        case 6: return pack_groups<6>(a, g, source, rows, codes);
+        default: return pack_groups<8>(a, g, source, rows, codes);
     }
 }
 

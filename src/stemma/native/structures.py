@@ -69,6 +69,10 @@ class PackCodesArgs(Mirror):
     """A quantized weight to pack (quantized.h)."""
 
 
+class SpreadArgs(Mirror):
+    """Fields of packed codes to take apart (blocks.h)."""
+
+
 class GatedWeights(Mirror):
     """The three weights of a gated MLP (mixture.h)."""
 

@@ -97,7 +97,8 @@ class QuantizedWeight:
         for values in (self.codes, self.zero_points):
             if values is None or not values.numel():
                 continue
-            if not lowest <= int(values.min()) <= int(values.max()) <= highest:
+            least, greatest = map(int, values.aminmax())
+            if not lowest <= least <= greatest <= highest:
                 raise ModelError(
                     f"a quantized weight of {self.bits} bits has codes outside {lowest}..{highest}"
                 )

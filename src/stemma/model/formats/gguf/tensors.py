@@ -19,6 +19,8 @@ from stemma.errors import ModelError
 from stemma.model.gguf_header import GGUFTensor
 from stemma.model.weights.multiples import GroupNumbers, Multiples
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
+from stemma.native.library import loaded_kernels
+from stemma.native.spreading import spread
 
 _Kind = GGMLQuantizationType
 _PLAIN = {
@@ -87,7 +89,7 @@ def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16).float()
 
 
-def _shifted(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+def _fields(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """Return fields of `bits` bits of packed uint8 [rows, blocks, n], as [rows, blocks, n * 8 / bits].
 
     Of each run of `width` bytes come the lowest fields first, then the next.
@@ -102,6 +104,31 @@ def _shifted(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
 def _bits(packed: torch.Tensor) -> torch.Tensor:
     """Return the bits of uint8 [rows, blocks, n] from the lowest on, as [rows, blocks, 8 n]."""
     return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(2)
+
+
+def _codes(
+    low: torch.Tensor,
+    bits: int,
+    width: int,
+    *,
+    high: tuple[torch.Tensor, int, int] | None = None,
+    added: int = 0,
+) -> torch.Tensor:
+    """Return codes [rows, blocks, n] of `_fields`, with those of `high` above them, and `added` to each.
+
+    They are int8, or uint8 where nothing is added. The kernels do it in one pass where they are loaded.
+    """
+    kernels = loaded_kernels()
+    if kernels is not None:
+        codes = spread(kernels, low, bits, width, added=0 if high else added)
+        if high is not None:
+            spread(kernels, *high, left=bits, added=added, onto=codes)
+    else:
+        codes = _fields(low, bits, width)
+        if high is not None:
+            codes |= _fields(*high) << bits
+        codes = codes.view(torch.int8) + added
+    return codes if added else codes.view(torch.uint8)
 
 
 def _weight(
@@ -136,20 +163,20 @@ def _multiples(integers: torch.Tensor, units: torch.Tensor) -> Multiples:
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(_shifted(blocks[..., 2:], 4, 16).view(torch.int8) - 8, _one_each(blocks, 0), 4)
+    return _weight(_codes(blocks[..., 2:], 4, 16, added=-8), _one_each(blocks, 0), 4)
 
 
 def _q4_1(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(_shifted(blocks[..., 4:], 4, 16), _one_each(blocks, 0), 4, _one_each(blocks, 2))
+    return _weight(_codes(blocks[..., 4:], 4, 16), _one_each(blocks, 0), 4, _one_each(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> QuantizedWeight:
-    codes = _shifted(blocks[..., 6:], 4, 16) | (_bits(blocks[..., 2:6]) << 4)
-    return _weight(codes.view(torch.int8) - 16, _one_each(blocks, 0), 5)
+    codes = _codes(blocks[..., 6:], 4, 16)
+    return _weight((codes | _bits(blocks[..., 2:6]) << 4).view(torch.int8) - 16, _one_each(blocks, 0), 5)
 
 
 def _q5_1(blocks: torch.Tensor) -> QuantizedWeight:
-    codes = _shifted(blocks[..., 8:], 4, 16) | (_bits(blocks[..., 4:8]) << 4)
+    codes = _codes(blocks[..., 8:], 4, 16) | (_bits(blocks[..., 4:8]) << 4)
     return _weight(codes, _one_each(blocks, 0), 5, _one_each(blocks, 2))
 
 
@@ -160,13 +187,12 @@ def _q8_0(blocks: torch.Tensor) -> QuantizedWeight:
 def _q2_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales = _multiples(blocks[..., :16] & 15, _half(blocks, 80))
     minimums = _multiples(blocks[..., :16] >> 4, -_half(blocks, 82))
-    return _weight(_shifted(blocks[..., 16:80], 2, 32), scales, 4, minimums)
+    return _weight(_codes(blocks[..., 16:80], 2, 32), scales, 4, minimums)
 
 
 def _q3_k(blocks: torch.Tensor) -> QuantizedWeight:
-    scales = _shifted(blocks[..., 96:104], 4, 8) | (_shifted(blocks[..., 104:108], 2, 4) << 4)
-    high = _shifted(blocks[..., :32], 1, 32).to(torch.int8)
-    codes = _shifted(blocks[..., 32:96], 2, 32).to(torch.int8) + 4 * high - 4
+    scales = _fields(blocks[..., 96:104], 4, 8) | (_fields(blocks[..., 104:108], 2, 4) << 4)
+    codes = _codes(blocks[..., 32:96], 2, 32, high=(blocks[..., :32], 1, 32), added=-4)
     return _weight(codes, _multiples(scales.view(torch.int8) - 32, _half(blocks, 108)), 4)
 
 
@@ -180,19 +206,19 @@ def _scales_and_minimums(blocks: torch.Tensor) -> tuple[Multiples, Multiples]:
 
 def _q4_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, minimums = _scales_and_minimums(blocks)
-    return _weight(_shifted(blocks[..., 16:], 4, 32), scales, 4, minimums)
+    return _weight(_codes(blocks[..., 16:], 4, 32), scales, 4, minimums)
 
 
 def _q5_k(blocks: torch.Tensor) -> QuantizedWeight:
     scales, minimums = _scales_and_minimums(blocks)
-    codes = _shifted(blocks[..., 48:], 4, 32) | (_shifted(blocks[..., 16:48], 1, 32) << 4)
+    codes = _codes(blocks[..., 48:], 4, 32, high=(blocks[..., 16:48], 1, 32))
     return _weight(codes, scales, 5, minimums)
 
 
 def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
-    codes = _shifted(blocks[..., :128], 4, 64) | (_shifted(blocks[..., 128:192], 2, 32) << 4)
+    codes = _codes(blocks[..., :128], 4, 64, high=(blocks[..., 128:192], 2, 32), added=-32)
     scales = _multiples(blocks[..., 192:208].contiguous().view(torch.int8), _half(blocks, 208))
-    return _weight(codes.view(torch.int8) - 32, scales, 6)
+    return _weight(codes, scales, 6)
 
 
 _IQ4_LEVELS = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
@@ -200,20 +226,20 @@ _MXFP4_LEVELS = torch.tensor(MXFP4.kvalues, dtype=torch.int8)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> QuantizedWeight:
-    return _weight(_shifted(blocks[..., 2:], 4, 16), _one_each(blocks, 0), 4, levels=_IQ4_LEVELS)
+    return _weight(_codes(blocks[..., 2:], 4, 16), _one_each(blocks, 0), 4, levels=_IQ4_LEVELS)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
-    scales = _shifted(blocks[..., 4:8], 4, 1) | (_shifted(blocks[..., 2:4], 2, 1) << 4)
+    scales = _fields(blocks[..., 4:8], 4, 1) | (_fields(blocks[..., 2:4], 2, 1) << 4)
     numbers = _multiples(scales.view(torch.int8) - 32, _half(blocks, 0))
-    return _weight(_shifted(blocks[..., 8:], 4, 16), numbers, 4, levels=_IQ4_LEVELS)
+    return _weight(_codes(blocks[..., 8:], 4, 16), numbers, 4, levels=_IQ4_LEVELS)
 
 
 def _mxfp4(blocks: torch.Tensor) -> QuantizedWeight:
     """Exponents of two, halved since levels are doubled; the least two are no normal numbers."""
     exponents = blocks[..., 0].int()
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp_max(1), (exponents - 1) << 23)
-    return _weight(_shifted(blocks[..., 1:], 4, 16), bits.view(torch.float32), 4, levels=_MXFP4_LEVELS)
+    return _weight(_codes(blocks[..., 1:], 4, 16), bits.view(torch.float32), 4, levels=_MXFP4_LEVELS)
 
 
 _SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedWeight]] = {
