@@ -151,8 +151,9 @@ def disk(options: Options) -> Iterator[Row]:
 
 
 def _with_disk(folder: Path) -> EngineParts:
-    sizes = {"kv_cache_memory": KV_BYTES, "disk_cache": folder, "disk_cache_size": 2 * KV_BYTES}
-    return build_engine(engine_settings(long_checkpoint(SHALLOW), speculation="off", **sizes))
+    tiers = {"disk_cache": folder, "disk_cache_size": 2 * KV_BYTES, "load_when": "always"}
+    path = long_checkpoint(SHALLOW)
+    return build_engine(engine_settings(path, kv_cache_memory=KV_BYTES, speculation="off", **tiers))
 
 
 def _settle() -> None:
