@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,16 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from stemma.model.tiny import write_tiny_model
 from tests.e2e.conftest import Served, start_server
+from tests.e2e.preparing import STRIPS, looked_at, metric, wait_for_turns, write_model_with_template
 
-STRIPS = (
-    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' }}"
-    "{%- if message.role == 'assistant' -%}{{ message.content.split('a', 1)[-1] }}"
-    "{%- else -%}{{ message.content }}{%- endif -%}{{ '<|im_end|>' + '\\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant' + '\\n' }}{%- endif -%}"
-)
-"""Leaves out what an answer begins with, as templates do with thinking."""
 QUESTION = {"role": "user", "content": "How deep is the river?"}
 NEXT = {"role": "user", "content": "And then?"}
 NUM_TOKENS = 100
@@ -31,14 +23,7 @@ GLUE = 16
 
 @pytest.fixture(scope="module")
 def stripping(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden_size=96, num_layers=2)
-    for path in (model / "tokenizer_config.json", model / "chat_template.jinja"):
-        if path.suffix == ".jinja":
-            path.write_text(STRIPS)
-        elif path.exists():
-            config = json.loads(path.read_text()) | {"chat_template": STRIPS}
-            path.write_text(json.dumps(config))
-    return model
+    return write_model_with_template(tmp_path_factory.mktemp("model") / "tiny", STRIPS)
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +53,6 @@ def chat(served: Served, *messages: dict[str, Any], **body: Any) -> dict[str, An
 def said(answer: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = answer["choices"][0]["message"]
     return found
-
-
-def metric(served: Served, name: str) -> float:
-    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-
-def looked_at(served: Served) -> float:
-    return metric(served, "stemma_prepared_turns_total")
-
-
-def wait_for_turns(served: Served, number: float) -> None:
-    end = time.monotonic() + 20
-    while looked_at(served) < number:
-        assert time.monotonic() < end, "nothing was prepared"
-        time.sleep(0.02)
 
 
 def question(text: str) -> dict[str, Any]:
@@ -153,32 +122,17 @@ def test_nothing_is_prepared_while_the_server_is_busy(idle: Served) -> None:
     wait_for_turns(idle, before + 2)  # both, once it is idle
 
 
-def test_a_request_ends_it_and_what_was_computed_stays(stripping: Path) -> None:
-    served, stop = start_server(stripping, prepare_turns="on", kv_cache_memory="8MB")
-    try:
-        first = chat(served, QUESTION, max_tokens=3000)
-        end = time.monotonic() + 20
-        while not is_preparing(served):
-            assert time.monotonic() < end, "it never began"
-        other = chat(served, question("Is anybody there?"), max_tokens=1)
-        assert other["usage"]["stemma"]["queue_wait_s"] < 1
-        wait_for_turns(served, 1)
-        assert metric(served, 'stemma_prepared_turns_total{outcome="cut"}') == 1
-        num_tokens = metric(served, "stemma_prepared_tokens_total")
-        assert 0 < num_tokens < 2900
-        second = chat(served, QUESTION, said(first), NEXT, max_tokens=4)["usage"]
-        assert second["stemma"]["prepared_tokens"] >= num_tokens - 1
-    finally:
-        stop()
-
-
-def is_preparing(served: Served) -> bool:
-    """Whether blocks are held though nothing runs."""
-    stats = served.stats()
-    return (
-        stats["num_running"] == 0
-        and stats["num_free_blocks"] + stats["num_cached_blocks"] < stats["num_blocks"]
-    )
+def test_a_turn_that_comes_at_once_finds_the_server_free(idle: Served) -> None:
+    before, num_tokens = looked_at(idle), metric(idle, "stemma_prepared_tokens_total")
+    messages = [question("How old is it?")]
+    for _ in range(3):
+        answer = chat(idle, *messages)
+        assert "prepared_tokens" not in answer["usage"]["stemma"]
+        messages += [said(answer), NEXT]
+    assert (looked_at(idle), metric(idle, "stemma_prepared_tokens_total")) == (before, num_tokens)
+    wait_for_turns(idle, before + 1)
+    time.sleep(0.3)
+    assert looked_at(idle) == before + 1  # the turns before it are over
 
 
 def test_the_budget_bounds_it(stripping: Path) -> None:
