@@ -70,6 +70,7 @@ def test_the_second_turn_computes_the_new_text_only(idle: Served) -> None:
     assert metric(idle, "stemma_prepared_tokens_used_total") >= second["stemma"]["prepared_tokens"]
     told = httpx.get(f"{idle.url}/admin/explain").json()
     assert told["prepared_tokens"] == second["stemma"]["prepared_tokens"]
+    assert f"Idle time prepared {told['prepared_tokens']} of the cached tokens" in told["detail"]
     again = chat(idle, QUESTION, said(first), NEXT, max_tokens=4)["usage"]
     assert "prepared_tokens" not in again["stemma"]
 

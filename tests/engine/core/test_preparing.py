@@ -69,6 +69,7 @@ def test_a_request_ends_it(harness):
     names = {name for plan in made.runner.plans[num_plans:] for name, _, _ in plan}
     assert names == {"asked"}
     answer = made.serve(prompt(1, 410))
+    assert answer.cache is not None
     assert answer.cache.num_cached_tokens >= end.num_tokens  # a step under way may have computed more
 
 
@@ -76,6 +77,7 @@ def test_the_turn_itself_goes_on_from_what_is_there(harness):
     made, ends = begun(harness)
     answer = made.serve(prompt(1, 410), greedy(6))
     assert ends[0].was_cut
+    assert answer.cache is not None
     assert answer.cache.num_cached_tokens >= ends[0].num_tokens
     assert answer.token_ids == harness().serve(prompt(1, 410), greedy(6)).token_ids
 

@@ -94,7 +94,8 @@ class Follower:
         if self._ask_prepared is not None:
             self._num_prepared, self._ask_prepared = self._ask_prepared(cache), None
         if self._num_prepared:
-            cache = replace(cache, num_prepared_tokens=self._num_prepared)
+            detail = " ".join(filter(None, (cache.miss_detail, self._why_prepared())))
+            cache = replace(cache, num_prepared_tokens=self._num_prepared, miss_detail=detail)
         if self._history is not None and self._history.num_exact_tokens:
             num_exact = min(self._history.num_exact_tokens, cache.num_prompt_tokens)
             cache = replace(cache, num_exact_history_tokens=num_exact)
@@ -106,6 +107,18 @@ class Follower:
         at, total = cache.num_cached_tokens, cache.num_prompt_tokens
         detail = f"The first {at} of {total} prompt tokens are cached; {sentence}"
         return replace(cache, miss_detail=detail)
+
+    def _why_prepared(self) -> str:
+        parted = () if self._history is None else self._history.parted
+        left_out = [one for one in parted if one.num_thinking_tokens]
+        sentence = f"Idle time prepared {self._num_prepared} of the cached tokens"
+        if not left_out:
+            return f"{sentence}."
+        last = left_out[-1]
+        return (
+            f"{sentence}: the template left out {last.num_thinking_tokens} tokens of thinking at position "
+            f"{last.begin}."
+        )
 
     def _why_parted(self, cache: CacheReport) -> str:
         """Return the end of the sentence, or nothing if the history doesn't explain the miss."""
