@@ -110,30 +110,21 @@ def test_a_salt_keeps_its_own(idle: Served) -> None:
 
 def test_nothing_is_prepared_while_the_server_is_busy(idle: Served) -> None:
     before, num_tokens = looked_at(idle), metric(idle, "stemma_prepared_tokens_total")
-    busy = threading.Thread(target=lambda: chat(idle, question("Long?"), max_tokens=2000))
+    busy = threading.Thread(target=lambda: chat(idle, question("Long?"), max_tokens=3000))
     busy.start()
     while idle.stats()["num_running"] == 0:
         time.sleep(0.01)
-    chat(idle, question("Short?"), max_tokens=40)
-    time.sleep(0.3)
-    if busy.is_alive():
-        assert looked_at(idle) == before
-        assert metric(idle, "stemma_prepared_tokens_total") == num_tokens
+    messages = [question("Short?")]
+    for _ in range(2):
+        messages += [said(chat(idle, *messages, max_tokens=40)), NEXT]
+    counts = looked_at(idle), metric(idle, "stemma_prepared_tokens_total")
+    was_busy = idle.stats()["num_running"] == 1
     busy.join()
-    wait_for_turns(idle, before + 2)  # both, once it is idle
-
-
-def test_a_turn_that_comes_at_once_finds_the_server_free(idle: Served) -> None:
-    before, num_tokens = looked_at(idle), metric(idle, "stemma_prepared_tokens_total")
-    messages = [question("How old is it?")]
-    for _ in range(3):
-        answer = chat(idle, *messages)
-        assert "prepared_tokens" not in answer["usage"]["stemma"]
-        messages += [said(answer), NEXT]
-    assert (looked_at(idle), metric(idle, "stemma_prepared_tokens_total")) == (before, num_tokens)
-    wait_for_turns(idle, before + 1)
-    time.sleep(0.3)
-    assert looked_at(idle) == before + 1  # the turns before it are over
+    if was_busy:  # else the machine is too fast for this to show anything
+        assert counts == (before, num_tokens)
+        wait_for_turns(idle, before + 2)
+        time.sleep(0.3)
+        assert looked_at(idle) == before + 2  # the first of the two turns is over
 
 
 def test_the_budget_bounds_it(stripping: Path) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,7 +152,7 @@ class TurnPreparer(Collector):
             for one in self._remembered
             if one.namespace == request.namespace and one.begin < num_cached and one.end <= len(tokens)
         ]
-        digests = {end: _digest(tokens[:end]) for end in {one.end for one in likely}}
+        digests = _digests(tokens, sorted({one.end for one in likely}))
         found = [one for one in likely if one.digest == digests[one.end]]
         if not found:
             return 0
@@ -225,7 +225,7 @@ class TurnPreparer(Collector):
     async def _prepared(self, turn: OpenTurn, next_turn: NextTurn) -> Prepared:
         room = min(self._max_tokens, self._allowance.left())
         if room <= 0:
-            return Prepared()
+            return Prepared(was_cut=True)
         one, other = await next_turn.prompts(turn.text, turn.token_ids)
         tokens = one.token_ids[: _num_common(one.token_ids, other.token_ids)]
         request = turn.request
@@ -245,7 +245,8 @@ class TurnPreparer(Collector):
             self._is_computing = False
         if prepared.num_computed_tokens > 0:
             begin, end = prepared.num_cached_tokens, prepared.num_tokens
-            self._remembered.append(_Remembered(request.namespace, begin, end, _digest(tokens[:end])))
+            digest = _digests(tokens, [end])[end]
+            self._remembered.append(_Remembered(request.namespace, begin, end, digest))
         return prepared
 
 
@@ -256,5 +257,11 @@ def _num_common(one: TokenArray, other: TokenArray) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _digest(tokens: TokenArray) -> bytes:
-    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+def _digests(tokens: TokenArray, ends: Sequence[int]) -> dict[int, bytes]:
+    """Return a digest of the tokens before each of `ends`, which ascend: one pass, however many."""
+    digest, at = hashlib.blake2b(digest_size=16), 0
+    found: dict[int, bytes] = {}
+    for end in ends:
+        digest.update(tokens[at:end].tobytes())
+        found[end], at = digest.digest(), end
+    return found
