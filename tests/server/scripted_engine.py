@@ -22,6 +22,7 @@ from stemma.engine.api import (
     DraftCount,
     EngineStats,
     GenerationRequest,
+    Prepared,
     RequestOutput,
     SequenceDelta,
 )
@@ -87,6 +88,7 @@ class ScriptedEngine(EngineClient):
     aborted: list[str] = field(default_factory=list)
     active: set[str] = field(default_factory=set)
     requests: list[GenerationRequest] = field(default_factory=list)
+    prepared: list[GenerationRequest] = field(default_factory=list)
     closed: bool = False
     paused: bool = False
     cut_off: bool = False
@@ -135,6 +137,10 @@ class ScriptedEngine(EngineClient):
                 yield output
         finally:
             self.active.discard(request.request_id)
+
+    async def prepare(self, request: GenerationRequest, max_tokens: int) -> Prepared:
+        self.prepared.append(request)
+        return Prepared(len(request.prompt_token_ids), len(request.prompt_token_ids))
 
     async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         return [[output async for output in self.generate(one)][-1] for one in requests]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stemma.config.settings import Settings
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.events import CallArguments, CallStart, Content, Reasoning
-from stemma.server.apis.chat_turn import continued
+from stemma.server.apis.next_turn import continued
 from stemma.server.apis.responses.items import chat_messages
 from stemma.server.apis.responses.output import OutputItems
 from stemma.server.app import create_app

@@ -50,6 +50,9 @@ def show(console: Console, found: dict[str, Any]) -> None:
     if found.get("public_tokens"):
         count = found["public_tokens"]
         table.add_row("of these public", f"{count:,}", f"{100 * count / total:.1f} %")
+    if found.get("prepared_tokens"):
+        count = found["prepared_tokens"]
+        table.add_row("of these prepared", f"{count:,}", f"{100 * count / total:.1f} %")
     console.print(table)
     if found["reason"] is not None:
         console.print(Text.assemble((found["reason"], "bold"), ": ", found["detail"] or ""))

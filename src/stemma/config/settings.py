@@ -347,6 +347,13 @@ class ServerSettings(SettingsModel):
     its text again (docs/serving.md). A request says otherwise with `exact_history`."""
     history_memory: ByteSize = 32 * 2**20
     """Memory of the answers that `exact_history` keeps, and limit of their file in `disk_cache`."""
+    prepare_turns: Literal["on", "off"] = "on"
+    """Compute, while nothing else is to be done, what the next turn of a conversation will begin with and
+    isn't cached: mostly answers whose thinking the chat template leaves out."""
+    prepare_max_tokens: int = Field(default=4096, ge=1)
+    """Tokens that `prepare_turns` computes after one answer, at most."""
+    prepare_tokens_per_minute: int = Field(default=30_000, ge=1)
+    """Tokens that it computes in a minute, at most."""
     trust_request_chat_template: bool = False
     """Render chat templates sent in requests, in a separate process."""
     tool_parser: str = "auto"

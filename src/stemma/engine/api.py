@@ -43,6 +43,8 @@ class GenerationRequest:
     next step."""
     images: PromptImages | None = None
     """Those that ids of images in the prompt stand for; None: it has none."""
+    is_preparation: bool = False
+    """Nobody waits for it: its prompt is computed while nothing else runs or waits. No count knows of it."""
     shows_steps: bool = False
     """Where several steps are delivered together, its outputs have a delta for each."""
 
@@ -55,6 +57,23 @@ class GenerationRequest:
     def vocabulary_ids(self) -> TokenArray:
         """The prompt with the model's placeholder where ids of images stand: ids of the vocabulary alone."""
         return vocabulary_ids(self.prompt_token_ids, self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What idle time did for a prompt that may come."""
+
+    num_cached_tokens: int = 0
+    """Leading tokens that were cached before."""
+    num_tokens: int = 0
+    """Leading tokens that are cached afterwards."""
+    was_cut: bool = False
+    """A request came, or the engine was stopped, before the end."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that were computed for it."""
+        return self.num_tokens - self.num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +94,8 @@ class CacheReport:
     num_exact_history_tokens: int = 0
     """Prompt tokens of earlier answers that are as they were generated, where the text alone may be tokenized
     otherwise. Cached or not."""
+    num_prepared_tokens: int = 0
+    """Cached tokens that idle time computed for this prompt; 0 for those that find them again."""
     parting: Parting | None = None
     """How the nearest cached sequence of the same namespace goes on where the prompt parts from it."""
     num_tokens_of_others: int = 0

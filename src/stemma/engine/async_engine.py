@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from stemma.budgets import TENANT_SHARE, Budget
 from stemma.config.settings import EngineSettings, PoolSettings
-from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
+from stemma.engine.api import EngineStats, GenerationRequest, Prepared, RequestOutput
 from stemma.engine.build import EngineParts, build_engine
 from stemma.engine.client import EngineClient
 from stemma.engine.core.engine import Engine, describe_error
@@ -245,6 +245,23 @@ class AsyncEngine(EngineClient):
             raise InvalidRequest("the grammar takes too long to compile", param="grammar") from None
 
     @override
+    async def prepare(self, request: GenerationRequest, max_tokens: int) -> Prepared:
+        self._require_serving(request)
+        checked = self._engine.checked(request)
+        future: Future[Prepared] = Future()
+        self._calls.add(future)
+        try:
+            self._commands.put(partial(self._prepare, checked, max_tokens, future))
+            if self._over is not None:
+                _settle(future, self._over)
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._commands.put(self._engine.end_preparation)
+            raise
+        finally:
+            self._calls.discard(future)
+
+    @override
     async def abort(self, request_id: str) -> None:
         self._commands.put(lambda: self._abort(request_id))
 
@@ -422,6 +439,7 @@ class AsyncEngine(EngineClient):
             self._news.pass_on()
             if command is None:
                 self._abort_all(list(self._subscriptions.copy()))
+                self._engine.end_preparation()
                 return False
             try:
                 command()
@@ -432,6 +450,14 @@ class AsyncEngine(EngineClient):
 
     def _set_paused(self, is_paused: bool) -> None:
         self._is_paused = is_paused
+
+    def _prepare(self, request: CheckedRequest, max_tokens: int, future: Future[Prepared]) -> None:
+        self._add_arrivals()  # one that came before goes first
+        try:
+            self._engine.prepare(request, max_tokens, partial(_settle, future))
+        except Exception as error:
+            _settle(future, error)
+            raise
 
     def _add_arrivals(self) -> None:
         while self._arrivals:

@@ -9,7 +9,7 @@ from typing import Protocol
 from stemma.budgets import Budget
 from stemma.config.settings import PoolSettings
 from stemma.engine.adapters import AdapterRegistry
-from stemma.engine.api import EngineStats, GenerationRequest, RequestOutput
+from stemma.engine.api import EngineStats, GenerationRequest, Prepared, RequestOutput
 from stemma.engine.operator.cache_control import CacheControl
 from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.model.abilities import Abilities
@@ -65,6 +65,14 @@ class EngineClient(Protocol):
 
         Raises what `generate` does, or the first error that ends one of them. That aborts the others, and so
         does being cancelled.
+        """
+
+    async def prepare(self, request: GenerationRequest, max_tokens: int) -> Prepared:
+        """Compute up to `max_tokens` of what isn't cached of a prompt, and return how far that came.
+
+        Only while nothing else runs or waits: it ends as soon as a request comes, and so does it if this is
+        cancelled. What was computed stays. Raises InvalidRequest, PromptTooLong, ShuttingDown or
+        EngineFailed.
         """
 
     async def abort(self, request_id: str) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -32,6 +33,7 @@ from stemma.server.access import Access, tenant_of
 from stemma.server.admission.ledger import Admission, Reserved
 from stemma.server.history.answers import WrittenAnswers
 from stemma.server.history.following import Follower
+from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.explain import is_asked
 from stemma.server.observe.explanations import Explanation
@@ -60,6 +62,7 @@ class RequestRunner:
     lifecycle: Lifecycle
     written: WrittenAnswers | None
     """None: exact history is off."""
+    turns: TurnPreparer
 
     async def start(self, request: Request, requests: Sequence[GenerationRequest], api: str) -> OutputStream:
         """Run `requests` and return once the first output is there; raise if the client leaves before."""
@@ -108,10 +111,13 @@ class RequestRunner:
             late = TookTooLong(f"the request took more than {limit_s:g} s")
             outputs = until(asyncio.get_running_loop().time() + limit_s, stream, late)
         rounds = self.settings.server.report_granularity != "token"
-        follower = Follower(self.written, engine.tokenizer, engine.eos_token_ids, request)
+        num_prepared = partial(self.turns.num_used, request)
+        follower = Follower(self.written, engine.tokenizer, engine.eos_token_ids, request, num_prepared)
+        turn = self.turns.open(request)
         try:
             async for told in outputs:
                 exact = follower.told(told)
+                turn.seen(exact)
                 output = rounded_to_blocks(self.settings, exact) if rounds else exact
                 if not is_noted:
                     is_noted = True
@@ -131,6 +137,7 @@ class RequestRunner:
             outcome = "error"
             raise
         finally:
+            self.turns.close(turn)
             watch.done(outcome)
             entry.ended(outcome)
             await _close(outputs)
@@ -343,6 +350,7 @@ def rounded_to_blocks(settings: Settings, output: RequestOutput) -> RequestOutpu
         cache.miss_reason,
         num_public_tokens=min(cache.num_public_tokens, whole),
         num_exact_history_tokens=cache.num_exact_history_tokens // size * size,
+        num_prepared_tokens=cache.num_prepared_tokens // size * size,
     )
     return replace(output, cache=rounded)
 

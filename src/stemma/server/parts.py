@@ -24,6 +24,7 @@ from stemma.server.batches.batches import Batches
 from stemma.server.batches.calls import Handler, LocalCalls
 from stemma.server.generation import RequestRunner
 from stemma.server.history.parts import WrittenHistory
+from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
 from stemma.server.observe.explain import Explainer
 from stemma.server.observe.explanations import Explanations
@@ -68,6 +69,8 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         DivergenceWindow(),
     )
     quotas = CacheQuotas(access.keys, engine)
+    state.turns = turns = TurnPreparer(engine, settings, lifecycle)
+    metrics.register(turns)
     state.runner = runner = RequestRunner(
         engine,
         settings,
@@ -78,6 +81,7 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
         instruments,
         lifecycle,
         None if joiner is None else joiner.written,
+        turns,
     )
 
     @cache
@@ -109,11 +113,14 @@ def put_parts(app: FastAPI, engine: EngineClient, settings: Settings, metrics: S
 @asynccontextmanager
 async def running(state: State) -> AsyncIterator[None]:
     """Run what works beside requests."""
-    if state.batches is None:
-        yield
-        return
-    async with state.batches.running():
-        yield
+    try:
+        if state.batches is None:
+            yield
+            return
+        async with state.batches.running():
+            yield
+    finally:
+        state.turns.end()
 
 
 def close_parts(state: State) -> None:

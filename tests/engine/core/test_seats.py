@@ -8,7 +8,9 @@ from tests.engine.harness import greedy, prompt
 
 from stemma.engine.core.seats import (
     FIRST_STEP_TOKENS,
+    IDLE_STEP_S,
     MAX_STEP_S,
+    MIN_IDLE_TOKENS,
     MIN_PROMPT_TOKENS,
     MIN_SEATS,
     Seats,
@@ -70,6 +72,17 @@ def test_a_step_with_prompts_takes_as_many_tokens_as_fit_its_time(token_s: float
         tokens.note_step(num_tokens, token_s * num_tokens)
     tokens.note_step(MIN_PROMPT_TOKENS - 1, 10.0)  # reading the weights: says nothing
     assert tokens.limit(0) == expected
+
+
+def test_a_step_in_idle_time_is_short() -> None:
+    tokens = StepTokens(2048)
+    assert tokens.idle_limit == MIN_PROMPT_TOKENS
+    tokens.note_step(1000, 1.0)
+    assert tokens.idle_limit == 1000 * IDLE_STEP_S
+    for _ in range(20):
+        tokens.note_step(200, 200.0)
+    assert tokens.idle_limit == MIN_IDLE_TOKENS
+    assert StepTokens(8).idle_limit == 8
 
 
 def test_prompts_have_room_beside_decodes_however_slow_a_step_is() -> None:

@@ -135,7 +135,7 @@ def told(joiner: HistoryJoiner, text: str, num_common: int, cached: tuple[int, .
         "cached sequences go on differently",
         parting=Parting(num_common, cached),
     )
-    follower = Follower(joiner.written, joiner.tokenizer, (), request)
+    follower = Follower(joiner.written, joiner.tokenizer, (), request, lambda _: 0)
     return follower.told(RequestOutput("one", (), report, False, 0)).cache.miss_detail
 
 

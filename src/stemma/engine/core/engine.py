@@ -10,9 +10,10 @@ import torch
 
 from stemma.budgets import Budget
 from stemma.config.settings import SchedulerSettings
-from stemma.engine.api import DraftCount, EngineStats, GenerationRequest
+from stemma.engine.api import DraftCount, EngineStats, GenerationRequest, Prepared
 from stemma.engine.budget.working_memory import MemoryPlan
 from stemma.engine.core.overlap import Flight, StepsAhead, WorkQueue, can_fly
+from stemma.engine.core.preparing import Preparation, preparation_of, prepared_by
 from stemma.engine.core.request import (
     Limits,
     RequestState,
@@ -104,6 +105,7 @@ class Engine:
         self._ahead = None if queue is None else StepsAhead(queue, cache, clock)
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
+        self._preparation: Preparation | None = None
         self._num_arrived = 0
         touched_bytes = min(_MOST_TOUCHED_BYTES, int(_TOUCHED_FRACTION * available_bytes()))
         self._num_touched_ahead = touched_bytes // runner.kv.layout.block_bytes
@@ -146,15 +148,39 @@ class Engine:
         return self._validator.grammar_budget
 
     def add(self, request: CheckedRequest) -> None:
-        """Queue a request. Raises InvalidRequest if its id is in use, and Overloaded."""
+        """Queue a request; what idle time prepares ends. Raises InvalidRequest if its id is in use, and
+        Overloaded."""
+        self.end_preparation()
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if self._scheduler.num_waiting >= self._settings.max_waiting and not request.is_continuation:
             raise Overloaded(f"{self._scheduler.num_waiting} requests are waiting already")
+        self._start(request)
+
+    def _start(self, request: GenerationRequest) -> None:
         state = RequestState(request, self.limits.ending(request), self._clock(), self._num_arrived)
         self._num_arrived += 1
         self._requests[request.request_id] = state
         self._scheduler.add(self._new_sequence(state))
+
+    def prepare(self, request: CheckedRequest, max_tokens: int, on_end: Callable[[Prepared], None]) -> None:
+        """Compute up to `max_tokens` of what isn't cached of a prompt, unless there is anything else to do.
+
+        It runs in the steps that follow, in short ones, alone: `add` ends it. `on_end` is told how far it
+        came, in this call or in a later one.
+        """
+        if self.has_work:
+            on_end(Prepared(was_cut=True))
+        elif (wanted := preparation_of(self.cache, request, max_tokens)) is None:
+            on_end(Prepared())
+        else:
+            self._preparation = Preparation(request.request_id, on_end)
+            self._start(wanted)
+
+    def end_preparation(self) -> None:
+        """End what `prepare` began, if it still runs. What was computed stays cached."""
+        if self._preparation is not None:
+            self._end(self._preparation.request_id, FinishReason.ABORT, None)
 
     def abort(self, request_id: str) -> list[SequenceNews]:
         """End a request wherever it is and free its blocks; unknown ids are ignored."""
@@ -173,7 +199,8 @@ class Engine:
         """
         if self._heap_guard is not None:
             self._heap_guard.check()
-        return self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
+        news = self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
+        return [one for one in news if not one.state.request.is_preparation]
 
     def use_idle_time(self) -> bool:
         """Do a few milliseconds of what would hold up a later step; return whether there was any.
@@ -302,11 +329,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counters and gauges."""
         cache = self.cache.stats()
+        is_preparing = self._preparation is not None  # then there is nothing else
         drafts = {} if self._drafter is None else dict(self._drafter.counts)
         images = self.runner.image_stats()
         return EngineStats(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=0 if is_preparing else self._scheduler.num_running,
+            num_waiting=0 if is_preparing else self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
             num_prompt_tokens=self._tally.num_prompt_tokens,
             num_generated_tokens=self._tally.num_generated_tokens,
@@ -494,7 +522,11 @@ class Engine:
             if sequence.index == 0 and cache is not None:
                 num_known = cache.num_cached_tokens
             self._drafter.finish(sequence.age, request.namespace, sequence.tokens, num_known)
+        prepared = prepared_by(sequence)
         self._scheduler.remove(sequence)
+        if sequence.state.request.is_preparation and self._preparation is not None:
+            ended, self._preparation = self._preparation, None
+            ended.on_end(prepared)
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._remove(sequence)
@@ -519,7 +551,7 @@ class Engine:
                 self._remove(sequence)
             news.append(SequenceNews(state, index, finish_reason=reason, error=error))
         self._tally.finish(state, reason)
-        return news
+        return [] if state.request.is_preparation else news
 
 
 def describe_error(error: BaseException) -> str:

@@ -238,7 +238,8 @@ class Limits:
         """Return the rule by which tokens end the sequences of a request."""
         room = self.max_tokens - len(request.prompt_token_ids)
         ending = Ending.of(request.params, self.eos_token_ids, room)
-        return ending if request.pooling is None else replace(ending, max_tokens=0)
+        has_answer = request.pooling is None and not request.is_preparation
+        return ending if has_answer else replace(ending, max_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,9 +215,7 @@ class Scheduler:
         plan: list[Scheduled] = []
         num_before = self.num_preemptions
         decoding = [s for s in self._running if s.num_unlaunched == 1]
-        budget = self._settings.max_batch_tokens
-        if self.num_running + self.num_waiting > 1:
-            budget = self.step_tokens.limit(len(decoding))
+        budget = self._budget(len(decoding))
         if is_ahead:
             decoding = [s for s in decoding if not self._ends_in_flight(s)]
             if decoding and not self._can_decode_ahead(decoding):
@@ -252,6 +250,13 @@ class Scheduler:
         self._arrived.clear()
         self._cache.end_rests()
         return plan
+
+    def _budget(self, num_decoding: int) -> int:
+        """Return the number of tokens that the next step takes."""
+        if self.num_running + self.num_waiting > 1:
+            return self.step_tokens.limit(num_decoding)
+        prepares = any(one.state.request.is_preparation for one in (*self._running, *self._waiting.values()))
+        return self.step_tokens.idle_limit if prepares else self._settings.max_batch_tokens
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Block until a load from a lower tier ends, if there is no work before that."""
@@ -402,6 +407,7 @@ class Scheduler:
                 sequence.tokens,
                 retention=request.retention,
                 max_cached=sequence.max_cached,
+                is_use=not request.is_preparation,
             )
             if lease is None:
                 if self._waits_for_nothing(plan):

@@ -22,6 +22,9 @@ from stemma.engine.drafts.adaptive import StepCost
 MIN_SEATS = 16
 MAX_STEP_S = 0.5
 MIN_PROMPT_TOKENS = 128
+IDLE_STEP_S = 0.05
+"""A step that prepares: a request that comes meanwhile waits for its end."""
+MIN_IDLE_TOKENS = 16
 FIRST_STEP_TOKENS = 512
 """Until a step has been measured."""
 WHOLE_TOKENS = 256
@@ -78,6 +81,12 @@ class StepTokens:
         if wanted > WHOLE_TOKENS:
             wanted = round(wanted / WHOLE_TOKENS) * WHOLE_TOKENS
         return min(self._most, max(wanted, num_decoding + MIN_PROMPT_TOKENS))
+
+    @property
+    def idle_limit(self) -> int:
+        """The number for a step that nobody waits for, though somebody may come while it runs."""
+        wanted = MIN_PROMPT_TOKENS if self._token_s is None else int(IDLE_STEP_S / self._token_s)
+        return min(self._most, max(MIN_IDLE_TOKENS, wanted))
 
     def note_step(self, num_tokens: int, duration_s: float) -> None:
         """Learn from a step; those with few tokens read weights for the most part, and say little."""

@@ -47,7 +47,7 @@ class Tally:
         """Report what the cache gave; only for the first start, never for a resumption or a sibling."""
         state, lease = sequence.state, sequence.lease
         assert lease is not None
-        if state.cache is not None:
+        if state.cache is not None or state.request.is_preparation:
             return
         miss, head = lease.miss, lease.namespace.head
         if miss is not None and state.request.images is not None:

@@ -194,13 +194,17 @@ class CacheControl:
 
     async def flush(self) -> FlushReport:
         """Drop every block that no request or pin holds from device, host and disk. A shared pool stays."""
-        freed = {Tier.DEVICE: await self._run(self._cache.flush)}
+        freed = {Tier.DEVICE: await self._run(self._flush_device)}
         kept = {Tier.DEVICE: await self._run(lambda: self._cache.stats().num_cached_blocks)}
         freed |= await asyncio.to_thread(self._cache.below.flush)
         if (transfer := self._cache.below.stats()) is not None:
             tiers = transfer.tiers
             kept |= {tier: stats.num_blocks for tier, stats in tiers.items() if stats.num_blocks is not None}
         return FlushReport(freed, kept, self._device.block_bytes)
+
+    def _flush_device(self) -> int:
+        self._engine.end_preparation()
+        return self._cache.flush()
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until blocks queued for lower tiers are written; return whether they are."""

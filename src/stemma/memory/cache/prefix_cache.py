@@ -182,6 +182,7 @@ class PrefixCache:
         *,
         retention: Retention = NO_RETENTION,
         max_cached: int | None = None,
+        is_use: bool = True,
     ) -> Lease | None:
         """Lease the longest cached prefix of `tokens`, and blocks for the rest and `num_new` more tokens.
 
@@ -189,7 +190,8 @@ class PrefixCache:
         is by the token. `lease.num_cached_tokens` tokens need no computing. If lower tiers hold more,
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
         is no room now. `max_cached`: take no more tokens than that, from the device alone, because the rest
-        is to be computed whatever is cached.
+        is to be computed whatever is cached. Without `is_use`, policies learn nothing of it: nobody has
+        come back to these blocks.
         """
         self._leased.free_loaded()
         make = partial(Lease, namespace, self.key_space, tokens, retention)
@@ -208,7 +210,7 @@ class PrefixCache:
         num_full = found.num_full_blocks(self.block_size)
         self._leased.share(lease, found.block_ids[:num_full])
         try:
-            is_reserved = self._fill(lease, found, num_new, loads=loads, hit=hit)
+            is_reserved = self._fill(lease, found, num_new, loads=loads, hit=hit, is_use=is_use)
         except BaseException:
             self._leased.free_blocks(lease)
             raise
@@ -221,7 +223,14 @@ class PrefixCache:
         return lease
 
     def _fill(
-        self, lease: Lease, found: Match, num_new: int, *, loads: PromptLoads | None, hit: StateHit | None
+        self,
+        lease: Lease,
+        found: Match,
+        num_new: int,
+        *,
+        loads: PromptLoads | None,
+        hit: StateHit | None,
+        is_use: bool,
     ) -> bool:
         """Allocate the other blocks of a lease that shares what `found` has; False if there is no room."""
         if self._states is not None and not self._begin_state(lease, hit):
@@ -244,7 +253,7 @@ class PrefixCache:
         lease.append_blocks(fresh)
         num_cached = num_full * self.block_size + num_tail
         lease.cached_by_tier = {Tier.DEVICE: num_cached} if num_cached else {}
-        if self._cached is not None:
+        if self._cached is not None and is_use:
             self._cached.use(found.block_ids[:num_full])
         pieces = () if hit is None else hit.pieces
         if loads is not None and (tiers or pieces):

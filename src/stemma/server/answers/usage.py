@@ -77,6 +77,7 @@ class UsageMeter:
             "queue_wait_s": round(self._queue_wait_s, 6),
             **_public(sum(report.num_public_tokens for report in self._cache.values())),
             **_exact(sum(report.num_exact_history_tokens for report in self._cache.values())),
+            **_prepared(sum(report.num_prepared_tokens for report in self._cache.values())),
             **({"drafts": drafts} if (drafts := self._draft_detail()) else {}),
             **(explanation_of(missed) if missed else {}),
         }
@@ -102,9 +103,14 @@ def _exact(num_tokens: int) -> dict[str, int]:
     return {"exact_history_tokens": num_tokens} if num_tokens else {}
 
 
+def _prepared(num_tokens: int) -> dict[str, int]:
+    return {"prepared_tokens": num_tokens} if num_tokens else {}
+
+
 def history_detail(cache: CacheReport) -> dict[str, int]:
-    """Return the member of a ``stemma`` object that counts tokens which are as they were generated."""
-    return _exact(cache.num_exact_history_tokens)
+    """Return the members of a ``stemma`` object that count tokens which are as they were generated, and those
+    that idle time prepared."""
+    return _exact(cache.num_exact_history_tokens) | _prepared(cache.num_prepared_tokens)
 
 
 def cache_detail(cache: CacheReport, queue_wait_s: float) -> dict[str, Any]:

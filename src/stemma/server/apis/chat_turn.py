@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from stemma.engine.api import GenerationRequest
 from stemma.model.lora.adapter import Adapter
-from stemma.model.tokenizer import Tokenizer
 from stemma.server.answers.chat import AnswerReader, tool_use
 from stemma.server.answers.reasoning import prompt_opens_reasoning
 from stemma.server.apis.context import ApiContext
+from stemma.server.apis.next_turn import continued, next_turn
 from stemma.server.history.following import RenderedRequest
-from stemma.server.history.token_texts import TokenTexts
 from stemma.server.requests.beam import candidates
 from stemma.server.requests.prompts import chat_prompt, check_tokens
 from stemma.server.requests.retention import generation_request
 from stemma.server.requests.sampling import chat_sampling
 from stemma.server.schemas.openai import ChatRequest
-from stemma.types import TokenArray, as_tokens
+from stemma.types import TokenArray
 
 _REASONING_MARK_TOKENS = 16
 """Tokens at a prompt's end among which a template's ``<think>`` is looked for."""
@@ -58,7 +55,9 @@ async def chat_turn(
     generation = generation_request(request_id, tokens, params, body, adapter, beam)
     if prompt.images is not None:
         generation = replace(generation, images=prompt.images)
-    return ChatTurn(body, RenderedRequest.of(generation, prompt.history), reader)
+    held = None if earlier is None or prompt.images is not None else tokens
+    following = next_turn(context, body, adapter, reader, held)
+    return ChatTurn(body, RenderedRequest.of(generation, prompt.history, following), reader)
 
 
 def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
@@ -71,20 +70,3 @@ def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -
         opened = prompt_opens_reasoning(context.engine.tokenizer.decode(end, skip_special_tokens=False))
     use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     return AnswerReader(known, use, opened, with_reasoning=body.include_reasoning)
-
-
-def continued(tokenizer: Tokenizer, earlier: TokenArray, tokens: TokenArray) -> TokenArray:
-    """Return ids of the text of `tokens` that begin with as much of `earlier` as that text does.
-
-    A model doesn't always write the ids that a tokenizer makes of its text. The blocks of an answer are
-    cached under the ids that it wrote, so the next turn finds them only by these.
-    """
-    if len(earlier) <= len(tokens) and np.array_equal(tokens[: len(earlier)], earlier):
-        return tokens
-    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-    heads = TokenTexts(tokenizer, earlier, as_tokens(()))
-    num_kept = heads.num_within(text)
-    rest = tokenizer.encode(text[len(heads.head(num_kept)) :], add_special_tokens=False)
-    joined = np.concatenate((earlier[:num_kept], rest))
-    same = tokenizer.decode(joined.tolist(), skip_special_tokens=False) == text
-    return joined if same else tokens

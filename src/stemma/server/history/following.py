@@ -5,7 +5,7 @@ The engine knows token ids alone. What happened to an answer's text before it ca
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from stemma.prefix.explain import MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID, are_images
 from stemma.server.history.answers import WrittenAnswers
 from stemma.server.history.joining import History, Parted
+from stemma.server.history.next_turn import NextTurn
 from stemma.types import FinishReason, TokenArray
 
 if TYPE_CHECKING:
@@ -30,12 +31,16 @@ class RenderedRequest(GenerationRequest):
 
     history: History | None = None
     """None: exact history is off for it."""
+    next_turn: NextTurn | None = None
+    """None: what follows its answer can't be known."""
 
     @classmethod
-    def of(cls, request: GenerationRequest, history: History | None) -> RenderedRequest:
+    def of(
+        cls, request: GenerationRequest, history: History | None, next_turn: NextTurn | None = None
+    ) -> RenderedRequest:
         """Return `request` with its history."""
         fields = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-        return cls(**fields, history=history)
+        return cls(**fields, history=history, next_turn=next_turn)
 
 
 class Follower:
@@ -47,8 +52,14 @@ class Follower:
         tokenizer: Tokenizer,
         end_ids: Collection[int],
         request: GenerationRequest,
+        num_prepared: Callable[[CacheReport], int],
     ) -> None:
-        """`end_ids`: ids that end answers. `written`: None if nothing is kept."""
+        """`end_ids`: ids that end answers. `written`: None if nothing is kept.
+
+        `num_prepared` returns how many of its cached tokens idle time computed; it is asked once.
+        """
+        self._ask_prepared: Callable[[CacheReport], int] | None = num_prepared
+        self._num_prepared = 0
         self._written = written
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -80,6 +91,11 @@ class Follower:
 
     def _report(self, cache: CacheReport) -> CacheReport:
         """Return the report with the tokens that are as they were generated, and why it parts from them."""
+        if self._ask_prepared is not None:
+            self._num_prepared, self._ask_prepared = self._ask_prepared(cache), None
+        if self._num_prepared:
+            detail = " ".join(filter(None, (cache.miss_detail, self._why_prepared())))
+            cache = replace(cache, num_prepared_tokens=self._num_prepared, miss_detail=detail)
         if self._history is not None and self._history.num_exact_tokens:
             num_exact = min(self._history.num_exact_tokens, cache.num_prompt_tokens)
             cache = replace(cache, num_exact_history_tokens=num_exact)
@@ -91,6 +107,18 @@ class Follower:
         at, total = cache.num_cached_tokens, cache.num_prompt_tokens
         detail = f"The first {at} of {total} prompt tokens are cached; {sentence}"
         return replace(cache, miss_detail=detail)
+
+    def _why_prepared(self) -> str:
+        parted = () if self._history is None else self._history.parted
+        left_out = [one for one in parted if one.num_thinking_tokens]
+        sentence = f"Idle time prepared {self._num_prepared} of the cached tokens"
+        if not left_out:
+            return f"{sentence}."
+        last = left_out[-1]
+        return (
+            f"{sentence}: the template left out {last.num_thinking_tokens} tokens of thinking at position "
+            f"{last.begin}."
+        )
 
     def _why_parted(self, cache: CacheReport) -> str:
         """Return the end of the sentence, or nothing if the history doesn't explain the miss."""

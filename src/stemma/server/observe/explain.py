@@ -87,6 +87,8 @@ class Explainer:
             "computed_tokens": cache.num_prompt_tokens - cache.num_cached_tokens,
             "cached_tokens_by_tier": {tier.value: count for tier, count in cache.cached_by_tier.items()},
             "public_tokens": cache.num_public_tokens,
+            "exact_history_tokens": cache.num_exact_history_tokens,
+            "prepared_tokens": cache.num_prepared_tokens,
             "reason": cache.miss_reason,
             "detail": cache.miss_detail,
             "parts_at": None,
