@@ -67,6 +67,8 @@ class Replicas(SettingsModel):
     autoscaling: Autoscaling | None = None
     router: RouterName = "cache-aware"
     """How a replica is chosen; `power-of-two` is Ray Serve's own."""
+    num_ingress: int = Field(default=2, ge=1, le=64)
+    """Processes that pass requests on to replicas. With one, nobody answers while it is replaced."""
     ray: RaySettings = RaySettings()
 
     @model_validator(mode="after")
