@@ -95,6 +95,8 @@ class PrefillDecode(SettingsModel):
     within one pool."""
     decode_cache: bool = False
     """Whether the ranks that answer keep prefixes too."""
+    log_dir: Path | None = None
+    """Directory of the engines' logs, `prefill-0.log` and so on; None: a new one for temporary files."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
