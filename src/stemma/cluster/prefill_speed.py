@@ -47,7 +47,12 @@ class PrefillSpeed:
         return _LEAST_S + _SLACK * self._slowest_s(num_tokens)
 
     def optional_limit_s(self, num_tokens: int) -> float:
-        """Return how long to wait where another server can do the same work from the start."""
+        """Return how long to wait where another server can do the same work from the start.
+
+        Until the server was measured, as long as for any other.
+        """
+        if self.num_samples == 0:
+            return self.limit_s(num_tokens)
         return max(_LEAST_OPTIONAL_S, _OPTIONAL_SLACK * self._slowest_s(num_tokens))
 
     def _slowest_s(self, num_tokens: int) -> float:

@@ -124,7 +124,7 @@ def test_replicas_follow_the_load_and_lose_no_request(tmp_path: Path) -> None:
     autoscaling = {
         "min_replicas": 1,
         "max_replicas": 3,
-        "target_ongoing_requests": 2.0,
+        "target_ongoing_requests": 1.0,
         "upscale_delay_s": 1.0,
         "downscale_delay_s": 4.0,
         "metrics_interval_s": 0.5,
