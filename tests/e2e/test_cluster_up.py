@@ -94,7 +94,7 @@ def test_the_second_round_of_the_dialogue_hits_the_pool_after_a_flush(
 
     assert answer(proxy, question) == expected[0]
     engines = list(httpx.get(f"{proxy}/health", headers=ADMIN).json()["servers"])
-    decodes, prefills = engines[:2], engines[2:]
+    decodes, prefills = engines[::2], engines[1::2]  # one of each for each pool
     assert sorted(map(from_pool, decodes)) == [0, num_question - 1]
     assert [from_pool(url) for url in prefills] == [0, 0]
     for url in prefills:
