@@ -74,7 +74,10 @@ class RayCluster:
             "tiers": {"disk_cache": str(folder / "disk"), "disk_cache_size": "64MB"},
             "server": {"port": port, "admin_key": KEY},
         }
-        file.write_text(json.dumps({"settings": settings, "replicas": {"count": NUM_REPLICAS}}))
+        # One ingress: each counts its own, and the counts are compared below.
+        file.write_text(
+            json.dumps({"settings": settings, "replicas": {"count": NUM_REPLICAS, "num_ingress": 1}})
+        )
         command = [sys.executable, "-m", "stemma", "cluster", "deploy", str(file)]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True

@@ -113,7 +113,9 @@ def cluster_of(model: Path, port: int, num_replicas: int, memory: int, router: s
         "server": {"port": port},
     }
     ours: Any = router if router in ROUTERS[:-1] else "power-of-two"
-    replicas = Replicas(count=num_replicas, router=ours, ray=RaySettings(graceful_shutdown_s=5.0))
+    replicas = Replicas(
+        count=num_replicas, router=ours, num_ingress=1, ray=RaySettings(graceful_shutdown_s=5.0)
+    )
     return ClusterFile(settings=load_settings(tables=tables), replicas=replicas)
 
 

@@ -275,3 +275,36 @@ def test_a_busy_home_is_passed_over_until_it_has_worked_off_its_lead() -> None:
     assert fleet.order(ASK)[-1] is favourite
     tries[0].end(Outcome.ANSWERED)
     assert fleet.order(ASK)[0] is favourite
+
+
+def test_an_optional_request_is_given_up_at_twice_its_time() -> None:
+    """A server that became slower is measured again, though nobody waits for it."""
+    clock = Clock()
+    fleet = fleet_of(1, clock=clock)
+    for seconds in [1.0] * 20:
+        one = next_of(fleet.tries(ASK, is_streamed=True, is_optional=True))
+        clock.now += seconds
+        one.first_byte()
+        one.end(Outcome.ANSWERED)
+    limits = []
+    for _ in range(2):
+        tries = fleet.tries(ASK, is_streamed=True, is_optional=True)
+        one = next_of(tries)
+        assert one.limit_s is not None
+        limits.append(one.limit_s)
+        clock.now += one.limit_s
+        assert tries.can_move()
+        one.end(Outcome.LATE)
+        assert tries.next() is None, "the decode server computes already"
+    assert 2.0 <= limits[0] < 2.2
+    assert limits[1] > limits[0] + 0.2
+
+
+def test_an_optional_request_goes_to_no_server_that_is_down() -> None:
+    fleet = fleet_of(2)
+    fleet.note_check(URLS[0], Check.SILENT)
+    tries = fleet.tries(ASK, is_streamed=True, is_optional=True)
+    one = next_of(tries)
+    assert one.url == URLS[1]
+    one.end(Outcome.UNSENT)
+    assert tries.next() is None

@@ -75,6 +75,9 @@ class Router(CallRouter):
     def post(self, work: Callable[[], None]) -> None:
         work()
 
+    def names(self) -> tuple[str, ...]:
+        return ()
+
     def describe(self) -> dict[str, object]:
         return {}
 

@@ -52,6 +52,7 @@ def proxy(model: Path, tmp_path: Path) -> Iterator[str]:
         config = tmp_path / pool["config"]
         config.write_text(json.dumps({"path": str(tmp_path / f"pool-{number}")}))
         pool["config"] = str(config)
+    content["prefill_decode"]["log_dir"] = str(tmp_path / "logs")
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(content))
     process = subprocess.Popen(
@@ -93,7 +94,7 @@ def test_the_second_round_of_the_dialogue_hits_the_pool_after_a_flush(
 
     assert answer(proxy, question) == expected[0]
     engines = list(httpx.get(f"{proxy}/health", headers=ADMIN).json()["servers"])
-    decodes, prefills = engines[:2], engines[2:]
+    decodes, prefills = engines[::2], engines[1::2]  # one of each for each pool
     assert sorted(map(from_pool, decodes)) == [0, num_question - 1]
     assert [from_pool(url) for url in prefills] == [0, 0]
     for url in prefills:
@@ -101,6 +102,8 @@ def test_the_second_round_of_the_dialogue_hits_the_pool_after_a_flush(
 
     assert answer(proxy, both) == expected[1]
     assert sorted(map(from_pool, prefills)) == [0, num_question // 128 * 128]
+    names = {f"{side}-{rank}.log" for side in ("prefill", "decode") for rank in range(2)}
+    assert {file.name for file in (tmp_path / "logs").iterdir()} == names
     parts = [file.name.split("_")[1:3] for file in tmp_path.glob("pool-*/*/*/*")]
     assert parts.count(["0", "2"]) == parts.count(["1", "2"]) > num_question // 128
     assert len(parts) == 2 * parts.count(["0", "2"])

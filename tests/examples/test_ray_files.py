@@ -17,9 +17,13 @@ FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 RAY = FOLDER / "ray"
 
 
+def documents() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    config, service, policy = yaml.safe_load_all((RAY / "rayservice.yaml").read_text("utf-8"))
+    return config, service, policy
+
+
 def service() -> tuple[dict[str, Any], dict[str, Any]]:
-    config, service = yaml.safe_load_all((RAY / "rayservice.yaml").read_text("utf-8"))
-    return config, service
+    return documents()[:2]
 
 
 def test_cluster_files_are_read_and_say_the_same(tmp_path: Path) -> None:
@@ -42,8 +46,41 @@ def test_the_launcher_follows_rays_schema() -> None:
     jsonschema.validate(launcher, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**launcher, "min_worker": 1}, schema)
-    for name in launcher["file_mounts"].values():
+    mounts = dict(launcher["file_mounts"])
+    assert mounts.pop(f"/home/{launcher['auth']['ssh_user']}/.ray/auth_token") == "~/.ray/auth_token"
+    for name in mounts.values():
         assert (RAY / name).exists()
+
+
+def test_nobody_starts_a_ray_without_a_token() -> None:
+    launcher = yaml.safe_load((RAY / "launcher.yaml").read_text("utf-8"))
+    commands = [*launcher["head_start_ray_commands"], *launcher["worker_start_ray_commands"]]
+    starting = [command for command in commands if "ray start" in command]
+    assert len(starting) == 2
+    assert all("RAY_AUTH_MODE=token " in command for command in starting)
+    assert service()[1]["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+
+
+def test_only_rays_pods_and_the_operator_reach_rays_ports() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    policy = documents()[2]
+    validator.validate(policy, validator.latest_version(), strict=True)
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    cluster = service()[1]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert labels.items() <= group["template"]["metadata"]["labels"].items()
+    everywhere = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
+    assert [rule["from"] for rule in everywhere] == [[{"podSelector": {"matchLabels": labels}}]]
+
+
+def test_probes_run_nothing_that_the_image_lacks() -> None:
+    """KubeRay adds probes of its own, which call wget, where there are none."""
+    cluster = service()[1]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        for probe in (container["readinessProbe"], container["livenessProbe"]):
+            assert {"httpGet", "tcpSocket"} & set(probe)
+            assert "exec" not in probe
 
 
 def test_the_services_pods_follow_kubernetes_schema() -> None:

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Several engines of one model, started from one file.")
 
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Use a Ray without a token: whoever reaches it runs code."),
+]
 ClusterPath = Annotated[Path, typer.Argument(help="The cluster file, YAML.", exists=True, dir_okay=False)]
 
 
 @app.command("deploy")
-def deploy_command(file: ClusterPath) -> None:
+def deploy_command(file: ClusterPath, insecure: Insecure = False) -> None:
     """Start replicas on Ray Serve. Once more, or SIGHUP: replace them one by one. Ctrl-C ends them."""
-    serve_replicas(lambda: read_cluster_file(file, os.environ))
+    serve_replicas(lambda: read_cluster_file(file, os.environ), insecure=insecure)
 
 
 @app.command("up")
@@ -45,23 +49,28 @@ def serve_settings(settings: Settings, count: int) -> None:
     serve_replicas(lambda: ClusterFile(settings=settings, replicas=Replicas(count=count)))
 
 
-def serve_replicas(read: Callable[[], ClusterFile]) -> None:
-    """Serve the replicas that `read` describes; on a Ray started here until a signal. Raises ConfigError."""
+def serve_replicas(read: Callable[[], ClusterFile], *, insecure: bool = False) -> None:
+    """Serve the replicas that `read` describes; on a Ray started here until a signal. Raises ConfigError.
+
+    `insecure`: a Ray that runs already needs no token.
+    """
     cluster = read()
     if cluster.replicas is None:
         raise ConfigError("this file has no replicas: `stemma cluster up` starts prefill and decode")
     if find_spec("ray") is None or find_spec("zmq") is None:
         raise ConfigError("replicas need Ray Serve: pip install 'stemma[ray]'")
-    from stemma.server.replicas import keep_ray_local
+    from stemma.server.replicas import keep_ray_local, send_rays_token
 
     if cluster.replicas.ray.address is None:
         keep_ray_local()
+    elif not insecure:
+        send_rays_token()
     from stemma.server.replicas import application
 
     console = Console(soft_wrap=True, highlight=False)
     cluster = application.check_cluster(cluster)
     try:
-        application.start_ray(cluster.replicas or Replicas(count=1))
+        application.start_ray(cluster.replicas or Replicas(count=1), insecure=insecure)
         signals = _Signals()  # now: Ray has set handlers of its own
         application.deploy(cluster)
         server = cluster.settings.server

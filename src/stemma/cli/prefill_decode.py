@@ -35,15 +35,29 @@ def run_prefill_decode(cluster: ClusterFile) -> None:
     # uvicorn raises the signal that ended it once more: as an exception, so that the engines end too.
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, _exit)
-    with _engines(cluster) as groups:
+    logs = _log_dir(cluster)
+    console.print(f"the engines' logs are in {logs}")
+    with _engines(cluster, logs) as groups:
         for number, (prefills, decodes) in enumerate(groups):
             console.print(f"pool {number}: prefill {', '.join(prefills)}; decode {', '.join(decodes)}")
         options = RouteOptions(server.host, server.max_body_bytes, Access(server).admin_key)
         serve_proxy(create_groups_app(groups, options=options), server)
 
 
+def _log_dir(cluster: ClusterFile) -> Path:
+    """Return the directory for logs; it is there. Raises ConfigError."""
+    given = None if cluster.prefill_decode is None else cluster.prefill_decode.log_dir
+    if given is None:
+        return Path(tempfile.mkdtemp(prefix="stemma-logs-"))
+    try:
+        given.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"log_dir: {error}") from error
+    return given
+
+
 @contextmanager
-def _engines(cluster: ClusterFile) -> Iterator[list[ServerGroup]]:
+def _engines(cluster: ClusterFile, logs: Path) -> Iterator[list[ServerGroup]]:
     """Start all engines at once; yield their addresses by pool; end them."""
     plan = cluster.prefill_decode
     if plan is None:
@@ -61,7 +75,8 @@ def _engines(cluster: ClusterFile) -> Iterator[list[ServerGroup]]:
             settings = _settings_of(cluster.settings, side, pool, has_cache=has_cache, num_threads=share)
             file.touch(mode=0o600)  # it may hold keys
             file.write_text(yaml.safe_dump(tables_of(settings)), encoding="utf-8")
-            engines.append(ServerProcess(settings.engine.model.path, ("--config", str(file))))
+            log = logs / f"{side}-{rank}.log"
+            engines.append(ServerProcess(settings.engine.model.path, ("--config", str(file)), log))
         with ThreadPoolExecutor(len(engines)) as threads:
             try:
                 list(threads.map(ServerProcess.start, engines))

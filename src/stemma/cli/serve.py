@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from stemma.cli.lifeline import end_with
 from stemma.cli.options import with_settings_flags
 from stemma.cli.progress import open_progress
 from stemma.cli.ready_line import ready_line
@@ -51,9 +52,12 @@ def command(
         int | None,
         typer.Option(min=1, max=1024, help="Engines behind one address (extra ray)."),
     ] = None,
+    lifeline: Annotated[int | None, typer.Option(hidden=True, min=0)] = None,
     **flags: Any,
 ) -> None:
     """Serve a Hugging Face checkpoint, or `demo`: OpenAI's API, TGI's /generate, metrics."""
+    if lifeline is not None:
+        end_with(lifeline)
     if replicas is not None:
         from stemma.cli.cluster import serve_settings
 

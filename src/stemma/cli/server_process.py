@@ -1,13 +1,15 @@
-"""A ``stemma serve`` of our own on a free loopback port, as a child process: for ``chat`` and ``demo``."""
+"""A ``stemma serve`` of our own on a free loopback port, as a child process that ends with this one."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +30,10 @@ _KEPT_LINES = 200
 class ServerProcess:
     """Context manager: starts the server and waits until it takes requests; stops it at the end."""
 
-    def __init__(self, model: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path, flags: Sequence[str] = (), log: Path | None = None) -> None:
+        """`log`: the file that what it reports is appended to; None: the last lines are kept in memory."""
+        self._log = log
+        self._lifeline: int | None = None
         self._command = [sys.executable, "-m", "stemma", "serve", str(model), "--port", "0", *flags]
         self._process: subprocess.Popen[str] | None = None
         self._logged: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -55,17 +60,15 @@ class ServerProcess:
     def start(self, on_line: Callable[[str], None] = lambda line: None) -> None:
         """Start it; raise StemmaError with its last words if it dies before it is ready.
 
-        `on_line`: gets what it reports on stderr until it is ready, on another thread.
+        `on_line`: gets what it reports on stderr until it is ready, on another thread; nothing if that goes
+        to a file.
         """
         prepare_kernels()  # here, where what it says is seen: the server's own words go to the log
-        self._process = subprocess.Popen(
-            self._command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",  # a log may hold any bytes, and a reader that dies would block the server
-            start_new_session=True,
-        )
+        theirs, self._lifeline = os.pipe()
+        try:
+            self._process = self._started(theirs)
+        finally:
+            os.close(theirs)
         assert self._process.stdout is not None
         is_ready = threading.Event()
 
@@ -75,9 +78,9 @@ class ServerProcess:
                 if not is_ready.is_set():
                     on_line(line.rstrip())
 
-        assert self._process.stderr is not None
-        reading = partial(read_log, self._process.stderr)
-        self._reader = start_thread("server-log", reading, LoggingSupervisor())
+        if self._process.stderr is not None:
+            reading = partial(read_log, self._process.stderr)
+            self._reader = start_thread("server-log", reading, LoggingSupervisor())
         lines: list[str] = []
         for line in self._process.stdout:
             if line.startswith(READY):
@@ -89,8 +92,23 @@ class ServerProcess:
                 lines.append(line.strip())
         self._process.wait()
         self._close()
+        if self._log is not None:
+            self._logged.extend(self._log.read_text("utf-8", errors="replace").splitlines())
         words = "\n".join([*lines, *self._logged][-20:])
         raise StemmaError(f"the server did not start: {words}")
+
+    def _started(self, lifeline: int) -> subprocess.Popen[str]:
+        with ExitStack() as stack:
+            log = subprocess.PIPE if self._log is None else stack.enter_context(self._log.open("ab"))
+            return subprocess.Popen(
+                [*self._command, "--lifeline", str(lifeline)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                errors="replace",  # a log may hold any bytes, and a reader that dies would block the server
+                start_new_session=True,
+                pass_fds=[lifeline],
+            )
 
     def stop(self) -> int:
         """Drain and stop it, if it runs; return its exit code."""
@@ -123,3 +141,6 @@ class ServerProcess:
             self._reader.join(_LAST_LINES_S)
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)

@@ -189,13 +189,19 @@ class Fleet:
         ordered = [by_place[place] for place in self.placements.order(ask, list(by_place))]
         return sorted(ordered, key=lambda one: _reserve_of(one, now))  # keeps the router's order of equals
 
-    def tries(self, ask: Ask, *, is_streamed: bool) -> Tries:
-        """Return the tries of a request. `is_streamed`: its first byte comes once its prompt is computed."""
-        return Tries(self, ask, is_streamed=is_streamed)
+    def tries(self, ask: Ask, *, is_streamed: bool, is_optional: bool = False) -> Tries:
+        """Return the tries of a request. `is_streamed`: its first byte comes once its prompt is computed.
+
+        `is_optional`: others do without its answer. It goes to no server that can't be asked now, and is
+        given up after twice the time that it should take.
+        """
+        return Tries(self, ask, is_streamed=is_streamed, is_optional=is_optional)
 
     # -- what tries tell ------------------------------------------------------------------------------------
 
-    def begin(self, member: FleetMember, ask: Ask, *, is_retry: bool, is_streamed: bool) -> Try:
+    def begin(
+        self, member: FleetMember, ask: Ask, *, is_retry: bool, is_streamed: bool, is_optional: bool = False
+    ) -> Try:
         """Note that a request goes to a server."""
         if is_retry:
             member.num_retries += 1
@@ -205,6 +211,9 @@ class Fleet:
         num_tokens = self.load(member).num_tokens
         one = Try(self, member, placement, num_tokens, self._clock(), member.health.begin(), is_streamed)
         one.num_predicted = ask.num_tokens - placement.num_missing
+        if is_optional:
+            one.is_optional = True
+            one.limit_s = member.speed.optional_limit_s(num_tokens)
         member.under_way[one] = None
         return one
 
@@ -229,6 +238,9 @@ class Fleet:
         del member.under_way[one]
         member.outcomes[outcome] += 1
         self.placements.end(one.placement)
+        if outcome is Outcome.LATE and one.is_optional:
+            # Else one that became slower would always be given up, and never be measured again.
+            member.speed.note_late()
         if outcome in _AGAINST:
             failure = member.health.fail(is_probe=one.is_probe)
         elif outcome is Outcome.ANSWERED:
@@ -295,6 +307,7 @@ class Try:
         self.limit_s = member.speed.limit_s(num_tokens) if is_streamed else None
         """How long to wait for the first byte; None: as long as checks find the server alive, since nobody
         knows how long an answer is."""
+        self.is_optional = False
         self.num_predicted = 0
         """Prompt tokens that the server is expected to have cached."""
         self.outcome: Outcome | None = None
@@ -320,8 +333,9 @@ class Try:
 class Tries:
     """The servers that one request is sent to, one after the other, as long as `next` returns one."""
 
-    def __init__(self, fleet: Fleet, ask: Ask, *, is_streamed: bool) -> None:
+    def __init__(self, fleet: Fleet, ask: Ask, *, is_streamed: bool, is_optional: bool) -> None:
         self._fleet = fleet
+        self._is_optional = is_optional
         self._ask = ask
         self._is_streamed = is_streamed
         self._done: list[Try] = []
@@ -341,15 +355,23 @@ class Tries:
         if member is None:
             self._fleet.num_lost_retries += bool(equals)
             return None
-        one = self._fleet.begin(member, self._ask, is_retry=last is not None, is_streamed=self._is_streamed)
+        one = self._fleet.begin(
+            member,
+            self._ask,
+            is_retry=last is not None,
+            is_streamed=self._is_streamed,
+            is_optional=self._is_optional,
+        )
         self._done.append(one)
         return one
 
     def can_move(self) -> bool:
         """Return whether another server that can be asked now would get the request, had this try failed.
 
-        Else a server that is late is better waited for.
+        Else a server that is late is better waited for, unless the request is optional.
         """
+        if self._is_optional:
+            return True
         equals = self._best()
         can_serve = bool(equals) and equals[0].health.standing in Fleet.ASKED
         has_failed = any(one.outcome in _BEGUN for one in self._done)
@@ -361,9 +383,13 @@ class Tries:
         return not self._done or self._goes_on(self._done[-1])
 
     def _best(self) -> list[FleetMember]:
-        """Return the servers that may be asked next, best first: a reserve only if there are no others."""
+        """Return the servers that may be asked next, best first: a reserve only if there are no others.
+
+        An optional request goes to none of the reserve.
+        """
         order = self._fleet.order(self._ask, without=[one.url for one in self._done])
-        return [one for one in order if one.health.standing in Fleet.ASKED] or order
+        asked = [one for one in order if one.health.standing in Fleet.ASKED]
+        return asked if self._is_optional else asked or order
 
     def _goes_on(self, last: Try) -> bool:
         assert last.outcome is not None, "end a try before the next one"
@@ -371,7 +397,7 @@ class Tries:
             return sum(one.outcome is Outcome.REFUSED for one in self._done) < _MAX_REFUSALS
         if last.outcome in _UNBEGUN:
             return True
-        if last.outcome not in _BEGUN:
+        if last.outcome not in _BEGUN or (self._is_optional and last.outcome is Outcome.LATE):
             return False
         failed = [one for one in self._done if one.outcome in _BEGUN]
         return len(failed) == 1

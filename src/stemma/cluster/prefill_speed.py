@@ -13,6 +13,8 @@ _MEAN_GAIN, _DEVIATION_GAIN, _DEVIATIONS = 1 / 8, 1 / 4, 4
 _SLACK = 4.0
 """Requests that other routers sent wait there too, and answers under way take their part."""
 _LEAST_S = 5.0
+_LATE_GROWTH = 1.25
+_OPTIONAL_SLACK, _LEAST_OPTIONAL_S = 2.0, 1.0
 _UNKNOWN_S_PER_TOKEN = 0.02
 """Assumed until a server is measured: a large model on a few cores."""
 
@@ -36,7 +38,22 @@ class PrefillSpeed:
             self.mean_s += _MEAN_GAIN * (sample - self.mean_s)
         self.num_samples += 1
 
+    def note_late(self) -> None:
+        """Note that nobody waited longer: it may have become slower, or hang."""
+        self.mean_s *= _LATE_GROWTH
+
     def limit_s(self, num_tokens: int) -> float:
         """Return how long to wait for the first byte after `num_tokens` prompt tokens."""
-        slowest_s = self.mean_s + _DEVIATIONS * self._deviation_s
-        return _LEAST_S + _SLACK * slowest_s * (num_tokens + _BASE_TOKENS)
+        return _LEAST_S + _SLACK * self._slowest_s(num_tokens)
+
+    def optional_limit_s(self, num_tokens: int) -> float:
+        """Return how long to wait where another server can do the same work from the start.
+
+        Until the server was measured, as long as for any other.
+        """
+        if self.num_samples == 0:
+            return self.limit_s(num_tokens)
+        return max(_LEAST_OPTIONAL_S, _OPTIONAL_SLACK * self._slowest_s(num_tokens))
+
+    def _slowest_s(self, num_tokens: int) -> float:
+        return (self.mean_s + _DEVIATIONS * self._deviation_s) * (num_tokens + _BASE_TOKENS)

@@ -27,6 +27,9 @@ class CallRouter(Protocol):
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the router's loop. From any thread."""
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the replicas that run. From any thread."""
+
     def describe(self) -> dict[str, Any]:
         """Return what is known of each replica. From any thread."""
 
@@ -75,6 +78,8 @@ class RoutedCall:
     """The prompt; None: the request has none."""
     avoid: Hashable | None = None
     """The replica that failed on it before."""
+    only: str | None = None
+    """The name of the one replica that is meant; see `CallRouter.names`."""
     replica: Hashable | None = None
     """Where it was sent."""
     _router: CallRouter | None = None

@@ -60,6 +60,11 @@ class KVEventRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         call = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if not isinstance(call, RoutedCall):
             return [candidate_replicas]
+        if call.only is not None:
+            named = [one for one in candidate_replicas if one.replica_id.unique_id == call.only]
+            if named:
+                call.place(self, named[0].replica_id)
+            return [named or candidate_replicas]
         homes = [(self._homes.of(replica.replica_id), replica) for replica in candidate_replicas]
         by_number = {home.number: replica for home, replica in homes if home is not None}
         if not by_number:
@@ -84,6 +89,11 @@ class KVEventRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the router's loop. From any thread."""
         self._event_loop.call_soon_threadsafe(work)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the replicas that run. From any thread."""
+        running = [home.replica for home in tuple(self._homes.all) if home.replica is not None]
+        return tuple(getattr(replica, "unique_id", "") for replica in running)
 
     def describe(self) -> dict[str, Any]:
         """Return what is known of each replica. From any thread: it reads single numbers."""

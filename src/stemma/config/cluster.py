@@ -67,6 +67,8 @@ class Replicas(SettingsModel):
     autoscaling: Autoscaling | None = None
     router: RouterName = "cache-aware"
     """How a replica is chosen; `power-of-two` is Ray Serve's own."""
+    num_ingress: int = Field(default=2, ge=1, le=64)
+    """Processes that pass requests on to replicas. With one, nobody answers while it is replaced."""
     ray: RaySettings = RaySettings()
 
     @model_validator(mode="after")
@@ -93,6 +95,8 @@ class PrefillDecode(SettingsModel):
     within one pool."""
     decode_cache: bool = False
     """Whether the ranks that answer keep prefixes too."""
+    log_dir: Path | None = None
+    """Directory of the engines' logs, `prefill-0.log` and so on; None: a new one for temporary files."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:

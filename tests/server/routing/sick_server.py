@@ -59,7 +59,7 @@ class SickServer:
         self.num_generated += 1
         said = json.dumps({"pid": os.getpid(), "length": len(str(body.get("prompt")))}).encode()
         streams = bool(body.get("stream"))
-        if self.mode in ("500", "401", "429", "503"):
+        if self.mode in ("500", "401", "429", "502", "503"):
             writer.write(answer(int(self.mode), b'{"error": {}}'))
         elif self.mode == "draining":
             writer.write(answer(503, b'{"error": {}}'))

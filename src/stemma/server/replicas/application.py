@@ -15,13 +15,18 @@ from stemma.config.cluster import ClusterFile, Replicas, read_cluster_file
 from stemma.engine.preflight import with_checkpoint
 from stemma.errors import ConfigError
 from stemma.server.access import Access
+from stemma.server.replicas.authentication import check_authentication
 from stemma.server.replicas.ingress import Ingress
 from stemma.server.replicas.replica import Replica
 
 NAME = "stemma"
 REPLICAS = "replicas"
+INGRESS = "ingress"
 _MAX_ONGOING = 100_000
 """Requests that Serve lets through: the engines' own limits decide."""
+_CHECK_EVERY_S = 2.0
+_CHECK_TIMEOUT_S = 5.0
+"""Ray Serve replaces what has answered three checks in a row not in time, or not at all."""
 
 
 def check_cluster(cluster: ClusterFile) -> ClusterFile:
@@ -53,10 +58,23 @@ def check_cluster(cluster: ClusterFile) -> ClusterFile:
     return cluster.model_copy(update={"settings": settings.model_copy(update={"engine": engine})})
 
 
-def start_ray(replicas: Replicas) -> None:
-    """Connect to the Ray that the file names, or start one without a dashboard (see `keep_ray_local`)."""
-    if replicas.ray.address is not None:
-        ray.init(address=replicas.ray.address, log_to_driver=False)
+def start_ray(replicas: Replicas, *, insecure: bool = False) -> None:
+    """Connect to the Ray that the file names, or start one without a dashboard (see `keep_ray_local`).
+
+    Raises ConfigError if the Ray that runs already has no token of ours, or asks for none and `insecure` is
+    false.
+    """
+    address = replicas.ray.address
+    if address is not None:
+        is_told = ":" in address and "//" not in address
+        if is_told and not insecure:
+            check_authentication(address)  # first: a Ray that asks for no token gets none
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+            raise ConfigError(f"Ray at {address}: {error}") from error
+        if not is_told and not insecure:
+            check_authentication(ray.get_runtime_context().gcs_address)
         return
     ray.init(
         address="local",
@@ -73,17 +91,24 @@ def deploy(cluster: ClusterFile, router: RequestRouterConfig | None = None) -> A
     `router` takes the place of the file's.
     """
     server = cluster.settings.server
-    serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
+    assert cluster.replicas is not None
+    is_ours = cluster.replicas.ray.address is None
+    serve.start(
+        proxy_location="HeadOnly" if is_ours else "EveryNode",
+        http_options=HTTPOptions(host=server.host, port=server.port),
+    )
     return serve.run(application(cluster, router), name=NAME, route_prefix="/")
 
 
-def from_file(args: dict[str, str]) -> Any:
+def from_file(args: dict[str, Any]) -> Any:
     """Return the application that a cluster file describes, for Ray Serve's own configuration: ``file``.
 
-    Raises ConfigError.
+    Raises ConfigError; also where Ray asks for no token, unless the argument ``insecure`` is true.
     """
-    if set(args) != {"file"}:
-        raise ConfigError("the application takes one argument, file: the cluster file")
+    if not {"file"} <= set(args) <= {"file", "insecure"}:
+        raise ConfigError("the application takes the arguments file, the cluster file, and insecure: true")
+    if args.get("insecure") is not True:
+        check_authentication(ray.get_runtime_context().gcs_address)
     return application(check_cluster(read_cluster_file(Path(args["file"]), os.environ)))
 
 
@@ -114,7 +139,8 @@ def application(cluster: ClusterFile, router: RequestRouterConfig | None = None)
         name=REPLICAS,
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=replicas.ray.graceful_shutdown_s,
-        health_check_period_s=2.0,
+        health_check_period_s=_CHECK_EVERY_S,
+        health_check_timeout_s=_CHECK_TIMEOUT_S,
         ray_actor_options={
             "num_cpus": replicas.ray.cpus_per_replica,
             "num_gpus": replicas.ray.gpus_per_replica,
@@ -124,8 +150,12 @@ def application(cluster: ClusterFile, router: RequestRouterConfig | None = None)
     )
     ingress = serve.deployment(
         serve.ingress()(Ingress),
-        name="ingress",
+        name=INGRESS,
+        num_replicas=replicas.num_ingress,
         max_ongoing_requests=_MAX_ONGOING,
+        graceful_shutdown_timeout_s=replicas.ray.graceful_shutdown_s,  # streams go through it
+        health_check_period_s=_CHECK_EVERY_S,
+        health_check_timeout_s=_CHECK_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0},
     )
     return ingress.bind(engines.bind(cluster), cluster)

@@ -6,24 +6,28 @@ stream ends with an error event (`routing/relay.py`). Nothing is sent twice.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 from prometheus_client.core import Metric
+from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stemma.cluster.health import Check
-from stemma.cluster.replica_calls import CallRouter, RoutedCall
+from stemma.cluster.replica_calls import RoutedCall
 from stemma.config.cluster import ClusterFile
 from stemma.http import async_http_client
 from stemma.model.located import located_model
 from stemma.model.tokenizer import Tokenizer
 from stemma.server.access import Access
+from stemma.server.replicas.metrics import gathered
 from stemma.server.replicas.transport import CALL, ReplicaTransport
 from stemma.server.routing.app import create_proxy_app
 from stemma.server.routing.asking import PromptEncoder, ask_of, pooled_ask_of
@@ -45,6 +49,8 @@ _log = logging.getLogger(__name__)
 _BASE = "http://localhost"
 """Stands for all replicas: Ray Serve's router chooses one."""
 _ATTEMPTS = 2
+_MEET_EVERY_S = 1.0
+_METRICS_TIMEOUT_S = 5.0
 _RETRIED = (502, 503, 504)
 """Answers of a replica that can't serve now."""
 
@@ -64,17 +70,16 @@ class Ingress:
             settings.server.body_memory,
             access,
         )
-        transport = ReplicaTransport(replicas)
-        client = async_http_client(transport=transport, timeout=httpx.Timeout(READ_TIMEOUT_S))
+        self._transport = ReplicaTransport(replicas)
+        client = async_http_client(transport=self._transport, timeout=httpx.Timeout(READ_TIMEOUT_S))
         self.relay = Relay(client, self._options)
-        self._router: CallRouter | None = None
         self.num_requests = 0
         self.num_retries = 0
         """Requests that a second replica was asked for, since the first one failed before a byte was sent."""
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Ray Serve: the application."""
-        return create_proxy_app(self, self._options)
+        return create_proxy_app(self, self._options, self.all_metrics)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -87,17 +92,25 @@ class Ingress:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Keep the fleet up to date beside the requests."""
+        """Get to know the replicas, beside the requests: the first one that comes is placed well."""
+        meeting = asyncio.create_task(self._meet_replicas())
         try:
             yield
         finally:
+            meeting.cancel()
             self._encoder.close()
+
+    async def _meet_replicas(self) -> None:
+        """Ask until a replica answers: then Ray Serve has made the router, which follows their events."""
+        while not await self.is_up():
+            await asyncio.sleep(_MEET_EVERY_S)
 
     def describe(self) -> dict[str, Any]:
         """Return the counters since the start, and what the router knows of each replica."""
         counts = {"num_requests": self.num_requests, "num_retries": self.num_retries}
         counts["num_broken_streams"] = self.relay.num_broken_streams
-        return counts if self._router is None else {**counts, **self._router.describe()}
+        router = self._transport.router
+        return counts if router is None else {**counts, **router.describe()}
 
     def metrics(self) -> Iterable[Metric]:
         """Return what is counted, beside what the relay counts."""
@@ -107,6 +120,28 @@ class Ingress:
                 "retries": ("Requests that a second replica got", self.num_retries),
             }
         )
+
+    async def all_metrics(self, request: Request) -> bytes:
+        """Return what is counted here and by all replicas that the router knows, in Prometheus' format."""
+        router, headers = self._transport.router, kept_headers(request)
+        names = () if router is None else router.names()
+        texts = await asyncio.gather(*(self._metrics_of(name, headers) for name in names))
+        own = chain(self.relay.metrics(), self.metrics())
+        here = serve.get_replica_context().replica_id.unique_id
+        return gathered(own, here, dict(zip(names, texts, strict=True)))
+
+    async def _metrics_of(self, name: str, headers: dict[str, str]) -> str | None:
+        """Return the metrics of one replica; None: they can't be had."""
+        routed = RoutedCall(only=name)
+        try:
+            async with asyncio.timeout(_METRICS_TIMEOUT_S):
+                answer = await self.relay.ask(
+                    f"{_BASE}/metrics", b"", headers, method="GET", extensions={CALL: routed}
+                )
+        except (httpx.HTTPError, TimeoutError):
+            return None
+        is_its_own = routed.replica is not None and getattr(routed.replica, "unique_id", "") == name
+        return bytes(answer.body).decode() if is_its_own and answer.status_code == 200 else None
 
     async def generate(self, request: Request, content: bytes) -> Response:
         """Answer a request that generates; ask a second replica if the first one fails."""
@@ -126,8 +161,6 @@ class Ingress:
                 _log.warning("%s", error)
                 self.num_retries += attempt == 0
                 continue
-            finally:
-                self._router = routed.router or self._router
             if answer.status_code in _RETRIED and attempt == 0:
                 self.num_retries += 1
                 continue

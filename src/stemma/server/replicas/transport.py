@@ -12,7 +12,7 @@ import httpx
 import ray
 from ray.serve.exceptions import RayServeException
 
-from stemma.cluster.replica_calls import ReplicaCall, RoutedCall
+from stemma.cluster.replica_calls import CallRouter, ReplicaCall, RoutedCall
 
 CALL = "stemma_call"
 """Request extension: the `RoutedCall`, whose `call` is filled in here."""
@@ -24,6 +24,8 @@ class ReplicaTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle.options(method_name="answer", stream=True)
+        self.router: CallRouter | None = None
+        """The router of the handle, once it has placed a request; None for one of Ray's own."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request to its replica, and return the answer as it comes."""
@@ -37,6 +39,7 @@ class ReplicaTransport(httpx.AsyncBaseTransport):
         stream = _Answer(answer, routed)
         try:
             status, answer_headers = await anext(answer)
+            self.router = routed.router or self.router
         except BaseException as error:
             await stream.aclose()
             if isinstance(error, ray.exceptions.RayError | RayServeException | StopAsyncIteration):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -49,8 +49,13 @@ class Proxy(Protocol):
         """Return what runs beside the requests."""
 
 
-def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
-    """Return the application; it closes the proxy's HTTP client at its end."""
+def create_proxy_app(
+    proxy: Proxy, options: RouteOptions, all_metrics: Callable[[Request], Awaitable[bytes]] | None = None
+) -> FastAPI:
+    """Return the application; it closes the proxy's HTTP client at its end.
+
+    `all_metrics`: what `/metrics` says in place of the proxy's own.
+    """
 
     proxy.relay.ask_for_keys(lambda: proxy.urls)
 
@@ -85,6 +90,8 @@ def create_proxy_app(proxy: Proxy, options: RouteOptions) -> FastAPI:
             proxy.relay.check_operator(request, options.admin_key)
         except StemmaError as error:
             return openai_error(error)
+        if all_metrics is not None:
+            return Response(await all_metrics(request), media_type=CONTENT_TYPE_LATEST)
         return Response(render(proxy.relay.metrics(), proxy.metrics()), media_type=CONTENT_TYPE_LATEST)
 
     app = FastAPI(title="Stemma route", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)

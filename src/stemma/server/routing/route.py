@@ -4,11 +4,11 @@ The prefill server gets the request with an output of one token. When it answers
 is in the pool that both share. Then a decode server gets the request as it came, finds the prompt in the
 pool and generates; its answer passes through unchanged.
 
-The first step affects only speed, not correctness. If no prefill server answers, the decode server computes
-the prompt. If a decode server is down, or fails once before the client has received a byte, the next one gets
-the request, and finally a prefill server, which can also decode (`cluster/fleet.py` has the rules). If a
-stream breaks off in the middle, the answer ends with an error event: it can't be continued, and must not look
-finished.
+The first step affects only speed, not correctness. If no prefill server answers within twice the time that
+its measured speed says, the decode server computes the prompt. If a decode server is down, or fails once
+before the client has received a byte, the next one gets the request, and finally a prefill server, which can
+also decode (`cluster/fleet.py` has the rules). If a stream breaks off in the middle, the answer ends with an
+error event: it can't be continued, and must not look finished.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Router:
         """
         content = orjson.dumps(one_token_body(path, body))
         path = path.removesuffix("_stream")  # where it is computed without streaming
-        # One token: the answer comes once the prompt is computed.
-        outgoing = Outgoing(path, content, headers, is_streamed=True)
+        # One token: the answer comes once the prompt is computed. If it is late, the decode server computes.
+        outgoing = Outgoing(path, content, headers, is_streamed=True, is_optional=True)
         answer, _ = await send(self.prefills, self._relay, ask, outgoing)
         if isinstance(answer, Relayed):  # it wasn't asked for a stream
             await answer.drop()

@@ -51,6 +51,8 @@ class Outgoing:
     """Its first byte comes as soon as its prompt is computed."""
     continues: bool = False
     """It goes on from a response that a server stored."""
+    is_optional: bool = False
+    """Others do without its answer, which comes whole once its prompt is computed."""
 
 
 async def send(fleet: Fleet, relay: Relay, ask: Ask, outgoing: Outgoing) -> tuple[Response, bool]:
@@ -58,7 +60,7 @@ async def send(fleet: Fleet, relay: Relay, ask: Ask, outgoing: Outgoing) -> tupl
 
     And whether servers beyond this fleet may get the request: it was begun once at most, nowhere answered.
     """
-    tries = fleet.tries(ask, is_streamed=outgoing.is_streamed)
+    tries = fleet.tries(ask, is_streamed=outgoing.is_streamed, is_optional=outgoing.is_optional)
     answer = nobody_answers()
     while (one := tries.next()) is not None:
         try:
@@ -72,6 +74,8 @@ async def send(fleet: Fleet, relay: Relay, ask: Ask, outgoing: Outgoing) -> tupl
         except BaseException:  # the client left
             one.end(Outcome.LEFT)
             raise
+        if outgoing.is_optional and response is not None and response.status_code == 200:
+            one.first_byte()
         one.end(outcome, _retry_after_s(response))
         answer = response or answer
     return answer, tries.may_go_on
