@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from stemma.native.building import find_compiler, prebuilt_levels
-from stemma.native.levels import EMULATED, LEVELS, Level, missing_features
+from stemma.native.levels import EMULATED, LEVELS, Level, architecture, missing_features
 
 
 def level_params(*, emulated: bool = True) -> list[Any]:
-    """Return a parameter for every level, by name; with `emulated` also for AMX's code on emulated tiles."""
-    return [_param(level) for level in (*LEVELS, *([EMULATED] if emulated else []))]
+    """Return a parameter for every level of this architecture, by name.
+
+    With `emulated` also for AMX's code on emulated tiles.
+    """
+    levels = (*LEVELS, *([EMULATED] if emulated else []))
+    return [_param(level) for level in levels if not level.features or level.architecture == architecture()]
 
 
 def _param(level: Level) -> Any:
