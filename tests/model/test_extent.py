@@ -110,10 +110,11 @@ def test_counts_of_a_part(families: dict[str, Path], tmp_path: Path, where: str)
         load(families["llama"], tmp_path, {where: {"deeper": {"num_layers": HUGE}}})
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_no_expert_for_a_token(families: dict[str, Path], tmp_path: Path, family: str) -> None:
-    with pytest.raises(ModelError, match="can't run"):
-        load(families[family], tmp_path, {"num_experts_per_tok": 0})
+@pytest.mark.parametrize("count", [0, 100, -1])
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "qwen3-moe", "deepseek-v3"])
+def test_experts_of_a_token(families: dict[str, Path], tmp_path: Path, family: str, count: int) -> None:
+    with pytest.raises(ModelError, match=r"can't run|doesn't compute|gives a token -?\d+ of"):
+        load(families[family], tmp_path, {"num_experts_per_tok": count})
 
 
 def test_a_field_with_a_name_of_a_megabyte(tmp_path: Path) -> None:

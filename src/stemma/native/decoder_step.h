@@ -20,6 +20,7 @@ struct LayerWeights {
     Router router;
     const GatedWeights* experts;  // [router.num_experts]
     const void *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+    const float* sinks;           // [heads], as in AttendArgs; null: none
     const float* shared_gate;     // [hidden_dim]: shared experts count by its sigmoid; null: whole
     int32_t kv_layer;             // number of the layer among those with KV in blocks, or of those in pages
     int32_t in_pages;             // 1: its KV lies where StepArgs::pages say
@@ -353,7 +354,8 @@ class DecoderStep {
         low_rank_.add(team_, member_, index, {{&Adapted::gate, 0}, {&Adapted::up, inner}}, at_end, normed,
                       w.gate.k, first, rows, room_.gates, 2 * inner);
         team_.share(member_, rows, [&](int64_t i) {
-            silu_and_multiply_row(room_.gates + i * 2 * inner, room_.activated + i * inner, inner);
+            const T* row = room_.gates + i * 2 * inner;
+            activate(w, row, row + inner, room_.activated + i * inner, inner);
         });
     }
 
@@ -443,7 +445,7 @@ class DecoderStep {
             attend.keys = rotate.keys, attend.values = rotate.values;
         }
         attend.query = room_.query, attend.output = room_.attended;
-        attend.window = layer.window, attend.scale = layer.scale;
+        attend.window = layer.window, attend.scale = layer.scale, attend.sinks = layer.sinks;
         static thread_local Scratch scratch;
         auto merge = [&](int64_t i) { merge_token<T>(attend, plan, int(i)); };
         const auto& bundles = at_end ? plan.needed_bundles : plan.bundles;

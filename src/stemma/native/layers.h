@@ -189,6 +189,18 @@ static inline void silu_and_multiply(const X* gate, const X* up, T* out, int64_t
     }
 }
 
+// GPT-OSS's gate: (up + 1) * gate * sigmoid(sharpness * gate), of gates up to `limit` and ups within it, rounded to T
+// first and once at the end
+template <class T, class X>
+static inline void clamped_and_multiply(const X* gate, const X* up, T* out, int64_t dim, float sharpness, float limit) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const int some = int(std::min<int64_t>(LANES, dim - d));
+        const v16f g = vmin(rounded<T>(load_few(gate + d, some)), splat(limit));
+        const v16f u = -vmin(-vmin(rounded<T>(load_few(up + d, some)), splat(limit)), splat(limit));
+        store_few(out + d, (u + 1.0f) * silu<T>(g * sharpness) / splat(sharpness), some);
+    }
+}
+
 // out[dim] from a gate and, behind it, an up of dim
 template <class T>
 static void silu_and_multiply_row(const T* gate, T* out, int64_t dim) {

@@ -7,8 +7,9 @@
 #include "layers.h"
 #include "products.h"
 
-struct GatedWeights {  // down(silu(gate x) * up x)
+struct GatedWeights {  // down(silu(gate x) * up x), or as clamped_and_multiply() says
     Strips gate, up, down;
+    float sharpness, limit;  // of clamped gates; 0: they are plain
 };
 
 struct MixtureArgs {
@@ -26,6 +27,12 @@ struct MixtureArgs {
 
 constexpr int64_t MIXTURE_ROWS = 1024;  // rows that go through the experts at a time
 
+template <class T, class X>
+static inline void activate(const GatedWeights& w, const X* gate, const X* up, T* out, int64_t dim) {
+    if (w.sharpness == 0.0f) return silu_and_multiply(gate, up, out, dim);
+    clamped_and_multiply(gate, up, out, dim, w.sharpness, w.limit);
+}
+
 // Outputs of piece `piece` of gate and up, activated and multiplied, into out[rows][stride].
 template <class T>
 static void gate_piece(const GatedWeights& w, int64_t piece, int parts, const Inputs& x, int64_t rows, T* out,
@@ -37,7 +44,7 @@ static void gate_piece(const GatedWeights& w, int64_t piece, int parts, const In
         Outputs o = dot_piece<T>(w.gate, piece, parts, x, first, count, gates);
         dot_piece<T>(w.up, piece, parts, x, first, count, ups);
         for (int r = 0; r < count; r++)
-            silu_and_multiply(gates + r * STRIP, ups + r * STRIP, out + (first + r) * stride + o.begin, o.width);
+            activate(w, gates + r * STRIP, ups + r * STRIP, out + (first + r) * stride + o.begin, o.width);
     }
 }
 

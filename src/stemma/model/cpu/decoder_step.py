@@ -55,7 +55,7 @@ class DecoderStep:
             head=head.strips,
             hidden_dim=head.in_features,
             is_bf16=dtype == torch.bfloat16,
-            centered=layout.norm.is_centered,
+            centered=layout.norm.in_floats,
             residual_scale=layout.residual_scale,
             eps=layout.norm.eps,
         )

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from stemma.model.cpu.packing import Packing
-from stemma.model.weights.named import Weight
+from stemma.model.families.layout import Clamped
+from stemma.model.weights.named import Affine
 from stemma.native.structures import GatedWeights, MixtureArgs
 
 
@@ -20,14 +21,23 @@ class PackedExperts:
     """The experts of one layer."""
 
     def __init__(
-        self, packing: Packing, gates: Sequence[Weight], ups: Sequence[Weight], downs: Sequence[Weight]
+        self,
+        packing: Packing,
+        gates: Sequence[Affine],
+        ups: Sequence[Affine],
+        downs: Sequence[Affine],
+        clamped: Clamped | None = None,
     ) -> None:
-        """Pack each expert's weights: gate and up [I, H], down [H, I]."""
+        """Pack each expert's weights: gate and up [I, H], down [H, I], all with a bias or none.
+
+        `clamped`: their activation instead of silu.
+        """
+        activation = (0.0, 0.0) if clamped is None else (clamped.sharpness, clamped.limit)
         self._kernels = packing.kernels
         self._products = packing.experts(gates, ups, downs)
         self.num_experts = len(self._products)
         self.weights = (GatedWeights * self.num_experts)(
-            *(GatedWeights(*(product.strips for product in expert)) for expert in self._products)
+            *(GatedWeights(*(product.strips for product in expert), *activation) for expert in self._products)
         )
         """Where the kernels find them; valid as long as this object."""
 

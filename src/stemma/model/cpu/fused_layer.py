@@ -19,7 +19,7 @@ from stemma.native.structures import GatedWeights, LatentWeights, LayerWeights, 
 
 @dataclass(slots=True)
 class Gated:
-    """down(silu(gate x) * up x)."""
+    """down(silu(gate x) * up x): no dense layer is clamped."""
 
     gate: PackedProduct
     up: PackedProduct
@@ -120,6 +120,8 @@ class FusedLayer:
     """Weights of the norms of queries and of keys."""
     latent: FusedLatent | None = None
     recurrent: FusedRecurrent | None = None
+    sinks: torch.Tensor | None = None
+    """[num_heads] float32."""
 
     def weights(self, layer: layout.Layer, offsets: tuple[int, int]) -> LayerWeights:
         """Describe the layer to the kernels; valid as long as this object.
@@ -138,6 +140,8 @@ class FusedLayer:
             unrotated=not layer.rotates,
             scale=layer.scaling,
         )
+        if self.sinks is not None:
+            described.sinks = self.sinks.data_ptr()
         if self.latent is not None:
             described.latent = self.latent.weights()
         if self.recurrent is not None:
@@ -176,6 +180,7 @@ def fuse(
         head_norms=tuple(weights.norm(norm) for norm in layer.head_norms or ()),
         latent=latent,
         recurrent=None if layer.recurrent is None else FusedRecurrent(layer.recurrent, weights),
+        sinks=None if layer.sinks is None else weights.floats(layer.sinks.name),
     )
 
 
@@ -193,9 +198,10 @@ def _gated(gated: layout.Gated, weights: NamedWeights, packing: Packing) -> Gate
 def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -> Mixture:
     experts = PackedExperts(
         packing,
-        [weights.affine(expert.gate).weight for expert in mixture.experts],
-        [weights.affine(expert.up).weight for expert in mixture.experts],
-        [weights.affine(expert.down).weight for expert in mixture.experts],
+        [weights.affine(expert.gate) for expert in mixture.experts],
+        [weights.affine(expert.up) for expert in mixture.experts],
+        [weights.affine(expert.down) for expert in mixture.experts],
+        mixture.experts[0].clamped,
     )
     shared = None if mixture.shared is None else _gated(mixture.shared, weights, packing)
     gate = None
@@ -205,8 +211,10 @@ def _mixture(mixture: layout.Mixture, weights: NamedWeights, packing: Packing) -
 
 
 def _routing(router: layout.Router, weights: NamedWeights, packing: Packing) -> Routing:
-    weight = weights.tensor(f"{router.linear.name}.weight")
+    weight, bias = weights.tensor(router.linear.weight), None
     if router.by != layout.RoutedBy.ROUNDED_SOFTMAX:
         weight = weight.float()
+    if router.linear.has_bias:
+        bias = weights.tensor(f"{router.linear.name}.bias").to(weight.dtype)
     correction = None if router.correction is None else weights.floats(router.correction)
-    return Routing(packing.plain(weight), router, correction)
+    return Routing(packing.plain(weight, bias), router, correction)

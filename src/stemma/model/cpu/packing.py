@@ -74,12 +74,12 @@ class Packing:
         return self.product([self._weight(head.weight, how)], head.bias)
 
     def experts(
-        self, gates: Sequence[Weight], ups: Sequence[Weight], downs: Sequence[Weight]
+        self, gates: Sequence[Affine], ups: Sequence[Affine], downs: Sequence[Affine]
     ) -> list[tuple[PackedProduct, PackedProduct, PackedProduct]]:
         """Return the products of all experts of a layer: gate, up and down of each."""
-        inner = in_one_form([self._weight(weight, self._how) for weight in (*gates, *ups)])
-        outer = in_one_form([self._weight(weight, self._how) for weight in downs])
-        products = [self.product([weight]) for weight in (*inner, *outer)]
+        inner, outer = self._in_one_form((*gates, *ups)), self._in_one_form(downs)
+        biases = [layer.bias for layer in (*gates, *ups, *downs)]
+        products = [self.product([w], bias) for w, bias in zip((*inner, *outer), biases, strict=True)]
         count = len(gates)
         return list(zip(products[:count], products[count : 2 * count], products[2 * count :], strict=True))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from stemma.model.families.cuts import Cuts, plain_cuts
+from stemma.model.families.expert_stacks import JoinExperts
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.pattern import LlamaPattern
 from stemma.model.families.prediction import Prediction
@@ -14,6 +15,15 @@ from stemma.model.families.prediction import Prediction
 MakeLayout: TypeAlias = Callable[[Any, int], ModelLayout | None]
 """Takes a config and a number of tensors; None: the native step doesn't compute what the config makes, or
 that has more tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A family whose quantized checkpoints have each expert's weights apart, and the others stacked."""
+
+    layout: MakeLayout
+    join: JoinExperts
+    """Makes of a mixture's experts what transformers has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,8 @@ class Family:
     """How it differs from Llama; None: it isn't of that pattern."""
     own_layout: MakeLayout | None = None
     """Makes the layout of a family of another pattern."""
+    apart: Apart | None = None
+    """Of quantized checkpoints, if the others stack experts."""
     cuts: Callable[[Any, int], Cuts] | None = plain_cuts
     """Takes a config and a number of ranks: how tensors are divided over them (parallel/share.py); None: it
     isn't served on several ranks."""

@@ -84,11 +84,6 @@ def transposed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.transpose(-1, -2).contiguous()
 
 
-def stacked_below(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join all experts' gates and ups, [experts, rows, inputs] each."""
-    return torch.cat(tuple(parts), dim=1)
-
-
 def interleaved(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join gates and ups [..., rows] by turns, as [..., 2 rows]."""
     return torch.stack(tuple(parts), dim=-1).flatten(-2)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from stemma.model.families.cuts import Cuts, Mamba2Sizes, Run, mamba2_cuts
-from stemma.model.families.family import Family
+from stemma.model.families.family import Apart, Family
 from stemma.model.families.layout import (
     Angles,
     Gated,
@@ -37,7 +39,15 @@ _MOST_EXPERTS = 1024
 _TYPES = frozenset({"linear_attention", "full_attention"})
 
 
+_MakeExperts: TypeAlias = Callable[[Any, str], tuple[Gated, ...]]
+"""Takes a config and the path of a mixture."""
+
+
 def _granite(config: Any, num_tensors: int) -> ModelLayout | None:
+    return _granite_of(config, num_tensors, _stacked_experts)
+
+
+def _granite_of(config: Any, num_tensors: int, make: _MakeExperts) -> ModelLayout | None:
     rotates = config.position_embedding_type == "rope"
     scaling = float(config.attention_multiplier)
     return _layout(
@@ -46,10 +56,14 @@ def _granite(config: Any, num_tensors: int) -> ModelLayout | None:
         types=config.layer_types,
         rotates=rotates,
         scaling=scaling,
-        mlp=lambda path: _granite_mlp(config, path),
+        mlp=lambda path: _granite_mlp(config, path, make),
         norms=("post_attention_layernorm", "model.norm"),
         scales=(config.embedding_multiplier, config.residual_multiplier, config.logits_scaling),
     )
+
+
+def _granite_apart(config: Any, num_tensors: int) -> ModelLayout | None:
+    return _granite_of(config, num_tensors, _experts_apart)
 
 
 def _bamba(config: Any, num_tensors: int) -> ModelLayout | None:
@@ -192,7 +206,7 @@ def _step_limits(config: Any) -> tuple[float, float]:
     return float(least), float(most)
 
 
-def _granite_mlp(config: Any, path: str) -> Gated | Mixture:
+def _granite_mlp(config: Any, path: str, make: _MakeExperts) -> Gated | Mixture:
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     dense = _in_one(f"{path}.shared_mlp", hidden, shared)
     num_experts = config.num_local_experts
@@ -204,11 +218,21 @@ def _granite_mlp(config: Any, path: str) -> Gated | Mixture:
         config.num_experts_per_tok,
         normalize=True,
     )
-    experts = tuple(
-        _in_one(f"{path}.block_sparse_moe", hidden, config.intermediate_size, (num_experts, expert))
-        for expert in range(num_experts)
-    )
-    return Mixture(router, experts, dense)
+    return Mixture(router, make(config, f"{path}.block_sparse_moe"), dense)
+
+
+def _stacked_experts(config: Any, path: str) -> tuple[Gated, ...]:
+    sizes, count = (config.hidden_size, config.intermediate_size), config.num_local_experts
+    return tuple(_in_one(path, *sizes, (count, expert)) for expert in range(count))
+
+
+def _experts_apart(config: Any, path: str) -> tuple[Gated, ...]:
+    sizes = config.hidden_size, config.intermediate_size
+    return tuple(gated(f"{path}.experts.{expert}", *sizes) for expert in range(config.num_local_experts))
+
+
+def _stack(gates: torch.Tensor, ups: torch.Tensor, downs: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_linear.weight": torch.cat([gates, ups], dim=1), "output_linear.weight": downs}
 
 
 def _in_one(path: str, hidden: int, width: int, expert: tuple[int, int] | None = None) -> Gated:
@@ -251,6 +275,12 @@ def _granite_cuts(config: Any, num_ranks: int) -> Cuts:
 
 
 GRANITE = (
-    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", own_layout=_granite, cuts=_granite_cuts),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        own_layout=_granite,
+        apart=Apart(_granite_apart, _stack),
+        cuts=_granite_cuts,
+    ),
     Family("bamba", "BambaForCausalLM", own_layout=_bamba, cuts=_mamba_cuts),
 )

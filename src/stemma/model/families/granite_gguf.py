@@ -11,7 +11,6 @@ from stemma.model.families.gguf_changes import (
     Join,
     flat,
     rotated_heads,
-    stacked_below,
     to_logarithm,
     with_channel,
 )
@@ -117,15 +116,10 @@ GRANITE_FORM = GGUFForm(
         **{f"ffn_{part}": f"{_DENSE}.{part}" for part in _GATED},
         **{f"ffn_{part}_shexp": f"{_DENSE}.{part}" for part in _GATED},
         **dict.fromkeys(("ffn_down", "ffn_down_shexp"), f"{_DENSE}.output_linear"),
-        **{f"ffn_{part}_exps.weight": f"{_ROUTED}.{part}.weight" for part in _GATED},
-        "ffn_down_exps.weight": f"{_ROUTED}.output_linear.weight",
     },
-    experts={},
+    experts={f"ffn_{part}_exps": f"{_ROUTED}.experts.{{}}.{part}_proj" for part in (*_GATED, "down")},
     change=_change,
     joins={
         f"{_DENSE}.input_linear.weight": Join(tuple(f"{_DENSE}.{part}.weight" for part in _GATED)),
-        f"{_ROUTED}.input_linear.weight": Join(
-            tuple(f"{_ROUTED}.{part}.weight" for part in _GATED), plain=stacked_below, dimensions=3
-        ),
     },
 )

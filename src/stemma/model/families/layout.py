@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from stemma.errors import ModelError
+
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shapes of tensors, by name."""
 Angles: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -31,6 +33,18 @@ class Piece:
     expert: int | None = None
     is_transposed: bool = False
     """The tensor is [experts, inputs, rows]."""
+    step: int = 1
+    """Rows from one of the layer's to its next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """A bias that is part of a tensor [experts, rows]."""
+
+    name: str
+    """The tensor's whole name."""
+    piece: Piece
+    """Its shape and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +57,22 @@ class Linear:
     has_bias: bool = False
     piece: Piece | None = None
     """None: the weight is a tensor of its own."""
+    ending: str = ".weight"
+    """Behind the name of the weight's tensor; some tensors that stack experts have none."""
+    bias: Bias | None = None
+    """Where the bias is instead of `NAME.bias`."""
+
+    @property
+    def weight(self) -> str:
+        """The weight's tensor."""
+        return f"{self.name}{self.ending}"
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
-        yield f"{self.name}.weight", (self.outputs, self.inputs) if self.piece is None else self.piece.shape
-        if self.has_bias:
+        yield self.weight, (self.outputs, self.inputs) if self.piece is None else self.piece.shape
+        if self.bias is not None:
+            yield self.bias.name, self.bias.piece.shape
+        elif self.has_bias:
             yield f"{self.name}.bias", (self.outputs,)
 
 
@@ -60,10 +85,25 @@ class Norm:
     eps: float
     is_centered: bool = False
     """The weights are kept less 1."""
+    rounds_once: bool = False
+    """What is normed meets the weights before it is rounded, as it does where they are centered."""
+
+    @property
+    def in_floats(self) -> bool:
+        """Whether the weights are taken in float32."""
+        return self.is_centered or self.rounds_once
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensor."""
         yield f"{self.name}.weight", (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class Clamped:
+    """GPT-OSS's activation: `clamped_and_multiply` of native/layers.h."""
+
+    sharpness: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +113,8 @@ class Gated:
     gate: Linear
     up: Linear
     down: Linear
+    clamped: Clamped | None = None
+    """None: silu."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
@@ -104,6 +146,15 @@ class Router:
     num_groups: int = 0
     """0: experts are in no groups."""
     top_groups: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a choice that can't be made: the kernels don't look."""
+        for chosen, count, what in (
+            (self.top_k, self.linear.outputs, "experts"),
+            (self.top_groups, self.num_groups, "groups of experts"),
+        ):
+            if type(chosen) is not int or not (count == 0 or 1 <= chosen <= count):
+                raise ModelError(f"config.json gives a token {chosen} of {count} {what}")
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors."""
@@ -199,6 +250,19 @@ class Recurrent:
 
 
 @dataclass(frozen=True, slots=True)
+class Sinks:
+    """Attention sinks: a score of each head beside those of its keys, without a value."""
+
+    name: str
+    """The tensor's whole name."""
+    num_heads: int
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the tensor."""
+        yield self.name, (self.num_heads,)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer."""
 
@@ -220,6 +284,7 @@ class Layer:
     """Whether queries and keys are rotated by their positions."""
     recurrent: Recurrent | None = None
     """Instead of attention."""
+    sinks: Sinks | None = None
     has_gates: bool = False
     """Whether the inputs end with gates of what is attended, one for each number."""
     order: tuple[int, ...] | None = None
@@ -237,6 +302,7 @@ class Layer:
             *norms,
             self.latent,
             self.recurrent,
+            self.sinks,
         ):
             if part is not None:
                 yield from part.shapes()

@@ -18,6 +18,7 @@ from stemma.model.families.layout import (
     Mixture,
     ModelLayout,
     Norm,
+    Sinks,
     bounded_layers,
 )
 from stemma.model.families.rotary import RotaryAngles, has_fixed_angles
@@ -76,6 +77,10 @@ class LlamaPattern:
     """Takes a config; returns which of `ATTENTION` and `GATED` have a bias."""
     norms_heads: bool = False
     """Whether queries and keys are normed, head by head."""
+    has_sinks: bool = False
+    """Whether attention has sinks."""
+    rounds_once: bool = False
+    """Of its norms, see `Norm`."""
     rotating: Callable[[Any], tuple[bool, ...]] = all_rotate
     """Takes a config; returns for each layer whether it rotates queries and keys."""
     windows: Callable[[Any], tuple[int | None, ...]] = windows_by_type
@@ -104,7 +109,8 @@ class LlamaPattern:
         )
         if layers is None:
             return None
-        return with_ends(config, layers, heads, partial(_angles, config, heads.head_dim))
+        angles = partial(_angles, config, heads.head_dim)
+        return with_ends(config, layers, heads, angles, rounds_once=self.rounds_once)
 
     def _layer(
         self, config: Any, number: int, heads: GroupedHeads, rotates: bool, window: int | None
@@ -122,16 +128,18 @@ class LlamaPattern:
             Norm(f"{path}.self_attn.q_norm", heads.head_dim, config.rms_norm_eps),
             Norm(f"{path}.self_attn.k_norm", heads.head_dim, config.rms_norm_eps),
         )
+        norm = partial(_norm, config, rounds_once=self.rounds_once)
         return Layer(
             inputs=tuple(attention[:3]),
             output=attention[3],
             mlp=plain() if self.mlp is None else self.mlp(config, number),
-            input_norm=_norm(config, f"{path}.input_layernorm"),
-            post_norm=_norm(config, f"{path}.post_attention_layernorm"),
+            input_norm=norm(f"{path}.input_layernorm"),
+            post_norm=norm(f"{path}.post_attention_layernorm"),
             scaling=heads.head_dim**-0.5,
             head_norms=normed if self.norms_heads else None,
             window=window,
             rotates=rotates,
+            sinks=Sinks(f"{path}.self_attn.sinks", heads.num_heads) if self.has_sinks else None,
         )
 
 
@@ -140,6 +148,8 @@ def with_ends(
     layers: tuple[Layer, ...],
     heads: GroupedHeads | LatentHeads,
     angles: Callable[[], Angles],
+    *,
+    rounds_once: bool = False,
 ) -> ModelLayout:
     """Return the model of these layers, with the embedding, last norm and output head of `config`."""
     vocabulary, hidden = config.vocab_size, config.hidden_size
@@ -147,7 +157,7 @@ def with_ends(
         layers=layers,
         heads=heads,
         embedding=Linear("model.embed_tokens", vocabulary, hidden),
-        norm=_norm(config, "model.norm"),
+        norm=_norm(config, "model.norm", rounds_once=rounds_once),
         head=None if config.tie_word_embeddings else Linear("lm_head", vocabulary, hidden),
         angles=angles,
     )
@@ -158,8 +168,8 @@ def head_dim_of(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _norm(config: Any, name: str) -> Norm:
-    return Norm(name, config.hidden_size, float(config.rms_norm_eps))
+def _norm(config: Any, name: str, *, rounds_once: bool = False) -> Norm:
+    return Norm(name, config.hidden_size, float(config.rms_norm_eps), rounds_once=rounds_once)
 
 
 def _is_native(config: Any, heads: GroupedHeads) -> bool:
@@ -204,7 +214,7 @@ def as_stored(shapes: Mapping[str, tuple[int, ...]], pattern: LlamaPattern, *, i
         return Layer(
             inputs=tuple(attention[:3]),
             output=attention[3],
-            mlp=Gated(*(linear(f"{path}.mlp.{name}") for name in GATED)),
+            mlp=_gated_of(linear, f"{path}.mlp"),
             input_norm=norm(f"{path}.input_layernorm"),
             post_norm=norm(f"{path}.post_attention_layernorm"),
             scaling=0.0,
@@ -219,6 +229,11 @@ def as_stored(shapes: Mapping[str, tuple[int, ...]], pattern: LlamaPattern, *, i
         head=None if is_tied else linear("lm_head"),
         angles=_unknown,
     )
+
+
+def _gated_of(linear: Callable[[str], Linear], path: str) -> Gated:
+    gate, up, down = (linear(f"{path}.{name}") for name in GATED)
+    return Gated(gate, up, down)
 
 
 def _unknown() -> Angles:

@@ -10,11 +10,12 @@ import torch
 from stemma.errors import UnsupportedModel
 from stemma.model.families.cuts import Cuts
 from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SPARSE
+from stemma.model.families.expert_stacks import stack_experts
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
 from stemma.model.families.gguf import GGUFForm
 from stemma.model.families.glm4 import GLM4_FORM
-from stemma.model.families.gpt_oss import GPT_OSS_FORM
+from stemma.model.families.gpt_oss import GPT_OSS, GPT_OSS_FORM
 from stemma.model.families.granite import GRANITE
 from stemma.model.families.granite_gguf import GRANITE_FORM
 from stemma.model.families.layout import ModelLayout
@@ -44,6 +45,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     *SPARSE,
     GEMMA2,
+    GPT_OSS,
     *GRANITE,
     *LFM2,
     LLAMA,
@@ -101,17 +103,24 @@ def contained_layout(
     """Return what `config` makes, if all its tensors are among these and the native step computes it."""
     is_known = type(config).__module__.startswith(_CONFIG_MODULES)
     family = family_of(config.model_type)
-    if family is None or family.layout is None or not is_known:
+    if family is None or not is_known or dtype not in (torch.bfloat16, torch.float32):
         return None
-    if dtype not in (torch.bfloat16, torch.float32):
-        return None
-    layout = family.layout(config, len(shapes))
-    if layout is None:
-        return None
+    makers = (family.layout, None if family.apart is None else family.apart.layout)
+    made = (make(config, len(shapes)) for make in makers if make is not None)
+    return next((layout for layout in made if layout is not None and _is_contained(layout, shapes)), None)
+
+
+def _is_contained(layout: ModelLayout, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     wanted = layout.shapes()
     if any(shapes.get(name) != shape for name, shape in wanted.items()):
-        return None
-    return layout if all(size > 0 for shape in wanted.values() for size in shape) else None
+        return False
+    return all(size > 0 for shape in wanted.values() for size in shape)
+
+
+def stacked_experts(config: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a quantized checkpoint's tensors as transformers' modules have them; `weights` is used up."""
+    family = family_of(config.model_type)
+    return weights if family is None or family.apart is None else stack_experts(weights, family.apart.join)
 
 
 def pattern_of(model_type: object) -> LlamaPattern | None:

@@ -13,6 +13,7 @@ from stemma.model.cpu.experts import PackedExperts
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import can_pack
 from stemma.model.foreign.weights import ModuleWeights
+from stemma.model.weights.named import Affine
 
 _SILU = frozenset({"SiLU", "SiLUActivation"})
 
@@ -76,12 +77,12 @@ def _common(module: Any, weights: ModuleWeights, packing: Packing) -> PackedExpe
     """Pack gate_up_proj [E, 2 I, H] (gates, then ups) and down_proj [E, H, I]."""
     gate_up, down = module.gate_up_proj, module.down_proj
     inner = down.shape[2]
-    return PackedExperts(
-        packing,
-        weights.experts(module, "gate_proj", gate_up[:, :inner]),
-        weights.experts(module, "up_proj", gate_up[:, inner:]),
-        weights.experts(module, "down_proj", down),
-    )
+
+    def part(name: str, stacked: Any) -> list[Affine]:
+        return [Affine(weight) for weight in weights.experts(module, name, stacked)]
+
+    gates, ups = part("gate_proj", gate_up[:, :inner]), part("up_proj", gate_up[:, inner:])
+    return PackedExperts(packing, gates, ups, part("down_proj", down))
 
 
 def has_common_form(module: Any) -> bool:

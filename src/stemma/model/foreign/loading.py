@@ -19,6 +19,7 @@ from stemma.model.checkpoint import Checkpoint, read_plain
 from stemma.model.checkpoint_config import SCORE_WEIGHT, is_classifier, runs_remote_code
 from stemma.model.directory import INDEX, lacks_metadata
 from stemma.model.extent import check_extent
+from stemma.model.families.registry import stacked_experts
 from stemma.model.foreign.fit import check_shapes, check_surplus
 from stemma.model.foreign.reports import transformers_reports
 from stemma.model.foreign.weights import ModuleWeights
@@ -95,7 +96,8 @@ def _load(
     """Return the model, and what transformers says of its tensors."""
     path, dtype = checkpoint.path, checkpoint.dtype
     if checkpoint.quantized is not None:
-        return _from_tensors(config, checkpoint.quantized.dequantized(dtype), dtype)
+        weights = stacked_experts(config, checkpoint.quantized.dequantized(dtype))
+        return _from_tensors(config, weights, dtype)
     if cut is not None:
         return _from_tensors(config, cut.weights, dtype, cut.class_of)
     if lacks_metadata(path):

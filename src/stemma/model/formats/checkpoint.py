@@ -61,23 +61,38 @@ class CheckpointTensors:
 
     def read(self, name: str, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
         """Return a tensor; raise ModelError if it is missing or of none of `dtypes`."""
-        if name not in self.stored:
-            raise ModelError(f"{self.path} has no {name}, which its quantized weight needs; is it complete?")
-        stored = self.stored[name]
-        file = stored.file
-        if file not in self._files:
-            self._files[file] = open_safetensors(file)
-        tensor: torch.Tensor = self._files[file].get_tensor(stored.stored_name)
+        file, stored_name = self._file_of(name)
+        tensor: torch.Tensor = file.get_tensor(stored_name)
         if dtypes and tensor.dtype not in dtypes:
             allowed = " or ".join(str(dtype) for dtype in dtypes)
             raise ModelError(f"{self.path}: {name} is {tensor.dtype}, must be {allowed}")
         return tensor
+
+    def read_part(self, name: str, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return one of what a tensor stacks; the rest isn't read. Raises ModelError as `read`."""
+        file, stored_name = self._file_of(name)
+        whole = file.get_slice(stored_name)
+        if not 0 <= number < whole.get_shape()[0]:
+            raise ModelError(f"{self.path}: {name} is {whole.get_shape()}, it has no number {number}")
+        part: torch.Tensor = whole[number]
+        if part.dtype != dtype:
+            raise ModelError(f"{self.path}: {name} is {part.dtype}, must be {dtype}")
+        return part
 
     def read_floats(self, name: str) -> torch.Tensor:
         """Return a tensor of floats as float32; raise ModelError if one is NaN or infinite."""
         values = self.read(name, _FLOATS).float()
         self.check_finite(name, values)
         return values
+
+    def _file_of(self, name: str) -> tuple[Any, str]:
+        """Return the opened file of a tensor, and its name there."""
+        if name not in self.stored:
+            raise ModelError(f"{self.path} has no {name}, which its quantized weight needs; is it complete?")
+        stored = self.stored[name]
+        if stored.file not in self._files:
+            self._files[stored.file] = open_safetensors(stored.file)
+        return self._files[stored.file], stored.stored_name
 
     def check_finite(self, name: str, values: torch.Tensor) -> None:
         """Raise ModelError, naming the file, if a number of the tensor `name` is NaN or infinite."""

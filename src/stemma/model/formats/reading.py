@@ -13,7 +13,7 @@ from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import StoredWeights
 
 GGUF, MODELSLIM = "gguf", "modelslim"
-_BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8")
+_BY_NAME = ("compressed-tensors", "gptq", "awq", "fp8", "mxfp8", "mxfp4")
 """Values of `quantization_config.quant_method` in config.json."""
 
 
@@ -53,7 +53,7 @@ def read_quantized(
         described = description_file(path)
         assert described is not None
         return modelslim.read_weights(tensors, read_json(described), dtype)
-    from stemma.model.formats import awq, compressed_tensors, fp8, gptq
+    from stemma.model.formats import awq, compressed_tensors, fp8, gptq, mxfp4
 
     readers = {
         "compressed-tensors": compressed_tensors.read_weights,
@@ -61,5 +61,6 @@ def read_quantized(
         "awq": awq.read_weights,
         "fp8": fp8.read_weights,
         "mxfp8": fp8.read_weights,
+        "mxfp4": mxfp4.read_weights,
     }
     return readers[name](tensors, quantization, dtype)

@@ -38,18 +38,19 @@ class NamedWeights:
 
     def affine(self, linear: Linear) -> Affine:
         """Return what a linear layer computes with; its weight may be quantized."""
-        weight = self._stored[f"{linear.name}.weight"]
+        weight = self._stored[linear.weight]
         if (piece := linear.piece) is not None:
             weight = _rows_of(weight, piece, linear.outputs)
         if isinstance(weight, torch.Tensor):
-            weight = self._plain(f"{linear.name}.weight", weight)
-        return Affine(weight, self.tensor(f"{linear.name}.bias") if linear.has_bias else None)
+            weight = self._plain(linear.weight, weight)
+        return Affine(weight, self._bias(linear))
 
     def norm(self, norm: Norm) -> torch.Tensor:
-        """Return a norm's weight [size], apart from its file; in float32 if it is centered, and whole."""
-        if norm.is_centered:
-            return self.floats(f"{norm.name}.weight") + 1.0
-        return self.tensor(f"{norm.name}.weight").clone()
+        """Return a norm's weight [size], apart from its file, and whole if it is centered."""
+        name = f"{norm.name}.weight"
+        if norm.in_floats:
+            return self.floats(name) + (1.0 if norm.is_centered else 0.0)
+        return self.tensor(name).clone()
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight's numbers, dequantized if it is quantized."""
@@ -65,6 +66,12 @@ class NamedWeights:
         self._check(name, weight)
         return weight.float().contiguous()
 
+    def _bias(self, linear: Linear) -> torch.Tensor | None:
+        if (bias := linear.bias) is not None:
+            stacked, piece = self.tensor(bias.name), bias.piece
+            return stacked[piece.expert][_chosen(piece, linear.outputs)].contiguous()
+        return self.tensor(f"{linear.name}.bias") if linear.has_bias else None
+
     def _plain(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         weight = weight.to(self._dtype)
         self._check(name, weight)
@@ -72,8 +79,12 @@ class NamedWeights:
 
 
 def _rows_of(weight: Weight, piece: Piece, count: int) -> Weight:
-    first, end = piece.first_row, piece.first_row + count
+    chosen = _chosen(piece, count)
     if not isinstance(weight, torch.Tensor):
-        return weight.rows(first, end)
+        return weight.rows(chosen.start, chosen.stop)
     rows = weight if piece.expert is None else weight[piece.expert]
-    return rows[:, first:end].T.contiguous() if piece.is_transposed else rows[first:end]
+    return rows[:, chosen].T.contiguous() if piece.is_transposed else rows[chosen]
+
+
+def _chosen(piece: Piece, count: int) -> slice:
+    return slice(piece.first_row, piece.first_row + count * piece.step, piece.step)

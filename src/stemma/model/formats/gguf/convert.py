@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from stemma.model.families.registry import stacked_experts
 from stemma.model.formats.gguf.config import read_config
 from stemma.model.formats.gguf.tokenizer import end_token_ids, read_tokenizer
 from stemma.model.formats.gguf.weights import read_weights
@@ -24,7 +25,8 @@ def convert(source: Path, target: Path) -> None:
     config, tokenizer = read_config(header), read_tokenizer(header)
     config.dtype = torch.bfloat16
     weights, _ = read_weights(header, config, torch.bfloat16, keep=False)
-    save_file(weights.dequantized(torch.bfloat16), target / "model.safetensors", metadata={"format": "pt"})
+    tensors = stacked_experts(config, weights.dequantized(torch.bfloat16))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     as_transformers(config).save_pretrained(target)
     tokenizer.save_pretrained(target)
     # A completion without a chat template ends with the end of a document, not with the end of a turn.

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from gguf.quants import IQ4_NL, MXFP4
+from gguf.quants import IQ4_NL
 
 from stemma.errors import ModelError
+from stemma.model.formats.mxfp4 import MXFP4_LEVELS, mxfp4_scales
 from stemma.model.gguf_header import GGUFTensor
 from stemma.model.weights.multiples import GroupNumbers, Multiples
 from stemma.model.weights.quantized import ActivationScheme, QuantizedWeight
@@ -222,7 +223,6 @@ def _q6_k(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 _IQ4_LEVELS = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
-_MXFP4_LEVELS = torch.tensor(MXFP4.kvalues, dtype=torch.int8)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> QuantizedWeight:
@@ -236,10 +236,8 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantizedWeight:
 
 
 def _mxfp4(blocks: torch.Tensor) -> QuantizedWeight:
-    """Exponents of two, halved since levels are doubled; the least two are no normal numbers."""
-    exponents = blocks[..., 0].int()
-    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp_max(1), (exponents - 1) << 23)
-    return _weight(_codes(blocks[..., 1:], 4, 16), bits.view(torch.float32), 4, levels=_MXFP4_LEVELS)
+    scales = mxfp4_scales(blocks[..., 0])
+    return _weight(_codes(blocks[..., 1:], 4, 16), scales, 4, levels=MXFP4_LEVELS)
 
 
 _SPLITTERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedWeight]] = {

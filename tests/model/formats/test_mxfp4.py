@@ -1,0 +1,108 @@
+"""GPT-OSS in MXFP4, as OpenAI publishes it, against transformers' own numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from stemma.config.settings import ModelSettings
+from stemma.errors import ModelError
+from stemma.model import loading
+from stemma.model.causal_lm import CausalLM
+from stemma.model.loading import load_model
+from tests import checkpoints
+from tests.model.paging import PagedSequences, plain_logits
+
+Tensors = dict[str, torch.Tensor]
+
+
+def build(folder: Path, **changed: Any) -> tuple[Path, Path]:
+    """Write a checkpoint in MXFP4, and its numbers in float32; `changed`: tensors of layer 0's experts."""
+    plain = checkpoints.build("gpt-oss", folder / "plain")
+    weights: Tensors = load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    packed: Tensors = {}
+    for name in list(weights):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        count, inputs, outputs = weights[name].shape
+        blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=generator).byte()
+        scales = torch.randint(114, 122, (count, outputs, inputs // 32), generator=generator).byte()
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for name, tensor in changed.items():
+        packed[f"model.layers.0.mlp.experts.{name}"] = tensor
+    rest = {name: tensor for name, tensor in weights.items() if f"{name}_blocks" not in packed}
+    quantized = folder / "mxfp4"
+    quantized.mkdir()
+    for file in plain.iterdir():
+        if file.name != "model.safetensors":
+            (quantized / file.name).write_bytes(file.read_bytes())
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (quantized / "config.json").write_text(json.dumps(config))
+    save_file(rest | packed, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    return quantized, plain
+
+
+def load(path: Path) -> CausalLM:
+    return load_model(ModelSettings(path=path, dtype="float32", device="cpu"))
+
+
+def logits_of(model: CausalLM, prompt: list[int], chunk: int) -> torch.Tensor:
+    run = PagedSequences(model, [prompt])
+    run.finish(chunk=chunk)
+    return run.logits[0]
+
+
+def test_equals_transformers(tmp_path: Path) -> None:
+    quantized, plain = build(tmp_path)
+    rng = random.Random(1)
+    prompt = [rng.randrange(500) for _ in range(60)]
+    model = load(quantized)
+    assert "MXFP4 kept quantized" in model.info.formats
+    found = logits_of(model, prompt, 17)
+    torch.testing.assert_close(found, plain_logits(plain, prompt), atol=2e-4, rtol=1e-4)
+    assert torch.equal(found, logits_of(model, prompt, 60))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_experts_become_plain_where_modules_run(
+    kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, _ = build(tmp_path)
+    prompt = list(range(40))
+    fused = logits_of(load(quantized), prompt, 40)
+    monkeypatch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
+    if not kernels:
+        monkeypatch.setattr(loading, "load_kernels", lambda isa: None)
+    torch.testing.assert_close(fused, logits_of(load(quantized), prompt, 40), atol=2e-4, rtol=1e-4)
+
+
+BLOCKS = torch.zeros(4, 192, 2, 16, dtype=torch.uint8)
+SCALES = torch.full((4, 192, 2), 120, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"gate_up_proj_blocks": BLOCKS[..., :15].clone()}, "must be \\[experts, outputs, groups, 16\\]"),
+        ({"gate_up_proj_blocks": BLOCKS.to(torch.int32)}, "must be torch.uint8"),
+        ({"gate_up_proj_scales": SCALES[:, :, :1].clone()}, "its blocks need"),
+        ({"gate_up_proj_scales": SCALES[:2].clone()}, "has no number 2"),
+        ({"gate_up_proj_scales": torch.full_like(SCALES, 255)}, "no number; download"),
+        ({"router_blocks": BLOCKS}, "no GPT-OSS has"),
+    ],
+)
+def test_damaged(changed: Tensors, message: str, tmp_path: Path) -> None:
+    quantized, _ = build(tmp_path, **changed)
+    with pytest.raises(ModelError, match=message):
+        load(quantized)
