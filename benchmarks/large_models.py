@@ -1,12 +1,14 @@
 """Models of some gigabytes beside reading them, and beside ik_llama.cpp: `python -m benchmarks.large_models`.
 
 An 8B shape and a mixture of 16B of which a token meets 2.5B, as GGUF files of Q4_K_M's types with random
-blocks, and the 8B shape as a GPTQ checkpoint of four bits. For each: seconds to load it when its pages aren't
-in memory, beside reading the file once in the same state; the process's peak memory beside the file;
-milliseconds of decode steps of 1 and 8 rows beside reading what they need of the file at the machine's
-bandwidth; a prompt of 512. Each model runs in a process of its own. Run it on a quiet machine with 20 GB.
+blocks, the 8B shape as a GPTQ checkpoint of four bits, and half of GPT-OSS 20B's layers in MXFP4. For each:
+seconds to load it when its pages aren't in memory, beside reading the file once in the same state; the
+process's peak memory beside the file; milliseconds of decode steps of 1 and 8 rows beside reading what they
+need of the file at the machine's bandwidth; a prompt of 512. Each model runs in a process of its own. Run it
+on a quiet machine with 20 GB.
 
-`--only 8b|gptq|moe`, `--ik-llama PYTHON` for the peer, `--folder DIR` for the files (25 GB), `--threads N`.
+`--only 8b|gptq|moe|gpt-oss`, `--ik-llama PYTHON` for the peer, `--folder DIR` for the files (32 GB),
+`--threads N`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from benchmarks.checkpoint import half_billion_checkpoint
 from benchmarks.engine import timed_ms
 from benchmarks.peers.random_gguf import EIGHT_BILLION, SIXTEEN_BILLION_MOE, Shape, write_random
 from benchmarks.peers.random_gptq import write_random_gptq
+from benchmarks.peers.random_mxfp4 import write_random_mxfp4
 from benchmarks.quantization import LLAMA_CONTEXT, LLAMA_PROMPT, LLAMA_STEPS, PEERS, Bench
 from benchmarks.tiers import drop_pages, read_plainly, timed_s
 from stemma.native.library import load_kernels
@@ -37,6 +40,12 @@ from stemma.native.process_memory import peak_bytes, resident_bytes
 
 READ_BYTES = 1 << 30
 BATCH = 8
+SHAPES = {
+    "8b": EIGHT_BILLION,
+    "moe": SIXTEEN_BILLION_MOE,
+    "gptq": EIGHT_BILLION,
+    "gpt-oss": Shape("gpt-oss", 12, 2880, 2880, 64, 8, 64, num_experts=32, experts_per_token=4),
+}
 TURNS = 3
 
 
@@ -173,11 +182,13 @@ def cases(folder: Path, only: str) -> list[Case]:
     """Write the files that aren't there yet and return what to measure."""
     tokenizer = half_billion_checkpoint()
     found = []
-    for name, shape in (("8b", EIGHT_BILLION), ("moe", SIXTEEN_BILLION_MOE), ("gptq", EIGHT_BILLION)):
+    for name, shape in SHAPES.items():
         if only not in ("", name):
             continue
         if name == "gptq":
             path = write_random_gptq(shape, folder / "bench-8b-gptq", tokenizer)
+        elif name == "gpt-oss":
+            path = write_random_mxfp4(shape, folder / "bench-gpt-oss-10b", tokenizer)
         else:
             path = write_random(shape, folder / f"bench-{name}-Q4_K_M.gguf", tokenizer)
         found.append(Case(name, path, shape, sum(file.stat().st_size for file in files_of(path))))
@@ -187,7 +198,7 @@ def cases(folder: Path, only: str) -> list[Case]:
 def main() -> None:
     """Measure and print a table of each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=("8b", "gptq", "moe"), default="")
+    parser.add_argument("--only", choices=("8b", "gptq", "moe", "gpt-oss"), default="")
     parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python")
     parser.add_argument("--folder", type=Path, default=half_billion_checkpoint().parent)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

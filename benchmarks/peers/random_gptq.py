@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.checkpoint import VOCAB_SIZE
 from benchmarks.peers.random_gguf import Shape
+from benchmarks.peers.random_shards import Tensors, write_shards
 
 _GROUP, _BITS = 128, 4
 _CODES_A_WORD = 32 // _BITS
@@ -19,35 +18,21 @@ _SCALE = 0.02 / 4.6
 
 def write_random_gptq(shape: Shape, out: Path, tokenizer_of: Path, seed: int = 0) -> Path:
     """Write the checkpoint with the tokenizer of `tokenizer_of`; return it. One that's there stays."""
-    if (out / "complete").exists():
-        return out
-    out.mkdir(parents=True, exist_ok=True)
-    for file in (*tokenizer_of.glob("tokenizer*"), *tokenizer_of.glob("*.jinja")):
-        shutil.copy(file, out)
-    (out / "config.json").write_text(json.dumps(_config(shape), indent=1))
     draw = torch.Generator().manual_seed(seed)
-    names: dict[str, str] = {}
-    for layer in range(shape.num_layers):
-        _save(out, f"model-{layer:02d}.safetensors", _layer(shape, layer, draw), names)
+    layers, ends = partial(_layer, shape, draw), partial(_ends, shape, draw)
+    return write_shards(out, tokenizer_of, _config(shape), layers, ends)
+
+
+def _ends(shape: Shape, draw: torch.Generator) -> Tensors:
     hidden = shape.hidden
-    ends = {
+    return {
         "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, hidden, generator=draw).mul_(0.02).bfloat16(),
         "lm_head.weight": torch.randn(VOCAB_SIZE, hidden, generator=draw).mul_(0.02).bfloat16(),
         "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
     }
-    _save(out, "model-ends.safetensors", ends, names)
-    index = {"metadata": {}, "weight_map": names}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    (out / "complete").touch()
-    return out
 
 
-def _save(out: Path, file: str, tensors: dict[str, torch.Tensor], names: dict[str, str]) -> None:
-    save_file(tensors, out / file, metadata={"format": "pt"})
-    names.update(dict.fromkeys(tensors, file))
-
-
-def _layer(shape: Shape, layer: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+def _layer(shape: Shape, draw: torch.Generator, layer: int) -> Tensors:
     hidden, inner = shape.hidden, shape.intermediate
     queries, values = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     products = {
