@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 from stemma.config.settings import PoolSettings, TierSettings
 from stemma.config.sizes import format_size
 from stemma.errors import StemmaError
+from stemma.memory.tiers.disk.folder import Folder, examine_folder
 from stemma.memory.tiers.disk.spaces import list_spaces
 
 _POOL_TIMEOUT_S = 10.0
 _PROBE_KEY = "stemma-doctor"
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A directory that Stemma writes into."""
-
-    path: str
-    free_bytes: int | None
-    problem: str | None
-    """Why it can't be used; None: it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +78,6 @@ def examine_tiers(settings: TierSettings, pool: PoolSettings | None) -> Tiers:
             sum(space.in_use for space in spaces),
         )
     return Tiers(settings.host_cache, disk, None if pool is None else _examine_pool(pool))
-
-
-def examine_folder(path: Path) -> Folder:
-    """Try to write into a directory, or into the one that it would be made in. Makes no directory."""
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        free = shutil.disk_usage(existing).free
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"stemma")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return Folder(str(path), None, f"can't write into {existing}: {error.strerror or error}")
-    return Folder(str(path), free, None)
 
 
 def _examine_pool(settings: PoolSettings) -> Pool:
