@@ -173,6 +173,12 @@ def _tier_rows(tiers: Tiers) -> list[tuple[str, str]]:
         )
     if tiers.pool is not None:
         pool = f"{tiers.pool.name}, {tiers.pool.problem or 'answers'}"
+        if ports := tiers.pool.ports_open_to_all:
+            now = ", ".join(map(str, ports))
+            pool += (
+                f"; its client listens on all interfaces (ports {now} now, others each time): "
+                "let a firewall keep them to the pool's network"
+            )
     return [("host tier", host), ("disk tier", disk), ("pool", pool)]
 
 

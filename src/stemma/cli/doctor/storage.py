@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from stemma.cli.doctor.listening import ports_open_to_all
 from stemma.config.settings import PoolSettings, TierSettings
 from stemma.config.sizes import format_size
 from stemma.errors import StemmaError
@@ -34,6 +35,8 @@ class Pool:
 
     name: str
     problem: str | None
+    ports_open_to_all: tuple[int, ...] = ()
+    """Ports that its client opened on all interfaces, whatever its configuration names; of this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ def examine_tiers(settings: TierSettings, pool: PoolSettings | None) -> Tiers:
 def _examine_pool(settings: PoolSettings) -> Pool:
     """Open the pool and ask it for a key, on a thread: a backend may never answer."""
     problems = [f"no answer within {_POOL_TIMEOUT_S:.0f} s"]
+    before, ports = ports_open_to_all(), set[int]()
 
     def ask() -> None:
         from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_config
@@ -91,6 +95,7 @@ def _examine_pool(settings: PoolSettings) -> Pool:
             backend = open_pool_backend(settings.name, read_pool_config(settings.config))
             try:
                 backend.exists_many([_PROBE_KEY])
+                ports.update(ports_open_to_all() - before)
             finally:
                 backend.close()
             problems.clear()
@@ -102,4 +107,4 @@ def _examine_pool(settings: PoolSettings) -> Pool:
     asking = threading.Thread(target=ask, daemon=True, name="stemma-doctor-pool")
     asking.start()
     asking.join(_POOL_TIMEOUT_S)
-    return Pool(settings.name, problems[0] if problems else None)
+    return Pool(settings.name, problems[0] if problems else None, tuple(sorted(ports)))
