@@ -18,7 +18,7 @@ from stemma.lab.fleet.caches import Change, RunCache
 from stemma.lab.fleet.traffic import Traffic
 from stemma.lab.savings import PrefillModel
 
-TOLD_BLOCKS = "x-stemma-cached-tokens"
+TOLD_TOKENS = "x-stemma-cached-tokens"
 """Header of an answer: prompt tokens that were cached."""
 _STREAM = {"content-type": "text/event-stream"}
 
@@ -96,7 +96,7 @@ class SimulatedServer:
         number = int(request.content)
         cached = await self._unless_killed(self._compute(number))
         return httpx.Response(
-            200, headers={**_STREAM, TOLD_BLOCKS: str(cached)}, stream=_Answer(self, number)
+            200, headers={**_STREAM, TOLD_TOKENS: str(cached)}, stream=_Answer(self, number)
         )
 
     async def _wake(self) -> None:

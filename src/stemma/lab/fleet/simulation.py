@@ -25,7 +25,7 @@ from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
 from stemma.lab.fleet.caches import Change, RunCache
 from stemma.lab.fleet.router import Cpu, SimulatedRouter, hash_of
-from stemma.lab.fleet.servers import TOLD_BLOCKS, Mode, Network, ServerModel, SimulatedServer
+from stemma.lab.fleet.servers import TOLD_TOKENS, Mode, Network, ServerModel, SimulatedServer
 from stemma.lab.fleet.traffic import Traffic, names_of
 from stemma.lab.fleet.virtual_time import run_in_virtual_time
 from stemma.lab.savings import PrefillModel
@@ -267,7 +267,7 @@ class _Simulation:
         traffic, run, loop = self._traffic, self._run, asyncio.get_running_loop()
         begun = loop.time()
         chain = traffic.chain(int(traffic.prompt_runs[number]))
-        pieces = [(run_, 0, size) for run_, size in zip(chain, traffic.sizes(chain), strict=True)]
+        pieces = [(part, 0, size) for part, size in zip(chain, traffic.sizes(chain), strict=True)]
         head = hash_of(chain[min(1, len(chain) - 1)]) if chain else 0
         length = int(traffic.input_tokens[number])
         ask = Ask(names_of(pieces).tolist(), length, traffic.block_size, head)
@@ -285,7 +285,7 @@ class _Simulation:
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, _nothing, take)
             is_whole = chunks[-1:] == [b"data: [DONE]\n\n"]
             run.outcomes["right" if is_whole else "broken"] += 1
-            run.num_hit_blocks[number] = int(response.headers.get(TOLD_BLOCKS, "0")) // traffic.block_size
+            run.num_hit_blocks[number] = int(response.headers.get(TOLD_TOKENS, "0")) // traffic.block_size
         else:
             run.outcomes[str(response.status_code)] += 1
         self._progress(1)
