@@ -154,17 +154,28 @@ class ProxiedServers:
 
 
 class Clients:
-    """Traffic, and what became of it."""
+    """Traffic, and what became of it: `broken` is a failure after the first event, `lost` one before it."""
 
-    def __init__(self, url: str, expected: dict[str, str], seed: int) -> None:
+    def __init__(self, urls: Sequence[str], expected: dict[str, str], seed: int) -> None:
+        """`urls`: each request goes to one of them."""
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.latencies_s: list[float] = []
         self.num_cached = self.num_prompt = 0
         self.is_over = False
-        self._url = url
+        self.urls = urls
         self._expected = expected
         self._seed = seed
+
+    @property
+    def num_lost(self) -> int:
+        """Requests that failed before their first event."""
+        return sum(count for outcome, count in self.counts.items() if outcome.startswith("lost"))
+
+    @property
+    def num_uncounted(self) -> int:
+        """Requests that were sent and have no outcome."""
+        return 2 * self.counts["sent"] - self.counts.total()
 
     async def run(self, number: int) -> None:
         """One client, until it is over."""
@@ -173,12 +184,13 @@ class Clients:
         async with httpx.AsyncClient(timeout=180) as client:
             while not self.is_over:
                 prompt, is_stream = rng.choice(prompts), rng.random() < 0.5
+                url = rng.choice(self.urls)
                 self.counts["sent"] += 1
                 start = time.perf_counter()
                 try:
-                    outcome = await (self._stream if is_stream else self._whole)(client, prompt)
+                    outcome = await (self._stream if is_stream else self._whole)(client, url, prompt)
                 except httpx.HTTPError as error:
-                    outcome = f"failed: {type(error).__name__}"
+                    outcome = f"lost: {type(error).__name__}"
                 self.latencies_s.append(time.perf_counter() - start)
                 self.counts[outcome] += 1
                 await asyncio.sleep(rng.expovariate(1 / PAUSE_S))
@@ -186,39 +198,41 @@ class Clients:
     def _body(self, prompt: str, **fields: Any) -> dict[str, Any]:
         return {"model": "model", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}
 
-    async def _whole(self, client: httpx.AsyncClient, prompt: str) -> str:
-        answer = await client.post(f"{self._url}/v1/completions", json=self._body(prompt))
+    async def _whole(self, client: httpx.AsyncClient, url: str, prompt: str) -> str:
+        answer = await client.post(f"{url}/v1/completions", json=self._body(prompt))
         if answer.status_code != 200:
-            return f"failed: status {answer.status_code}"
+            return f"lost: status {answer.status_code}"
         said = answer.json()
         self.num_prompt += said["usage"]["prompt_tokens"]
         self.num_cached += said["usage"]["prompt_tokens_details"]["cached_tokens"]
         return self._judge(prompt, said["choices"][0]["text"], is_whole=True)
 
-    async def _stream(self, client: httpx.AsyncClient, prompt: str) -> str:
+    async def _stream(self, client: httpx.AsyncClient, url: str, prompt: str) -> str:
         text, names, ends, failure = "", set(), 0, ""
         body = self._body(prompt, stream=True)
         try:
-            async with client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
-                    return f"failed: status {answer.status_code}"
+                    return f"lost: status {answer.status_code}"
                 async for line in answer.aiter_lines():
                     if line == "data: [DONE]":
                         ends += 1
                     elif line.startswith("data: "):
                         event = json.loads(line.removeprefix("data: "))
                         if "error" in event:
-                            failure = f"failed: {event['error'].get('code')}"
+                            failure = str(event["error"].get("code"))
                             continue
                         names.add(event["id"])
                         text += "".join(choice["text"] for choice in event["choices"])
         except httpx.HTTPError as error:
-            failure = f"failed: {type(error).__name__}"
+            failure = type(error).__name__
         if len(names) > 1 or ends > 1:
             self.wrong.append(f"{prompt[:20]!r}: a stream of {len(names)} completions, {ends} ends")
             return "DUPLICATED"
         if not failure and not ends:
-            failure = "failed: a stream without end or error"
+            failure = "a stream without end or error"
+        if failure:
+            failure = f"{'broken' if names else 'lost'}: {failure}"
         return self._judge(prompt, text, is_whole=not failure, failure=failure)
 
     def _judge(self, prompt: str, text: str, *, is_whole: bool, failure: str = "") -> str:
@@ -288,7 +302,7 @@ def main() -> None:
         expected = reference(model, prompts_of(random.Random(given.seed)))
         cluster: Cluster = (RayCluster if given.ray else ProxiedServers)(model, folder)
         try:
-            clients = Clients(cluster.url, expected, given.seed)
+            clients = Clients([cluster.url], expected, given.seed)
             num_kills = asyncio.run(soak(cluster, clients, 60.0 * given.minutes))
             told = asyncio.run(told_by(cluster.url))
         finally:
@@ -300,8 +314,7 @@ def main() -> None:
     print(f"latency p50 {slowest[len(slowest) // 2]:.3f} s, p99 {slowest[len(slowest) * 99 // 100]:.3f} s")
     for line in clients.wrong[:20]:
         print(line)
-    num_counted = sum(count for outcome, count in counts.items() if outcome != "sent")
-    bad = (counts["WRONG"], counts["DUPLICATED"], counts["sent"] - num_counted)
+    bad = (counts["WRONG"], counts["DUPLICATED"], clients.num_uncounted)
     print("{} wrong, {} duplicated, {} uncounted".format(*bad))
     sys.exit(1 if any(bad) else 0)
 

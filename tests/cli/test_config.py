@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from stemma.cli import make_app
 from stemma.cli.mindie_daemon import CONFIG_VARIABLE, command
 from stemma.errors import ConfigError, StemmaError
 from stemma.model.tiny import write_tiny_model
+from tests.adapters import write_adapter
 from tests.server.routing.ports import free_port
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -169,6 +171,60 @@ def test_check_and_serve_refuse_the_same_with_the_same_words(
     said = str(checked.exception).partition(", but ")[0]  # what is available changes from moment to moment
     assert f"error: {said}" in served.stderr
     assert message in served.stderr
+
+
+def toml(tmp_path: Path, *lines: str) -> Path:
+    """Return a settings file for a tiny model of hidden size 96."""
+    model = write_tiny_model(tmp_path / "tiny", hidden_size=96, num_layers=1)
+    file = tmp_path / "stemma.toml"
+    head = ["[server]", f"port = {free_port()}", "[model]", f'path = "{model}"']
+    file.write_text("\n".join([*head, "[cache]", 'kv_cache_memory = "1MB"', *lines]))
+    return file
+
+
+def test_check_reads_adapters_and_compares_them_with_the_layers(tmp_path: Path) -> None:
+    layer = "model.layers.0.self_attn.q_proj"
+    fits = write_adapter(tmp_path / "fits", {layer: (torch.zeros(4, 96), torch.zeros(96, 4))})
+    other = write_adapter(tmp_path / "other", {layer: (torch.zeros(4, 64), torch.zeros(96, 4))})
+    wide = write_adapter(tmp_path / "wide", {layer: (torch.zeros(80, 96), torch.zeros(96, 80))})
+    for path, message in (
+        (fits, None),
+        (other, "was the adapter trained for another model?"),
+        (wide, "has rank 80"),
+        (tmp_path / "nowhere", "holds no adapter"),
+    ):
+        file = toml(tmp_path, "[lora.adapters]", f'sql = "{path}"')
+        checked = check(file)
+        if message is None:
+            assert checked.exit_code == 0, checked.output
+            continue
+        assert message in str(checked.exception)
+        served = serve(file)
+        assert (served.returncode, f"error: {checked.exception}" in served.stderr) == (2, True)
+
+
+def test_check_writes_into_the_disk_tiers_directory_and_measures_its_room(tmp_path: Path) -> None:
+    blocked = tmp_path / "plain-file"
+    blocked.write_text("x")
+    file = toml(tmp_path, "[tiers]", f'disk_cache = "{blocked / "cache"}"')
+    checked, served = check(file), serve(file)
+    assert f"disk_cache: can't write into {blocked}" in str(checked.exception)
+    assert (served.returncode, f"error: {checked.exception}" in served.stderr) == (2, True)
+    large = toml(tmp_path, "[tiers]", f'disk_cache = "{tmp_path / "cache"}"', 'disk_cache_size = "900TB"')
+    result = check(large)
+    assert result.exit_code == 0, result.output
+    assert "but the disk has room for" in result.output
+    assert not (tmp_path / "cache").exists(), "a check makes nothing"
+
+
+def test_check_says_if_the_weights_may_not_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = toml(tmp_path)
+    monkeypatch.setattr("stemma.engine.preflight.available_bytes", lambda: 1_050_000)
+    result = check(file)
+    assert result.exit_code == 0, result.output
+    assert "of memory are available" in result.output
 
 
 def test_check_of_a_wrong_file_fails(tmp_path: Path) -> None:

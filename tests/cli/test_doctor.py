@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import socket
 from pathlib import Path
 
 import orjson
@@ -10,8 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stemma.cli import make_app
+from stemma.cli.doctor.listening import ports_open_to_all
 from stemma.errors import ConfigError
 from stemma.native.levels import LEVELS, available_levels
+from tests.memory.tiers.pool.servers import MooncakeMaster
 
 
 def doctor(*arguments: str) -> Result:
@@ -64,7 +68,7 @@ def test_tiers_that_work_are_no_problem(tmp_path: Path) -> None:
 
     assert found["tiers"]["host_bytes"] == 10**6
     assert found["tiers"]["disk"]["folder"]["problem"] is None
-    assert found["tiers"]["pool"] == {"name": "directory", "problem": None}
+    assert found["tiers"]["pool"] == {"name": "directory", "problem": None, "ports_open_to_all": []}
     assert [problem.split(":")[0] for problem in found["problems"]] == ["no kernels"]
     assert not (tmp_path / "disk").exists()
 
@@ -84,3 +88,27 @@ def test_a_wrong_setting_is_an_error() -> None:
     missing = [level.name for level in LEVELS if level not in available_levels()]
     for arguments in (("--block-size", "0"), *(("--isa", name) for name in missing)):
         assert isinstance(doctor(*arguments).exception, ConfigError)
+
+
+def test_ports_on_all_interfaces_are_told_from_others() -> None:
+    with (
+        socket.create_server(("0.0.0.0", 0)) as open_to_all,
+        socket.create_server(("127.0.0.1", 0)) as here_only,
+    ):
+        found = ports_open_to_all()
+        port = open_to_all.getsockname()[1]
+        assert port in found
+        assert here_only.getsockname()[1] not in found
+    assert port not in ports_open_to_all()
+
+
+def test_mooncakes_client_listens_on_all_interfaces_and_doctor_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("mooncake.store", reason="the extra `mooncake` isn't installed")
+    master, file = MooncakeMaster(), tmp_path / "pool.json"
+    try:
+        file.write_text(json.dumps(master.config()))
+        result = doctor("--pool", "mooncake", "--pool-config", str(file))
+    finally:
+        master.stop()
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("pool")]
+    assert "answers; its client listens on all interfaces (ports " in line

@@ -51,7 +51,7 @@ COMMANDS = {
         "order:command",
         "Replay a trace with a service-time model: hits and waiting by scheduling order.",
     ),
-    "lab": ("lab:app", "Compare eviction policies, your own too, on public traces, with intervals."),
+    "lab": ("lab:app", "Compare eviction policies on traces; run the router before simulated servers."),
     "route": (
         "route:command",
         "Send each request to the best of equal servers, or to a prefill and then to a decode server.",

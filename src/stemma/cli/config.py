@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from stemma.config.loading import ENV_PREFIX, SettingField, flag_of, load_settings, setting_fields
 from stemma.config.mindie.explain import KeyRow, key_rows
-from stemma.config.settings import Settings
+from stemma.config.settings import EngineSettings, Settings
 from stemma.errors import ConfigError
 from stemma.model.located import is_here, present_path
 
@@ -47,7 +47,7 @@ def check(
 def _rehearse(settings: Settings) -> list[str]:
     """Go `stemma serve`'s way up to the weights; return what couldn't be checked. Raises what it raises."""
     from stemma.cli.serve import open_front, with_model
-    from stemma.engine.preflight import check_engine, check_surroundings
+    from stemma.engine.preflight import check_engine, check_surroundings, remarks
     from stemma.native.library import prepare_kernels
 
     model = settings.engine.model
@@ -58,10 +58,18 @@ def _rehearse(settings: Settings) -> list[str]:
     with ExitStack() as stack:
         open_front(settings, stack)
         if not is_fetched:
-            check_engine(settings.engine)
-            return []
+            engine = check_engine(settings.engine)
+            return [*remarks(engine), *_room(engine)]
         check_surroundings(settings.engine)
     return [f"the checkpoint {model.path} isn't on this machine: the server would fetch it, unchecked here"]
+
+
+def _room(engine: EngineSettings) -> list[str]:
+    """Return a line if the disk has less room than the disk tier may take."""
+    from stemma.cli.doctor.storage import examine_tiers
+
+    tiers = engine.tiers.model_copy(update={"host_cache": None})  # memory is checked with the engine
+    return examine_tiers(tiers, None).problems(0)
 
 
 @app.command()

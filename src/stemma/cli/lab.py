@@ -1,4 +1,4 @@
-"""`stemma lab bench`: eviction policies on public traces, with intervals, as a page to cite."""
+"""`stemma lab`: `bench` compares eviction policies on public traces; `fleet` is beside it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from stemma.cli import lab_fleet
 from stemma.cli.json_file import write_json
 from stemma.cli.progress import StepCounter, open_progress
 from stemma.cli.replay import load_trace, parse_capacities, parse_policies
@@ -22,7 +23,7 @@ from stemma.lab.savings import PrefillModel
 from stemma.lab.traces.columns import Trace
 
 app = typer.Typer(
-    help="Compare eviction policies, your own too, on public traces, with intervals.", no_args_is_help=True
+    help="Compare eviction policies on traces; run the router before simulated servers.", no_args_is_help=True
 )
 
 PUBLIC = ("agents", "conversation")
@@ -32,9 +33,7 @@ _WIDEST_TABLE = 1000
 _SHARES = (0.02, 0.05, 0.1, 0.25)
 
 
-@app.callback()
-def _group() -> None:
-    """Keep ``bench`` a subcommand while it is the only one."""
+app.command("fleet")(lab_fleet.command)
 
 
 @app.command("bench")

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stemma.config.settings import EngineSettings
+from stemma.config.sizes import format_size
 from stemma.engine.combinations import check_combinations
 from stemma.engine.ranks.settings import shares_of
-from stemma.errors import ConfigError
+from stemma.errors import ConfigError, StorageError
+from stemma.memory.tiers.disk.folder import examine_folder
 from stemma.memory.tiers.pool.opening import check_pool
 from stemma.model.checkpoint_config import describe_checkpoint
-from stemma.model.directory import stored_tensors
+from stemma.model.directory import StoredTensor, stored_tensors
 from stemma.model.loading import resolve_device
 from stemma.model.located import located_model, present_path
+from stemma.model.lora.adapter import LinearShape
+from stemma.model.lora.reading import check_adapter
 from stemma.model.parallel.cutting import check_cut
 from stemma.model.prediction import check_prediction
 from stemma.model.progress import Progress
 from stemma.native.process_memory import available_bytes
+
+_PLAIN = ("F32", "F16", "BF16")
+"""Types of weights that are stored with the shape of their layer."""
 
 
 def check_engine(settings: EngineSettings, progress: Progress | None = None) -> EngineSettings:
@@ -35,6 +44,7 @@ def check_surroundings(settings: EngineSettings) -> None:
     device = resolve_device(settings.model.device).type
     check_combinations(settings, device)
     _check_memory(settings, device)
+    _check_disk(settings)
     if settings.cache.pool is not None:
         check_pool(settings.cache.pool)
 
@@ -47,6 +57,22 @@ def check_checkpoint(settings: EngineSettings) -> None:
     stored = stored_tensors(settings.model.path)
     if settings.speculation.mode == "mtp":
         check_prediction(settings.model, described.config, {tensor.name for tensor in stored})
+    shapes = _shapes_of(stored)
+    for path in settings.lora.adapters.values():
+        check_adapter(path, shapes, max_rank=settings.lora.max_lora_rank)
+
+
+def remarks(settings: EngineSettings) -> list[str]:
+    """Return what may keep an engine of a checkpoint of this machine from being built, though it is tried."""
+    device = resolve_device(settings.model.device).type
+    num_bytes = sum(tensor.num_bytes for tensor in stored_tensors(settings.model.path))
+    wanted = num_bytes + _wanted_bytes(settings, device)
+    if device != "cpu" or wanted <= (available := available_bytes()):
+        return []
+    return [
+        f"the weights are {format_size(num_bytes)} as they are stored, with the caches "
+        f"{format_size(wanted)}, but {format_size(available)} of memory are available"
+    ]
 
 
 def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) -> EngineSettings:
@@ -58,13 +84,40 @@ def with_checkpoint(settings: EngineSettings, progress: Progress | None = None) 
 
 def _check_memory(settings: EngineSettings, device: str) -> None:
     """Raise ConfigError if the sizes that the settings name are more than this machine can give."""
-    cache, tiers = settings.cache, settings.tiers
-    wanted = 0 if cache.kv_cache_memory is None or device != "cpu" else cache.kv_cache_memory
-    if tiers.host_cache is not None and (cache.enable_prefix_cache or settings.role == "decode"):
-        wanted += tiers.host_cache
-    wanted *= settings.parallel.num_ranks
+    wanted = _wanted_bytes(settings, device)
     if wanted > (available := available_bytes()):
         raise ConfigError(
             f"kv_cache_memory and host_cache of all ranks are {wanted} bytes, but {available} are available; "
             "make them smaller"
         )
+
+
+def _wanted_bytes(settings: EngineSettings, device: str) -> int:
+    """Return the memory of this machine that the settings name for caches, of all ranks."""
+    cache, tiers = settings.cache, settings.tiers
+    wanted = 0 if cache.kv_cache_memory is None or device != "cpu" else cache.kv_cache_memory
+    if tiers.host_cache is not None and _has_tiers(settings):
+        wanted += tiers.host_cache
+    return wanted * settings.parallel.num_ranks
+
+
+def _check_disk(settings: EngineSettings) -> None:
+    """Raise StorageError if the disk tier's directory can't be written into."""
+    directory = settings.tiers.disk_cache
+    if directory is not None and _has_tiers(settings):
+        problem = examine_folder(directory).problem
+        if problem is not None:
+            raise StorageError(f"disk_cache: {problem}")
+
+
+def _has_tiers(settings: EngineSettings) -> bool:
+    return settings.cache.enable_prefix_cache or settings.role == "decode"
+
+
+def _shapes_of(stored: Sequence[StoredTensor]) -> dict[str, LinearShape]:
+    """Return the shapes of layers by name, of those that are stored as plain matrices."""
+    return {
+        tensor.name.removesuffix(".weight"): LinearShape(*tensor.shape)
+        for tensor in stored
+        if tensor.name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in _PLAIN
+    }

@@ -161,6 +161,27 @@ async def test_a_stopped_server_gets_no_requests(gateway: Envoy) -> None:
     os.kill(gateway.servers[0].pid, signal.SIGCONT)
 
 
+async def test_streams_of_a_hung_server_go_to_the_other_one_in_time(gateway: Envoy) -> None:
+    """It answers checks, and no requests. The picker tells Envoy how long a first byte may take."""
+    assert await ask_many(gateway.url, 60) == {"ok": 60}  # measured: milliseconds
+    become(gateway.servers[0], "hang")
+    begun = time.monotonic()
+    # A client has no say in it: neither may it wait for ever, nor make others be asked at once.
+    limits = ("1", "600000")
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def ask(number: int) -> int:
+            body = {"prompt": [number] * 100, "stream": True}
+            headers = {"x-envoy-upstream-rq-per-try-timeout-ms": limits[number % 2]}
+            answer = await client.post(f"{gateway.url}/v1/completions", json=body, headers=headers)
+            assert answer.text.count("pid") == 3
+            return answer.status_code
+
+        assert await asyncio.gather(*(ask(number) for number in range(30))) == [200] * 30
+    assert 4 < time.monotonic() - begun < 20
+    assert 0 < become(gateway.servers[0], "well") - 30 < 30, "it got some of them"
+
+
 async def test_without_the_picker_requests_still_go_somewhere(gateway: Envoy) -> None:
     gateway.router.stop()
     ended = await ask_many(gateway.url, 60)

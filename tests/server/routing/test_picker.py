@@ -92,10 +92,13 @@ def answered(status: str) -> Any:
     return ext_proc.ProcessingRequest(response_headers=ext_proc.HttpHeaders(headers=given))
 
 
+def mutation_of(answer: Any) -> Any:
+    return (answer.request_headers or answer.request_body).response.header_mutation
+
+
 def choice(answer: Any) -> list[str]:
     """Return the endpoints of an answer; header and metadata say the same."""
-    part = answer.request_headers or answer.request_body
-    [option] = part.response.header_mutation.set_headers
+    option, *_ = mutation_of(answer).set_headers
     assert option.header.key == "x-gateway-destination-endpoint"
     chosen = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields[option.header.key].string_value
     assert option.header.raw_value.decode() == chosen
@@ -110,6 +113,20 @@ async def test_the_best_server_and_those_after_it(picker: Asked) -> None:
     again = await picker.exchange(headers(), body(), answered("200"))
     assert choice(again[1]) == choice(chosen)
     assert again[2].response_headers is not None
+
+
+async def test_envoy_is_told_how_long_to_wait_for_a_streams_first_byte(picker: Asked) -> None:
+    """As long as the proxy itself would; not of whole answers, nor if there is no other server."""
+    name = "x-envoy-upstream-rq-per-try-timeout-ms"
+    _, streamed = await picker.exchange(headers(), body())
+    _, limit = mutation_of(streamed).set_headers
+    speed = picker.served.fleet.members[0].speed
+    assert (limit.header.key, limit.header.raw_value) == (name, b"%d" % round(1000 * speed.limit_s(300)))
+    _, whole = await picker.exchange(headers(), body(orjson.dumps({"prompt": "x"})))
+    _, alone = await picker.exchange(headers(subset=["[::1]:7003"]), body())
+    for answer in (whole, alone):
+        assert len(mutation_of(answer).set_headers) == 1
+        assert mutation_of(answer).remove_headers == [name]
 
 
 async def test_a_streamed_body_is_held_and_goes_on_whole(picker: Asked) -> None:

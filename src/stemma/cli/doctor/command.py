@@ -21,7 +21,8 @@ from stemma.errors import ConfigError
 
 if TYPE_CHECKING:
     from stemma.cli.doctor.machine import Gpu, Memory, Processor, Threads
-    from stemma.cli.doctor.storage import Folder, Tiers
+    from stemma.cli.doctor.storage import Tiers
+    from stemma.memory.tiers.disk.folder import Folder
     from stemma.native.library import KernelReport
 
 EXIT_PROBLEMS = 1
@@ -75,11 +76,12 @@ def command(
 def gather(settings: Settings) -> Report:
     """Examine the machine. Raises ConfigError if the settings ask for kernels that it can't run."""
     from stemma.cli.doctor import machine, storage
+    from stemma.memory.tiers.disk.folder import examine_folder
     from stemma.model.demo import converted_checkpoint, missing_packages
     from stemma.native.library import report_kernels
 
     engine = settings.engine
-    memory, folder = machine.memory(), storage.examine_folder(cache_folder())
+    memory, folder = machine.memory(), examine_folder(cache_folder())
     kernels = report_kernels(engine.model.isa)
     tiers = storage.examine_tiers(engine.tiers, engine.cache.pool)
     problems = tiers.problems(memory.free_bytes)
@@ -171,6 +173,12 @@ def _tier_rows(tiers: Tiers) -> list[tuple[str, str]]:
         )
     if tiers.pool is not None:
         pool = f"{tiers.pool.name}, {tiers.pool.problem or 'answers'}"
+        if ports := tiers.pool.ports_open_to_all:
+            now = ", ".join(map(str, ports))
+            pool += (
+                f"; its client listens on all interfaces (ports {now} now, others each time): "
+                "let a firewall keep them to the pool's network"
+            )
     return [("host tier", host), ("disk tier", disk), ("pool", pool)]
 
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
+from stemma.cli.doctor.listening import ports_open_to_all
 from stemma.config.settings import PoolSettings, TierSettings
 from stemma.config.sizes import format_size
 from stemma.errors import StemmaError
+from stemma.memory.tiers.disk.folder import Folder, examine_folder
 from stemma.memory.tiers.disk.spaces import list_spaces
 
 _POOL_TIMEOUT_S = 10.0
 _PROBE_KEY = "stemma-doctor"
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A directory that Stemma writes into."""
-
-    path: str
-    free_bytes: int | None
-    problem: str | None
-    """Why it can't be used; None: it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +35,8 @@ class Pool:
 
     name: str
     problem: str | None
+    ports_open_to_all: tuple[int, ...] = ()
+    """Ports that its client opened on all interfaces, whatever its configuration names; of this call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +83,10 @@ def examine_tiers(settings: TierSettings, pool: PoolSettings | None) -> Tiers:
     return Tiers(settings.host_cache, disk, None if pool is None else _examine_pool(pool))
 
 
-def examine_folder(path: Path) -> Folder:
-    """Try to write into a directory, or into the one that it would be made in. Makes no directory."""
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        free = shutil.disk_usage(existing).free
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"stemma")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return Folder(str(path), None, f"can't write into {existing}: {error.strerror or error}")
-    return Folder(str(path), free, None)
-
-
 def _examine_pool(settings: PoolSettings) -> Pool:
     """Open the pool and ask it for a key, on a thread: a backend may never answer."""
     problems = [f"no answer within {_POOL_TIMEOUT_S:.0f} s"]
+    before, ports = ports_open_to_all(), set[int]()
 
     def ask() -> None:
         from stemma.memory.tiers.pool.registry import open_pool_backend, read_pool_config
@@ -120,6 +95,7 @@ def _examine_pool(settings: PoolSettings) -> Pool:
             backend = open_pool_backend(settings.name, read_pool_config(settings.config))
             try:
                 backend.exists_many([_PROBE_KEY])
+                ports.update(ports_open_to_all() - before)
             finally:
                 backend.close()
             problems.clear()
@@ -131,4 +107,4 @@ def _examine_pool(settings: PoolSettings) -> Pool:
     asking = threading.Thread(target=ask, daemon=True, name="stemma-doctor-pool")
     asking.start()
     asking.join(_POOL_TIMEOUT_S)
-    return Pool(settings.name, problems[0] if problems else None)
+    return Pool(settings.name, problems[0] if problems else None, tuple(sorted(ports)))

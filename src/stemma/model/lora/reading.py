@@ -59,16 +59,7 @@ def read_adapter(
 
     `within`: directories that all its files must lie in, links resolved; None: anywhere. Raises AdapterError.
     """
-    config_file, weights_file = (_plain_file(path, name, within) for name in (CONFIG, WEIGHTS))
-    if config_file.stat().st_size > MAX_CONFIG_BYTES:
-        raise AdapterError(f"{config_file} has more than {MAX_CONFIG_BYTES} bytes: it is no adapter's config")
-    try:
-        config = AdapterConfig.of(read_json(config_file), path)
-        stored = {tensor.name: tensor for tensor in read_safetensors_header(weights_file, MAX_HEADER_BYTES)}
-    except AdapterError:
-        raise
-    except ModelError as error:
-        raise AdapterError(str(error)) from error
+    config, weights_file, stored = _read_headers(path, within)
     found = _pair_up(path, stored, linears)
     for name, (down, up) in found.items():
         _check_shapes(path, name, linears[name], down, up, max_rank)
@@ -88,6 +79,39 @@ def read_adapter(
         pairs[name] = LowRankPair(plain[0], plain[1], scales[name])
     num_bytes = sum(pair.down.nbytes + pair.up.nbytes for pair in pairs.values())
     return Adapter(digest.hexdigest(), max(ranks.values()), pairs, num_bytes)
+
+
+def check_adapter(path: Path, shapes: Mapping[str, LinearShape], *, max_rank: int) -> None:
+    """Raise AdapterError if the adapter in `path` can't be served, as far as its headers tell.
+
+    `shapes`: layers of the model whose shapes are known; others are compared when the adapter is read.
+    """
+    _, _, stored = _read_headers(path, None)
+    named = {name.removeprefix(_PREFIX).removesuffix(_DOWN).removesuffix(_UP) for name in stored}
+    unknown = LinearShape(0, 0)
+    linears = {
+        name: shapes.get(name, shapes.get(_LANGUAGE_MODEL.sub("model.", name), unknown)) for name in named
+    }
+    for name, (down, up) in _pair_up(path, stored, linears).items():
+        if linears[name] is not unknown:
+            _check_shapes(path, name, linears[name], down, up, max_rank)
+
+
+def _read_headers(
+    path: Path, within: Sequence[Path] | None
+) -> tuple[AdapterConfig, Path, dict[str, StoredTensor]]:
+    """Return an adapter's config, the file of its tensors, and these by name. Raises AdapterError."""
+    config_file, weights_file = (_plain_file(path, name, within) for name in (CONFIG, WEIGHTS))
+    if config_file.stat().st_size > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{config_file} has more than {MAX_CONFIG_BYTES} bytes: it is no adapter's config")
+    try:
+        config = AdapterConfig.of(read_json(config_file), path)
+        stored = read_safetensors_header(weights_file, MAX_HEADER_BYTES)
+    except AdapterError:
+        raise
+    except ModelError as error:
+        raise AdapterError(str(error)) from error
+    return config, weights_file, {tensor.name: tensor for tensor in stored}
 
 
 def _plain_file(path: Path, name: str, within: Sequence[Path] | None) -> Path:

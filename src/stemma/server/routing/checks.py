@@ -37,7 +37,7 @@ async def keep_checking(fleet: Fleet, client: httpx.AsyncClient) -> None:
     checking: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
-            urls = [member.url for member in fleet.members]
+            urls = dict.fromkeys(member.url for member in fleet.members)
             for url in [url for url in checking if url not in urls or checking[url].done()]:
                 checking.pop(url).cancel()
             for url in urls:

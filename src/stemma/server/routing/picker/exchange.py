@@ -131,9 +131,9 @@ class Exchange:
         if not usable:
             return refused(503, "no server answers", 1)
         self._try = self._begun(usable[0], is_retry=False)
-        return picked(
-            [self._endpoints.of(one.url) for one in usable[:_MOST_ENDPOINTS]], at_headers=at_headers
-        )
+        endpoints = [self._endpoints.of(one.url) for one in usable[:_MOST_ENDPOINTS]]
+        limit_s = self._try.limit_s if len(usable) > 1 else None  # else it is better waited for
+        return picked(endpoints, at_headers=at_headers, limit_s=limit_s)
 
     def _is_allowed(self, member: FleetMember) -> bool:
         return self._subset is None or self._endpoints.of(member.url) in self._subset

@@ -30,6 +30,8 @@ from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
+_TRY_LIMIT = "x-envoy-upstream-rq-per-try-timeout-ms"
+"""Envoy heeds it until an answer begins, where its configuration lets the picker set it."""
 _SUBSET = "x-gateway-destination-endpoint-subset"
 _NAMESPACE = "envoy.lb"
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
@@ -59,11 +61,23 @@ def served_by(message: ProcessingRequest) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def picked(endpoints: Sequence[str], *, at_headers: bool) -> ProcessingResponse:
-    """Return the choice: the answer to a request's headers, or to its whole body."""
+def picked(endpoints: Sequence[str], *, at_headers: bool, limit_s: float | None = None) -> ProcessingResponse:
+    """Return the choice: the answer to a request's headers, or to its whole body.
+
+    `limit_s`: after this time without an answer Envoy asks the next endpoint; None: its own configuration
+    says when. What the client says of it is dropped.
+    """
     text = ",".join(endpoints)
-    option = HeaderValueOption(header=HeaderValue(key=DESTINATION, raw_value=text.encode()))
-    common = CommonResponse(header_mutation=HeaderMutation(set_headers=[option]), clear_route_cache=True)
+    headers = {DESTINATION: text}
+    if limit_s is not None:
+        headers[_TRY_LIMIT] = str(round(1000 * limit_s))
+    options = [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()))
+        for name, value in headers.items()
+    ]
+    dropped = [] if limit_s is not None else [_TRY_LIMIT]
+    mutation = HeaderMutation(set_headers=options, remove_headers=dropped)
+    common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
     chosen = Struct(fields={DESTINATION: Value(string_value=text)})
     metadata = Struct(fields={_NAMESPACE: Value(struct_value=chosen)})
     if at_headers:
