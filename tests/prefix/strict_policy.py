@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.eviction.policy import BlockTraits, Conclusion, EvictionPolicy
 from stemma.types import BlockIds
 
 
@@ -34,6 +34,10 @@ class StrictPolicy(EvictionPolicy):
     def access(self, block_ids: BlockIds, now: float) -> None:
         assert self.known.issuperset(block_ids.tolist())
         self.policy.access(block_ids, now)
+
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
+        assert self.known.issuperset(block_ids.tolist())
+        self.policy.conclude(block_ids, conclusion)
 
     def offer(self, block_id: int) -> None:
         assert block_id in self.known

@@ -36,6 +36,8 @@ from stemma.model.abilities import Abilities
 from stemma.model.lora.adapter import LinearShape
 from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
+from stemma.prefix.eviction.policy import Conclusion
+from stemma.prefix.keys import Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor
 from stemma.types import FinishReason, Tier, TokenArray
 
@@ -86,6 +88,7 @@ class ScriptedEngine(EngineClient):
     failure: str | None = None
     script: Script = field(default_factory=Script)
     aborted: list[str] = field(default_factory=list)
+    concluded: list[tuple[Namespace, list[int], Conclusion]] = field(default_factory=list)
     active: set[str] = field(default_factory=set)
     requests: list[GenerationRequest] = field(default_factory=list)
     prepared: list[GenerationRequest] = field(default_factory=list)
@@ -192,6 +195,9 @@ class ScriptedEngine(EngineClient):
                 0.25,
                 prompt_logprobs=scripted_scores(request),
             )
+
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
+        self.concluded.append((namespace, tokens.tolist(), conclusion))
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from stemma.config.settings import Settings
+from stemma.prefix.eviction.policy import Conclusion, Ending
 from tests.server.openai_requests import CHAT_URL, HELLO, chat, stream
 from tests.server.scripted_engine import ScriptedEngine
 
@@ -80,6 +81,24 @@ async def test_calls_are_streamed(client: httpx.AsyncClient, engine: ScriptedEng
         for call in choice["delta"].get("tool_calls") or ()
     ]
     assert len(arguments) > 6  # pieces, not one lump at the end
+
+
+@pytest.mark.parametrize(("reply", "ending"), [(f"I look.\n{CALL}", Ending.TOOL), ("Hello.", Ending.TURN)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_cache_is_told_who_goes_on(
+    client: httpx.AsyncClient, engine: ScriptedEngine, reply: str, ending: Ending, is_streamed: bool
+) -> None:
+    engine.script.reply = reply
+    if is_streamed:
+        await stream(client, CHAT_URL, messages=HELLO, tools=TOOLS)
+    else:
+        await chat(client, tools=TOOLS)
+    [(namespace, tokens, conclusion)] = engine.concluded
+    [request] = engine.requests
+    prompt = request.prompt_token_ids.tolist()
+    assert namespace == request.namespace
+    assert tokens[: len(prompt)] == prompt
+    assert conclusion == Conclusion(ending, len(tokens) - len(prompt))
 
 
 async def test_without_parallel_calls_the_first_one_counts(

@@ -58,7 +58,10 @@ from stemma.errors import (
 from stemma.model.plan import LoadPlan
 from stemma.model.progress import Progress
 from stemma.native.cores import usable_cores
+from stemma.prefix.eviction.policy import Conclusion
+from stemma.prefix.keys import Namespace
 from stemma.supervision import Supervisor
+from stemma.types import TokenArray
 from stemma.workers import WorkerThreads
 
 logger = logging.getLogger(__name__)
@@ -264,6 +267,10 @@ class AsyncEngine(EngineClient):
     @override
     async def abort(self, request_id: str) -> None:
         self._commands.put(lambda: self._abort(request_id))
+
+    @override
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
+        self._commands.put(lambda: self._engine.cache.conclude(namespace, tokens, conclusion))
 
     @override
     def num_held_tokens(self, request_id: str) -> int:

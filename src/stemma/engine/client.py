@@ -15,7 +15,10 @@ from stemma.engine.operator.pool_attachment import PoolAttachment
 from stemma.model.abilities import Abilities
 from stemma.model.tokenizer import Tokenizer
 from stemma.model.vision.reading import ImageReader
+from stemma.prefix.eviction.policy import Conclusion
+from stemma.prefix.keys import Namespace
 from stemma.supervision import Supervisor
+from stemma.types import TokenArray
 
 
 class EngineClient(Protocol):
@@ -77,6 +80,12 @@ class EngineClient(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End a request with finish reason ABORT; unknown ids are ignored."""
+
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
+        """Tell the cache, before a later step, who goes on after an answer.
+
+        `tokens`: its prompt, then itself.
+        """
 
     def num_held_tokens(self, request_id: str) -> int:
         """Return how many computed tokens of a request are held, to be told with those of further steps."""

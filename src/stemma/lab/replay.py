@@ -22,7 +22,7 @@ from stemma.lab.class_oracle import replay_class_oracle
 from stemma.lab.policies.registry import LAB_POLICIES, make_lab_policy
 from stemma.lab.savings import PrefillModel
 from stemma.lab.traces.columns import Trace
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import NO_CONCLUSION, BlockTraits, Conclusion
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, Fingerprints
@@ -106,7 +106,7 @@ class TraceCache:
         """Return how many leading blocks of `chain` are held. Read-only."""
         return self._index.match(DEFAULT_NAMESPACE, chain).num_tokens
 
-    def serve(self, chain: BlockIds, now: float) -> int:
+    def serve(self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION) -> int:
         """Look up `chain` (dense ids of the trace), use the hits, enter the rest; return the hit blocks."""
         index = self._index
         match = index.match(DEFAULT_NAMESPACE, chain)
@@ -118,7 +118,10 @@ class TraceCache:
             if self._on_evict is not None:
                 self._block_of.update(zip(ids[num_hit:].tolist(), chain[num_hit:].tolist(), strict=True))
             index.insert(DEFAULT_NAMESPACE, chain, ids, now, self._traits(chain))
+            index.conclude(ids, conclusion)
             self._make_room(now)
+        else:
+            index.conclude(match.block_ids, conclusion)
         return num_hit
 
     def _traits(self, chain: BlockIds) -> BlockTraits:
@@ -170,7 +173,8 @@ def replay(
     offsets, ids = trace.offsets.tolist(), trace.block_ids
     reported = 0
     for request, now in enumerate(trace.timestamps_s.tolist()):
-        hits[request] = cache.serve(ids[offsets[request] : offsets[request + 1]], now)
+        chain = ids[offsets[request] : offsets[request + 1]]
+        hits[request] = cache.serve(chain, now, trace.conclusion_of(request))
         if progress is not None and request - reported >= 200:
             progress(request - reported)
             reported = request

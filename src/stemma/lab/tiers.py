@@ -22,7 +22,7 @@ from stemma.lab.policies.registry import make_lab_policy
 from stemma.lab.replay import Progress
 from stemma.lab.traces.columns import Trace
 from stemma.memory.tiers.index import TierIndex
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import NO_CONCLUSION, BlockTraits, Conclusion
 from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, BlockKey
@@ -112,7 +112,7 @@ class TieredCache:
         """Block -> the block before it, -1 at the root; of all blocks in any tier."""
         self._uses: dict[int, int] = {}
 
-    def serve(self, chain: BlockIds, now: float) -> list[int]:
+    def serve(self, chain: BlockIds, now: float, conclusion: Conclusion = NO_CONCLUSION) -> list[int]:
         """Serve one request; return the hit blocks by tier."""
         match = self.device.match(DEFAULT_NAMESPACE, chain)
         blocks: list[int] = chain.tolist()
@@ -129,6 +129,9 @@ class TieredCache:
             ids = np.concatenate((match.block_ids, np.asarray(fresh, dtype=np.int32)))
             traits = BlockTraits(fingerprints=chain.astype(np.uint64))
             self.device.insert(DEFAULT_NAMESPACE, chain, ids, now, traits)
+            self.device.conclude(ids, conclusion)
+        else:
+            self.device.conclude(match.block_ids, conclusion)
         if self._plan.sharing == "inclusive":
             self._write_through(blocks, end, now)
         self._make_room(now)
@@ -210,7 +213,8 @@ def replay_tiers(trace: Trace, plan: TierPlan, progress: Progress | None = None)
     hits = np.zeros((trace.num_requests, len(plan.capacities)), dtype=np.int32)
     offsets, ids = trace.offsets.tolist(), trace.block_ids
     for request, now in enumerate(trace.timestamps_s.tolist()):
-        by_tier = cache.serve(ids[offsets[request] : offsets[request + 1]], now)
+        chain = ids[offsets[request] : offsets[request + 1]]
+        by_tier = cache.serve(chain, now, trace.conclusion_of(request))
         room = int(trace.num_prompt_blocks[request])
         for number, num_hit in enumerate(by_tier):
             hits[request, number] = min(num_hit, room)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from stemma.errors import IntegrityError
-from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
+from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits, Conclusion
 from stemma.prefix.index import NO_TOKENS, Inserted, Match, PrefixIndex
 from stemma.prefix.keys import Namespace
 from stemma.types import BlockIds, TokenArray
@@ -90,6 +90,10 @@ class HeadedIndex(PrefixIndex):
             self.inner.touch(block_ids[:num_head], now)
         if num_head < len(block_ids):
             self.inner.touch(block_ids[num_head:], now)
+
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
+        """Tell the policy how the request ended; a head belongs to nobody's conversation."""
+        self.inner.conclude(block_ids[self._num_head(block_ids) :], conclusion)
 
     @override
     def pin(self, block_ids: BlockIds) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits
+from stemma.prefix.eviction.policy import DEFAULT_TRAITS, BlockTraits, Conclusion
 from stemma.prefix.keys import Namespace
 from stemma.types import BlockIds, TokenArray
 
@@ -95,6 +95,13 @@ class PrefixIndex(ABC):
     @abstractmethod
     def touch(self, block_ids: BlockIds, now: float) -> None:
         """Tell the policy that a chain of blocks (in order from the root) was used.
+
+        Raises ValueError if a block isn't in the index.
+        """
+
+    @abstractmethod
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
+        """Tell the policy how the request ended that used a chain of blocks, in order from the root.
 
         Raises ValueError if a block isn't in the index.
         """

@@ -18,7 +18,7 @@ from typing_extensions import override
 from stemma.errors import IntegrityError
 from stemma.prefix.eviction.fallback import fall_back
 from stemma.prefix.eviction.lru import LRUPolicy
-from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.eviction.policy import BlockTraits, Conclusion, EvictionPolicy
 from stemma.prefix.eviction.quotas import QuotaPolicy
 from stemma.prefix.index import PrefixIndex
 from stemma.types import BlockIds
@@ -148,6 +148,15 @@ class LedgerIndex(PrefixIndex):
             self._ledger.states_of(block_ids)
             try:
                 self._policy.access(block_ids, now)
+            except Exception as error:  # noqa: BLE001 - see `_policy_failed`
+                self._policy_failed(error)
+
+    @override
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
+        if len(block_ids):
+            self._ledger.states_of(block_ids)
+            try:
+                self._policy.conclude(block_ids, conclusion)
             except Exception as error:  # noqa: BLE001 - see `_policy_failed`
                 self._policy_failed(error)
 

@@ -32,6 +32,7 @@ from stemma.errors import (
 from stemma.server.access import Access, tenant_of
 from stemma.server.admission.ledger import Admission, Reserved
 from stemma.server.history.answers import WrittenAnswers
+from stemma.server.history.concluding import Concluder
 from stemma.server.history.following import Follower
 from stemma.server.history.preparing import TurnPreparer
 from stemma.server.lifecycle import Lifecycle
@@ -114,10 +115,12 @@ class RequestRunner:
         num_prepared = partial(self.turns.num_used, request)
         follower = Follower(self.written, engine.tokenizer, engine.eos_token_ids, request, num_prepared)
         turn = self.turns.open(request)
+        concluder = Concluder(engine, request)
         try:
             async for told in outputs:
                 exact = follower.told(told)
                 turn.seen(exact)
+                concluder.seen(exact)
                 output = rounded_to_blocks(self.settings, exact) if rounds else exact
                 if not is_noted:
                     is_noted = True

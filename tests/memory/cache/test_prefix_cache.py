@@ -23,6 +23,8 @@ from stemma.lab.policies.gdsf import GDSFPolicy
 from stemma.memory.cache.elsewhere import OtherModels
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.prefix.eviction.cost import block_costs
+from stemma.prefix.eviction.lru import LRUPolicy
+from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.prefix.explain import MissReason, Parting
 from stemma.prefix.hashed import HashIndex
 from stemma.prefix.keys import KeySpace, Namespace
@@ -91,6 +93,26 @@ def test_with_costs_deep_blocks_outlive_shallow_ones(kind, attention_equal_at, l
     for prompt in (long, short, tokens(range(300, 304))):
         run(cache, prompt)
     assert (cache.match(NS, long), cache.match(NS, short)) == left
+
+
+@pytest.mark.parametrize("index", [RadixIndex, HashIndex])
+def test_the_policy_is_told_how_a_request_ended(index):
+    """All blocks of a whole sequence, full ones of a part, none of what isn't cached."""
+
+    class Told(LRUPolicy):
+        def conclude(self, block_ids, conclusion):
+            told.append((len(block_ids), conclusion))
+
+    told: list[tuple[int, Conclusion]] = []
+    key_space = KeySpace("model", "layout", 4)
+    made = RadixIndex(4, Told()) if index is RadixIndex else HashIndex(key_space, Told())
+    cache = PrefixCache(HashBuffer(8, 4), made, key_space, clock=Clock())
+    run(cache, tokens(range(10)))
+    conclusion = Conclusion(Ending.TOOL, 3)
+    for sequence in (tokens(range(10), 5), tokens(range(9), 77, 5), tokens(50, 51)):
+        cache.conclude(NS, sequence, conclusion)
+    assert told == [(3, conclusion), (2, conclusion)]
+    cache.check()
 
 
 def test_a_running_request_is_never_evicted(kind):

@@ -1,14 +1,14 @@
 """The hazard policy: what it learns, when it gives way to LRU, and how little it remembers."""
 
+import itertools
 import tracemalloc
 
 import numpy as np
 import pytest
 
 from stemma.prefix.eviction.hazard import HazardPolicy
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import BlockTraits, Conclusion, Ending
 from stemma.prefix.eviction.records import GHOSTS_PER_BLOCK, RecordTable
-from stemma.prefix.eviction.regret import LRUShadow
 from stemma.prefix.eviction.reuse_model import (
     AGE_EDGES_S,
     NO_PAUSE,
@@ -20,6 +20,7 @@ from stemma.prefix.eviction.reuse_model import (
     gittins_index,
     pause_level,
 )
+from stemma.prefix.eviction.shadows import LearnedShadow, Shadows
 from stemma.types import RetentionHint
 
 
@@ -39,11 +40,12 @@ class TestClasses:
 
     def test_classes_are_distinct_and_in_range(self):
         seen = {
-            int(classify(np.array([count, count], dtype=np.int32), length, pause)[place])
+            int(classify(np.array([count, count], dtype=np.int32), length, pause, Conclusion(*end))[place])
             for count in (1, 2, 3, 5, 9, 33)
             for length in (1, 5, 9, 17, 33, 65)
             for pause in range(NO_PAUSE + 1)
             for place in (0, 1)
+            for end in itertools.product(Ending, (0, 150, 300, 900, 2000))
         }
         assert seen == set(range(NUM_CLASSES))
 
@@ -73,7 +75,7 @@ def test_years_without_traffic_are_no_overflow():
         model.learn(kind, np.array([now - 1.0]), np.ones(1), now)
         model.censor(OpenLifetimes(kind, np.array([now - 5.0]), np.ones(1)), now)
         model.fit(OpenLifetimes(kind, np.array([now - 0.5]), np.ones(1)), now)
-        assert np.isfinite(model.index_of(int(kind[0]))).all()
+        assert all(np.isfinite(model.value_of(int(kind[0]), age)) for age in AGE_EDGES_S.tolist())
 
 
 def test_model_finds_the_hazard_of_exponential_lifetimes():
@@ -87,8 +89,7 @@ def test_model_finds_the_hazard_of_exponential_lifetimes():
         model.learn(kind, np.array([60.0 - length]), weight, 60.0)
     num_open = int((lengths >= 60.0).sum())
     model.fit(OpenLifetimes(np.repeat(kind, num_open), np.zeros(num_open), np.ones(num_open)), 60.0)
-    index = model.index_of(int(kind[0]))
-    assert index[age_bin(10.0)] == pytest.approx(0.02, rel=0.15)
+    assert model.value_of(int(kind[0]), 10.0) == pytest.approx(0.02, rel=0.15)
 
 
 class TestRecords:
@@ -119,45 +120,111 @@ class TestRecords:
         assert not len(table.open_lifetimes().classes)
 
 
-class TestShadow:
-    def test_lru_takes_over_where_it_wins_and_gives_back(self):
-        shadow = LRUShadow(num_resident=100)
-        chain = np.arange(1, 11, dtype=np.uint64)
-        shadow.look_up(chain, 0, 100)
-        for _ in range(200):
-            if not shadow.prefers_lru:
-                shadow.look_up(chain, 0, 100)  # the real cache misses what LRU would hold
-        assert shadow.prefers_lru
-        for _ in range(2000):
-            shadow.look_up(chain, 10, 100)
-        assert not shadow.prefers_lru
+def shadowed(num_blocks: int, capacity: int) -> tuple[Shadows, np.ndarray]:
+    """Shadows of a cache of `capacity` blocks, and the records of blocks that were never used."""
+    table = RecordTable(max_ghosts=10)
+    records, _ = table.enter(num_blocks, prints(*range(1, num_blocks + 1)), 0)
+    return Shadows(table, ReuseModel(), capacity), records
 
-    def test_a_loss_that_goes_on_ends_sooner_than_one_long_prompt(self):
-        """40 hits lost at once may be chance; 40 lost one by one, each by another prompt, are not."""
-        before = np.arange(1, 5001, dtype=np.uint64)
-        sudden, steady = (LRUShadow(num_resident=1000, num_lookups=5000) for _ in range(2))
-        for shadow in (sudden, steady):
-            shadow.fill(before[:1000])
-        sudden.look_up(before[:40], 0, 1000)
-        for number in range(40):
-            steady.look_up(before[number : number + 1], 0, 1000)
-        assert not sudden.prefers_lru
-        assert steady.prefers_lru
 
-    def test_no_regret_while_ahead(self):
-        shadow = LRUShadow(num_resident=5)
-        for start in range(1, 5000, 10):
-            shadow.look_up(np.arange(start, start + 10, dtype=np.uint64), 10, 5)
-        assert not shadow.prefers_lru
+class TestShadows:
+    def test_lru_is_live_until_the_learned_order_leads(self):
+        """A loop over more than fits: LRU has no hits; by values, all equal here, some blocks stay."""
+        shadows, records = shadowed(12, 10)
+        assert not shadows.learned_leads
+        for step in range(400):
+            shadows.look_up(records[step % 12 : step % 12 + 1], 10, float(step // 12))
+        assert shadows.learned_leads
+
+    def test_lru_is_back_once_the_lead_is_lost(self):
+        table = RecordTable(max_ghosts=10)
+        records, _ = table.enter(12, prints(*range(1, 13)), 0)
+        shadows = Shadows(table, ReuseModel(), 10)
+        for step in range(400):
+            shadows.look_up(records[step % 12 : step % 12 + 1], 10, float(step // 12))
+        assert shadows.learned_leads
+        table.costs[records[:5]] = 1e6  # five blocks seem worth keeping, and nobody wants them
+        for dead in range(5):
+            shadows.look_up(records[dead : dead + 1], 10, 40.0)
+        for step in range(2000):
+            place = 5 + step % 7
+            shadows.look_up(records[place : place + 1], 10, 41.0 + step)
+        assert not shadows.learned_leads
 
     def test_large_caches_are_sampled(self):
-        shadow = LRUShadow(num_resident=1_000_000)
-        prints = np.arange(1, 1_000_001, dtype=np.uint64)
+        shadows, records = shadowed(1_000_000, 1_000_000)
         tracemalloc.start()
-        shadow.look_up(prints, 0, 1_000_000)
+        shadows.look_up(records, 1_000_000, 0.0)
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-        assert 500 * 100 < held < 4000 * 200  # one block takes 100 to 200 bytes
+        assert 400 * 100 < held < 2000 * 700  # one block takes some 500 bytes in both
+
+
+class TestLearnedShadow:
+    def test_children_go_before_their_parents(self):
+        table = RecordTable(max_ghosts=10)
+        records, _ = table.enter(3, prints(1, 2, 3), 0)
+        shadow = LearnedShadow(table, ReuseModel())
+        for identity, record, parent in zip((1, 2, 3), records.tolist(), (-1, 1, 2), strict=True):
+            shadow.use(identity, record, parent)
+        for gone in (3, 2, 1):
+            shadow.evict(1, 5.0)
+            assert gone not in shadow
+            assert len(shadow) == gone - 1
+
+    def test_of_two_leaves_the_less_valuable_goes(self):
+        table = RecordTable(max_ghosts=10)
+        records, _ = table.enter(2, prints(1, 2), 0)
+        table.used_s[records] = (0.0, 50.0)
+        shadow = LearnedShadow(table, ReuseModel())
+        for identity, record in zip((1, 2), records.tolist(), strict=True):
+            shadow.use(identity, record, -1)
+        shadow.evict(1, 60.0)
+        assert 2 in shadow
+        assert 1 not in shadow
+
+    def test_expensive_blocks_stay(self):
+        table = RecordTable(max_ghosts=10)
+        records, _ = table.enter(2, prints(1, 2), 0)
+        table.costs[records] = (2.0, 0.1)
+        shadow = LearnedShadow(table, ReuseModel())
+        for identity, record in zip((1, 2), records.tolist(), strict=True):
+            shadow.use(identity, record, -1)
+        shadow.evict(1, 60.0)
+        assert 1 in shadow
+        assert 2 not in shadow
+
+
+def test_a_conclusion_classifies_what_nobody_else_used_since() -> None:
+    """The tool's prompt comes back in 10 s, the others' never: of two equal prompts the tool's stays."""
+    policy = HazardPolicy()
+    tool, turn = Conclusion(Ending.TOOL, 50), Conclusion(Ending.TURN, 50)
+    rng = np.random.default_rng(1)
+
+    events = sorted(
+        [(float(n), n, n % 2 == 0) for n in range(1, 1500)]
+        + [(n + 10.0 + rng.random(), n, True) for n in range(2, 1500, 2)]
+    )
+    slot_of: dict[int, int] = {}
+    free, hits = list(range(14)), 0
+    for now, identity, is_tool in events:
+        slot = slot_of.get(identity)
+        if slot is not None:
+            hits += 1
+            policy.access(ids(slot), now)
+        else:
+            slot = slot_of[identity] = free.pop()
+            policy.insert(ids(slot), now, prints(identity))
+            policy.offer(slot)
+        policy.conclude(ids(slot), tool if is_tool and now == identity else turn)
+        if not free:
+            victim = policy.victim(now)
+            assert victim is not None
+            policy.drop(victim, now, evicted=True)
+            free.append(victim)
+            del slot_of[next(key for key, value in slot_of.items() if value == victim)]
+
+    assert hits > 300  # LRU's 13 blocks hold 9 s of traffic: no hit
 
 
 def drive(policy: HazardPolicy, capacity: int, schedule: list[tuple[float, int]]) -> int:
@@ -215,20 +282,6 @@ def test_hints():
     policy.offer(1)
     assert policy.victim(51.0) == 0
     assert policy.victim(80.0) == 1
-
-
-def test_expensive_blocks_stay():
-    """Of blocks of one kind, whose reuse after 10 s was seen 200 times."""
-    policy = HazardPolicy()
-    for block_id in range(2, 202):
-        policy.insert(ids(block_id), 0.0, prints(block_id))
-    for block_id in range(2, 202):
-        policy.access(ids(block_id), 10.0)
-    policy.insert(ids(0), 10.0, BlockTraits(costs_s=np.array([2.0], dtype=np.float32)))
-    policy.insert(ids(1), 11.0, BlockTraits(costs_s=np.array([0.1], dtype=np.float32)))
-    policy.offer(0)
-    policy.offer(1)
-    assert policy.victim(70.0) == 1
 
 
 def test_stale_entries_are_dropped():

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from stemma.errors import ConfigError
 from stemma.lab.traces.request import Measured, RawIds, TraceRequest
+from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.types import TokenArray
 
 Int64 = npt.NDArray[np.int64]
@@ -43,6 +44,8 @@ class Trace:
     """0 where unknown."""
     cached_tokens: Int64
     """Prompt tokens that the server found cached; -1 where unknown."""
+    endings: Int64
+    """Who went on after each answer: values of `Ending`."""
     caveats: tuple[str, ...] = ()
     measured: Measured | None = None
     """The cache that `cached_tokens` tell of."""
@@ -65,6 +68,10 @@ class Trace:
     def blocks_of(self, request: int) -> TokenArray:
         """Return the chain of one request (a view)."""
         return self.block_ids[self.offsets[request] : self.offsets[request + 1]]
+
+    def conclusion_of(self, request: int) -> Conclusion:
+        """Return what a server knows once this request has ended."""
+        return Conclusion(Ending(self.endings.item(request)), self.output_tokens.item(request))
 
     @cached_property
     def request_of_block(self) -> npt.NDArray[np.int32]:
@@ -108,6 +115,7 @@ class Trace:
             sessions=self.sessions[:num],
             turns=self.turns[:num],
             cached_tokens=self.cached_tokens[:num],
+            endings=self.endings[:num],
             caveats=self.caveats,
             measured=self.measured,
         )
@@ -127,7 +135,7 @@ def collect(
     equal blocks behind different prefixes have different KV.
     """
     timestamps: list[float] = []
-    counts: list[tuple[int, int, int, int, int, int]] = []
+    counts: list[tuple[int, ...]] = []
     chains: list[RawIds] = []
     for request in requests:
         timestamps.append(request.timestamp_s)
@@ -135,7 +143,8 @@ def collect(
         turn = 0 if request.turn is None else request.turn
         num_prompt = request.num_prompt_blocks
         cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
-        counts.append((request.input_tokens, request.output_tokens, num_prompt, session, turn, cached))
+        lengths = (request.input_tokens, request.output_tokens, num_prompt)
+        counts.append((*lengths, session, turn, cached, int(request.ending)))
         chains.append(request.block_ids)
     if not timestamps:
         raise ConfigError(f"{name}: the trace has no requests")
@@ -144,8 +153,8 @@ def collect(
     if np.any(order[1:] < order[:-1]):
         chains = [chains[i] for i in order]
     columns = np.asarray(counts, dtype=np.int64)[order]
-    lengths = np.asarray([len(chain) for chain in chains], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    num_blocks = np.asarray([len(chain) for chain in chains], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int64)
     raw = np.concatenate(chains)
     del chains
     block_ids, num_unique = _densify(raw, offsets)
@@ -162,6 +171,7 @@ def collect(
         sessions=columns[:, 3],
         turns=columns[:, 4],
         cached_tokens=columns[:, 5],
+        endings=columns[:, 6],
         caveats=caveats,
     )
 

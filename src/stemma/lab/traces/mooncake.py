@@ -1,4 +1,7 @@
-"""Mooncake's JSONL (FAST'25 release): ``timestamp`` in ms, lengths, ``hash_ids`` of 512-token blocks."""
+"""Mooncake's JSONL (FAST'25 release): ``timestamp`` in ms, lengths, ``hash_ids`` of 512-token blocks.
+
+Traces of agents in this form also tell ``session`` and ``finish_reason``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from stemma.lab.traces.request import (
     TraceFormat,
     TraceRequest,
     check_block_count,
+    ending_of,
     take_count,
     take_ids,
     take_number,
@@ -47,4 +51,5 @@ class MooncakeFormat(TraceFormat):
             output_tokens=take_count(record, "output_length", number),
             num_prompt_blocks=len(ids),
             session=take_count(record, "session", number) if "session" in record else None,
+            ending=ending_of(record.get("finish_reason")),
         )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import TraceError
+from stemma.prefix.eviction.policy import Ending
 
 RawIds: TypeAlias = npt.NDArray[np.int64]
 """Ids of chained prefix blocks as the trace names them, shape [num_blocks]."""
@@ -34,6 +35,8 @@ class TraceRequest:
     """1 for the first request of a conversation, if the trace knows it."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the server found cached, if the trace knows it."""
+    ending: Ending = Ending.UNKNOWN
+    """Who went on after the answer, if the trace knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,21 @@ class Measured:
     eviction: str
     capacity_blocks: int
     """In blocks of the trace."""
+
+
+_ENDINGS = {
+    "tool_use": Ending.TOOL,
+    "tool_calls": Ending.TOOL,
+    "function_call": Ending.TOOL,
+    "end_turn": Ending.TURN,
+    "stop": Ending.TURN,
+    "stop_sequence": Ending.TURN,
+}
+
+
+def ending_of(finish_reason: object) -> Ending:
+    """Return who goes on after an answer, from the finish reason as APIs name it."""
+    return _ENDINGS.get(finish_reason, Ending.UNKNOWN) if isinstance(finish_reason, str) else Ending.UNKNOWN
 
 
 class TraceFormat(ABC):

@@ -21,6 +21,7 @@ from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
+from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.index import Match, PrefixIndex
 from stemma.prefix.keys import owner_tag, partial_key
@@ -124,6 +125,12 @@ class CachedBlocks:
         self._records.used_at[block_ids] = now
         if self._lower is not None and self._lower.stores and len(block_ids):
             self._lower.on_hit(self._describe(block_ids))
+
+    def conclude(self, match: Match, num_tokens: int, conclusion: Conclusion) -> None:
+        """Tell the policy how the request ended whose `num_tokens` tokens with KV were found as `match`."""
+        is_whole = match.num_tokens == num_tokens
+        num_blocks = len(match.block_ids) if is_whole else match.num_full_blocks(self._block_size)
+        self.index.conclude(match.block_ids[:num_blocks], conclusion)
 
     def use_head(self, block_id: int) -> None:
         """Count a use of a block whose head a request copied; it may have been evicted since."""

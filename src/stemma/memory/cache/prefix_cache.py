@@ -34,6 +34,7 @@ from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import KVEventSink
 from stemma.memory.tiers.loads import Prefetch
 from stemma.memory.tiers.lower import LowerTiers
+from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.explain import (
     DISABLED_MISS,
     RECOMPUTED_MISS,
@@ -505,6 +506,15 @@ class PrefixCache:
         if self._cached is None:
             return _NO_BLOCKS
         return before_images(self._cached.index.continuation(namespace, tokens, max_tokens))
+
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
+        """Tell the device's eviction policy how the request ended that left these tokens, if they are there.
+
+        They are prompt and answer; the last one was never computed. This is no use of them: it only says who
+        may come back for them, and when.
+        """
+        if self._cached is not None:
+            self._cached.conclude(self._match(namespace, tokens), len(tokens) - 1, conclusion)
 
     @property
     def index(self) -> PrefixIndex | None:

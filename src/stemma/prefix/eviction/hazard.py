@@ -5,8 +5,8 @@ answer nobody returns, a minute later many do. This policy learns the hazard of 
 block (`reuse_model.py`) and evicts the candidate with the lowest value per second of keeping. Records of
 blocks survive eviction, in bounded memory. The policy uses only past events.
 
-A learned order can lose if the load changes or has nothing to learn. A sampled LRU is simulated in parallel
-(`regret.py`), and while it is ahead this policy behaves as LRU.
+A learned order can lose if the load changes or has nothing to learn. Sampled caches under it and under LRU
+are simulated in parallel (`shadows.py`), and this policy behaves as the one that is ahead.
 
 Candidates of one class are in one queue. Within a class the lowest value is that of the least recently used
 block or, while the hazard still rises, of the newest; only these two ends are compared across classes. Ranks
@@ -24,17 +24,16 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from stemma.prefix.eviction.policy import BlockTraits
+from stemma.prefix.eviction.policy import NO_CONCLUSION, BlockTraits, Conclusion
 from stemma.prefix.eviction.records import RecordTable, max_ghosts_beside
-from stemma.prefix.eviction.regret import LRUShadow
 from stemma.prefix.eviction.reuse_model import (
     NO_PAUSE,
     NUM_CLASSES,
     ReuseModel,
-    age_bin,
     classify,
     pause_level,
 )
+from stemma.prefix.eviction.shadows import Shadows
 from stemma.prefix.eviction.stamped import StampedPolicy, resized
 from stemma.types import BlockIds
 
@@ -77,11 +76,12 @@ class HazardPolicy(StampedPolicy):
         self._next_fit_s = -math.inf
         self._prompts_until_fit = 0
         self._first_s: float | None = None
-        self._shadow: LRUShadow | None = None
+        self._shadows: Shadows | None = None
         self._capacity = 0
-        """Number of blocks after the last eviction: the capacity of the shadow LRU."""
+        """Number of blocks after the last eviction: the capacity of the shadows."""
         self._unseen_hits: Int32 = _NO_RECORDS
-        """Hits not yet reported to the shadow: misses of the same prompt may follow."""
+        """Hits not yet reported to the shadows: misses of the same prompt may follow."""
+        self._num_prompts = 0
         self._unclassified: tuple[int, Int32, int] | None = None
         """Last block, records and pause of the prompt used last: it is classified when it stops growing."""
         self._learned = False
@@ -121,6 +121,7 @@ class HazardPolicy(StampedPolicy):
         records, known = table.enter(len(block_ids), traits, depth)
         self._record_of[block_ids] = records
         if prompt is None:
+            self._num_prompts += 1
             chain, pause = records, NO_PAUSE
         else:
             chain, pause = np.concatenate((prompt[0], records)), prompt[1]
@@ -130,10 +131,10 @@ class HazardPolicy(StampedPolicy):
         self._stamp(block_ids)
         self._start_lifetimes(records, now)
         self._note_prompt(int(block_ids[-1]), chain, pause)
-        if self._shadow is not None:
+        if self._shadows is not None:
             hits, self._unseen_hits = self._unseen_hits, _NO_RECORDS
             looked_up = np.concatenate((hits, records)) if len(hits) else records
-            self._shadow.look_up(table.prints[looked_up], len(hits), self._capacity)
+            self._shadows.look_up(looked_up, self._capacity, now)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
         """End a lifetime of each block and start the next."""
@@ -144,15 +145,28 @@ class HazardPolicy(StampedPolicy):
         records = self._record_of[block_ids]
         table = self._records
         pause = pause_level(now - table.used_s.item(records[-1]))
+        self._num_prompts += 1
         self._end_lifetimes(records, now)
         self._stamp(block_ids)
         self._start_lifetimes(records, now)
         self._note_prompt(int(block_ids[-1]), records, pause)
-        if self._shadow is not None:
+        if self._shadows is not None:
             if len(self._unseen_hits):
-                hits = self._unseen_hits
-                self._shadow.look_up(table.prints[hits], len(hits), self._capacity)
+                self._shadows.look_up(self._unseen_hits, self._capacity, now)
             self._unseen_hits = records
+
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
+        """Classify the blocks that no other prompt has used since once more."""
+        self._classify_prompt()
+        records = self._record_of[block_ids]
+        table = self._records
+        is_mine = table.users[records] == table.users[records[-1]]
+        self._classify(records, table.pauses.item(records[-1]), conclusion, is_mine)
+        self._run_queue = -1
+        tail = int(block_ids[-1])
+        if tail in self._live:
+            self.withdraw(tail)
+            self.offer(tail)
 
     def offer(self, block_id: int) -> None:
         """Make the block a candidate."""
@@ -189,11 +203,9 @@ class HazardPolicy(StampedPolicy):
         live = self._live
         if not live:
             return None
-        if self._shadow is None:
-            self._shadow = self._start_shadow()
         if now >= self._next_fit_s and self._prompts_until_fit <= 0:
             self._fit(now)
-        learned = self._model.is_fitted and not self._shadow.prefers_lru
+        learned = self._shadows is not None and self._shadows.learned_leads
         if now - self._ranked_s >= _RERANK_S or learned != self._learned:
             self._learned = learned
             self._rank_ends()
@@ -260,6 +272,7 @@ class HazardPolicy(StampedPolicy):
     def _start_lifetimes(self, records: Int32, now: float) -> None:
         self._records.counts[records] += 1
         self._records.used_s[records] = now
+        self._records.users[records] = self._num_prompts
 
     def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
         """Record the chain of a prompt, which may still grow after `tail`."""
@@ -278,21 +291,34 @@ class HazardPolicy(StampedPolicy):
             return
         _, chain, pause = self._unclassified
         self._unclassified = None
+        self._records.pauses[chain] = pause
+        self._classify(chain, pause)
+
+    def _classify(
+        self,
+        chain: Int32,
+        pause: int,
+        conclusion: Conclusion = NO_CONCLUSION,
+        chosen: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Set the classes of a prompt's blocks, or of the chosen ones of them."""
         table = self._records
         num_blocks = table.depths.item(chain[-1]) + 1
-        classes = classify(table.counts[chain], num_blocks, pause)
+        classes = classify(table.counts[chain], num_blocks, pause, conclusion)
+        if chosen is not None:
+            chain, classes = chain[chosen], classes[chosen]
         table.classes[chain] = classes
         table.queues[chain] = classes + table.hints[chain] * NUM_CLASSES if table.has_hints else classes
         table.weights[chain] = num_blocks**-0.5
 
-    def _start_shadow(self) -> LRUShadow:
-        """Start the comparison with LRU: until the first eviction both hold the same blocks."""
+    def _start_shadows(self) -> Shadows:
+        """Start the comparison: the order was LRU so far, so both hold what the cache does."""
         table = self._records
-        shadow = LRUShadow(table.num_resident, self._clock)
+        shadows = Shadows(table, self._model, table.num_resident)
         resident = table.resident()
         order = np.lexsort((table.depths[resident], -table.used_s[resident]))
-        shadow.fill(table.prints[resident[order]])
-        return shadow
+        shadows.fill(resident[order].astype(np.int32))
+        return shadows
 
     def _fit(self, now: float) -> None:
         assert self._first_s is not None
@@ -303,6 +329,8 @@ class HazardPolicy(StampedPolicy):
             self._model.censor(self._records.take_dropped(), now)
             self._model.fit(self._records.open_lifetimes(), now)
             self._ranked_s = -math.inf
+            if self._shadows is None:
+                self._shadows = self._start_shadows()
 
     def _rank(self, entry: int, queue: int) -> float:
         """Return the candidate's current value; the lowest is evicted first."""
@@ -315,7 +343,7 @@ class HazardPolicy(StampedPolicy):
         used_s = table.used_s.item(record)
         if used_s != self._rank_cache[1] or queue != self._rank_cache[0]:
             # Blocks of one prompt follow each other, and only their costs differ.
-            worth = self._model.index_of(queue)[age_bin(self._now - used_s)]
+            worth = self._model.value_of(queue, self._now - used_s)
             self._rank_cache = (queue, used_s, worth)
         return self._rank_cache[2] * table.costs.item(record)
 

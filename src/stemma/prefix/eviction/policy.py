@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import ClassVar
 
 import numpy as np
@@ -75,6 +76,28 @@ class BlockTraits:
 DEFAULT_TRAITS = BlockTraits()
 
 
+class Ending(IntEnum):
+    """Who goes on after an answer."""
+
+    UNKNOWN = 0
+    TOOL = 1
+    """A tool that the answer calls: the conversation comes back by itself, mostly within seconds."""
+    TURN = 2
+    """Somebody who reads it, or nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What is known once the request that used a chain has ended."""
+
+    ending: Ending = Ending.UNKNOWN
+    num_output_tokens: int = 0
+
+
+NO_CONCLUSION = Conclusion()
+"""Of a request that runs, or of which nothing is known."""
+
+
 class EvictionPolicy(ABC):
     """Ranks evictable blocks. Block ids are small ints, dense and reused; `now` never decreases.
 
@@ -94,6 +117,12 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def access(self, block_ids: BlockIds, now: float) -> None:
         """Blocks already in the index were used again, in order from the root."""
+
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:  # noqa: B027 - most don't ask
+        """A request ended that used these blocks, in order from the root; it may be told again, better.
+
+        Others may have used some of them since.
+        """
 
     @abstractmethod
     def offer(self, block_id: int) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from stemma.prefix.eviction.lru import LRUPolicy
-from stemma.prefix.eviction.policy import BlockTraits, EvictionPolicy
+from stemma.prefix.eviction.policy import BlockTraits, Conclusion, EvictionPolicy
 from stemma.types import BlockIds
 
 
@@ -80,6 +80,10 @@ class QuotaPolicy(EvictionPolicy):
         for owned, ids in used.values():
             owned.ranking.access(np.array(ids, dtype=np.int32), now)
         self.base.access(block_ids, now)
+
+    def conclude(self, block_ids: BlockIds, conclusion: Conclusion) -> None:
+        """Pass it on."""
+        self.base.conclude(block_ids, conclusion)
 
     def offer(self, block_id: int) -> None:
         """Make the block a candidate."""

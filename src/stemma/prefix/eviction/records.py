@@ -62,6 +62,10 @@ class RecordTable:
         """Weight of the lifetime in what is learned."""
         self.costs: npt.NDArray[np.float64] = np.ones(1024, dtype=np.float64)
         """Value of a hit."""
+        self.users: npt.NDArray[np.int64] = np.zeros(1024, dtype=np.int64)
+        """Number of the prompt that used it last."""
+        self.pauses: npt.NDArray[np.int8] = np.zeros(1024, dtype=np.int8)
+        """Level of that prompt's pause."""
         self.hints: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
         self.prints: Fingerprints = np.zeros(1024, dtype=np.uint64)
         self._states: npt.NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
@@ -183,6 +187,8 @@ class RecordTable:
             "depths",
             "weights",
             "costs",
+            "users",
+            "pauses",
             "hints",
             "prints",
         ):

@@ -1,10 +1,10 @@
 """ReuseModel: how likely a block is to be used again, by age and kind, learned online.
 
-A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by four features:
-how often the block was used, whether it is the last of its prompt, how long the prompt is, and the
-conversation's last pause. For each class the model keeps the hazard of reuse per second in age bins (log
-scale), as in actuarial life tables: reuses in a bin divided by the time at risk in it. Open lifetimes count
-as survivors up to their age.
+A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by six features: who
+goes on after the answer, how long the answer is, how often the block was used, whether it is the last of its
+prompt, how long the prompt is, and the conversation's last pause. For each class the model keeps the hazard
+of reuse per second in age bins (log scale), as in actuarial life tables: reuses in a bin divided by the time
+at risk in it. Open lifetimes count as survivors up to their age.
 
 Few classes have enough lifetimes of their own, so hazards are composed: a hazard common to all, times a
 factor per level and age bin of each feature (iterative proportional fitting; Deming and Stephan, 1940), each
@@ -25,7 +25,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from stemma.prefix.eviction.policy import NO_CONCLUSION, Conclusion, Ending
+
 Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 _GROWTH = 1.35
@@ -41,8 +44,17 @@ _PAUSE_EDGES_S = (2.0, 10.0, 30.0, 90.0, 300.0)
 NO_PAUSE = len(_PAUSE_EDGES_S) + 1
 """Level of a prompt that continues nothing."""
 
+_OUTPUT_EDGES = (100, 200, 400, 1000)
+
 # Levels of each feature and what one level adds to the class.
-_LEVELS = (len(_COUNT_EDGES) + 1, 2, len(_LENGTH_EDGES) + 1, NO_PAUSE + 1)
+_LEVELS = (
+    len(_COUNT_EDGES) + 1,
+    2,
+    len(_LENGTH_EDGES) + 1,
+    NO_PAUSE + 1,
+    len(Ending),
+    len(_OUTPUT_EDGES) + 1,
+)
 _STRIDES = tuple(prod(_LEVELS[place + 1 :]) for place in range(len(_LEVELS)))
 NUM_CLASSES = prod(_LEVELS)
 _COUNT_STEP: npt.NDArray[np.int32] = (
@@ -70,13 +82,16 @@ def pause_level(pause_s: float) -> int:
     return NO_PAUSE - 1
 
 
-def classify(counts: npt.NDArray[np.int32], num_prompt_blocks: int, pause: int) -> npt.NDArray[np.int32]:
+def classify(
+    counts: npt.NDArray[np.int32], num_prompt_blocks: int, pause: int, conclusion: Conclusion = NO_CONCLUSION
+) -> npt.NDArray[np.int32]:
     """Return the class of each block of a prompt's chain; the last one ends the prompt.
 
     `counts` are uses so far, this one included. `pause` is a level.
     """
     length = bisect_left(_LENGTH_EDGES, num_prompt_blocks)
-    level = length * _STRIDES[2] + pause * _STRIDES[3]
+    output = bisect_left(_OUTPUT_EDGES, conclusion.num_output_tokens)
+    level = length * _STRIDES[2] + pause * _STRIDES[3] + conclusion.ending * _STRIDES[4] + output
     classes = _COUNT_STEP[np.minimum(counts, len(_COUNT_STEP) - 1)] + np.int32(level)
     classes[-1] += _STRIDES[1]
     return classes
@@ -110,8 +125,9 @@ class ReuseModel:
         self.num_reuses = 0
         """Prompts that reused something."""
         self.is_fitted = False
-        self._index: dict[int, list[float]] = {}
-        self._default: list[float] = [1.0 / (edge + 1.0) for edge in _EDGE_LIST]
+        self._index: Float64 = (1.0 / (AGE_EDGES_S + 1.0))[None, :]
+        """Values by row and age bin; the last row is that of all classes together."""
+        self._row_of: Int32 = np.zeros(NUM_CLASSES, dtype=np.int32)
 
     def learn(self, classes: npt.NDArray[np.int32], starts_s: Float64, weights: Float64, now: float) -> None:
         """Note that lifetimes of these classes end now by a reuse."""
@@ -128,9 +144,14 @@ class ReuseModel:
         self._fade(now)
         self._add(self._censored, lifetimes, now)
 
-    def index_of(self, class_id: int) -> list[float]:
-        """Return the value per second of a block of this class in each age bin."""
-        return self._index.get(class_id, self._default)
+    def value_of(self, class_id: int, age_s: float) -> float:
+        """Return the value per second of a block of this class at an age of at least 0."""
+        return self._index.item(self._row_of.item(class_id), age_bin(age_s))
+
+    def values_of(self, classes: Int32, ages_s: Float64) -> Float64:
+        """Return the values per second of blocks; the same shape."""
+        bins = np.searchsorted(AGE_EDGES_S, ages_s, side="right") - 1
+        return self._index[self._row_of[classes], bins]
 
     def fit(self, lifetimes: OpenLifetimes, now: float) -> None:
         """Estimate all hazards again. Takes some milliseconds; grows with the number of lifetimes."""
@@ -147,10 +168,10 @@ class ReuseModel:
         common = common_hazard(reuses.sum(axis=0), at_risk_s.sum(axis=0), prior)
         levels = tuple(present // stride % span for span, stride in zip(_LEVELS, _STRIDES, strict=True))
         hazards = compose_hazards(common, levels, reuses, at_risk_s, prior)
-        index = gittins_index(np.vstack([hazards, common])).tolist()
-        self._default = index.pop()
+        self._index = gittins_index(np.vstack([hazards, common]))
+        self._row_of = np.full(NUM_CLASSES, len(present), dtype=np.int32)
+        self._row_of[present] = np.arange(len(present))
         self.is_fitted = True
-        self._index = dict(zip(present.tolist(), index, strict=True))
 
     def _fade(self, now: float) -> None:
         """Fade the counts so far. Must precede counting, so that no weight exceeds 1."""

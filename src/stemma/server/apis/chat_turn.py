@@ -57,7 +57,9 @@ async def chat_turn(
         generation = replace(generation, images=prompt.images)
     held = None if earlier is None or prompt.images is not None else tokens
     following = next_turn(context, body, adapter, reader, held)
-    return ChatTurn(body, RenderedRequest.of(generation, prompt.history, following), reader)
+    calls_tools = (lambda text: bool(reader.read(text).calls)) if body.tools else None
+    rendered = RenderedRequest.of(generation, prompt.history, following, calls_tools)
+    return ChatTurn(body, rendered, reader)
 
 
 def _answer_reader(context: ApiContext, body: ChatRequest, tokens: TokenArray) -> AnswerReader:
