@@ -39,7 +39,7 @@ class _Tower:
         side = int(wanted**0.5)
         if side * side != wanted or side < 1 or per_side % side:
             raise UnsupportedModel(
-                f"an image of {per_side} x {per_side} patches doesn't make {wanted} tokens: see mm_tokens_per_image"
+                f"{per_side} x {per_side} patches of an image don't make {wanted}: mm_tokens_per_image"
             )
         self.modules: torch.nn.Module = _Modules(config).to(dtype).eval()
 
