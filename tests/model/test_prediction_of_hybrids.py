@@ -57,11 +57,11 @@ class Reference:
             for name, parameter in self.layer.named_parameters():
                 if name in mtp:
                     parameter.copy_(mtp[name])
-            path_of = "layers.0.mlp.experts."
-            num_apart = sum(name.startswith(path_of) and name.endswith("down_proj.weight") for name in mtp)
-            experts = self.layer.layers[0].mlp.experts if num_apart else None
+            experts_at = "layers.0.mlp.experts."
+            num_apart = sum(name.startswith(experts_at) and name.endswith("down_proj.weight") for name in mtp)
+            experts: Any = self.layer.layers[0].mlp.experts if num_apart else None
             for number in range(num_apart):
-                path_of = f"layers.0.mlp.experts.{number}."
+                path_of = f"{experts_at}{number}."
                 parts = [mtp[f"{path_of}{name}_proj.weight"] for name in ("gate", "up")]
                 experts.gate_up_proj[number].copy_(torch.cat(parts))
                 experts.down_proj[number].copy_(mtp[f"{path_of}down_proj.weight"])
