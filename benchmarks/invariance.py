@@ -1,9 +1,11 @@
-"""Answers of a real model with and without a cache: `python -m benchmarks.invariance [--prompts N]`.
+"""Answers of a model with and without a cache: `python -m benchmarks.invariance [--prompts N]`.
 
 Prompts are cut from text files (the project's documentation by default), several of them with the same
-beginning. Each is answered alone, cold, with no cache; then all of them together from the device, in small
-chunks, from host memory and disk after blocks have moved down, and with drafts. What is counted are answers
-of which a token or a log-probability differs in any bit. On CPU with native kernels that is none.
+beginning. Each is answered at temperature 0 and 1, alone, cold, with no cache; then alone from the cache, all
+of them together, in small chunks, from host memory and disk after blocks have moved down, and with drafts.
+What is counted are answers of which a token or a log-probability differs in any bit. On CPU with native
+kernels that is none. The model is the demo's, or `--model`: a directory or a GGUF file; or `--hybrid`, a
+`model_type` of `tests/hybrids.py` with random weights.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,9 @@ PREFIX_TOKENS, OWN_TOKENS, NUM_SHARING = 400, 50, 5
 """A prompt: so many tokens that it shares with the others of its group, and so many of its own."""
 
 NO_CACHE: dict[str, Any] = {"enable_prefix_cache": False, "max_num_seqs": 1, "speculation": "off"}
-SMALL: dict[str, Any] = {"kv_cache_memory": "80MB", "load_when": "always"}
-"""A device for some 3,400 tokens of the 135M model: what is asked for again has moved down."""
+TEMPERATURES = (0.0, 1.0)
+SMALL_TOKENS, SMALL_STATES, SMALL_STEP = 3400, 24, 512
+"""A device for so many tokens, states and tokens of a step: what is asked for again has moved down."""
 
 
 def prompts_of(llm: LLM, texts: Sequence[Path], first: int, num_prompts: int) -> list[list[int]]:
@@ -52,10 +56,36 @@ def prompts_of(llm: LLM, texts: Sequence[Path], first: int, num_prompts: int) ->
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[Any]:
-    """Tokens and log-probabilities of greedy answers."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
-    found = llm.generate(list(prompts), params)
+    """Return tokens and log-probabilities of each prompt's answers, one at each temperature."""
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=one, seed=7, ignore_eos=True, logprobs=1)
+        for one in TEMPERATURES
+    ]
+    asked = [(prompt, how) for prompt in prompts for how in params]
+    found = llm.generate([prompt for prompt, _ in asked], [how for _, how in asked])
     return [(one.completions[0].token_ids, one.completions[0].logprobs) for one in found]
+
+
+def small_device(llm: LLM) -> dict[str, Any]:
+    """Return settings of a device that holds `SMALL_TOKENS`."""
+    layout = llm.engine.runner.kv.layout
+    kv_bytes, rest = SMALL_TOKENS * layout.bytes_per_token, 0
+    if layout.windows is not None:
+        num_pages = (SMALL_TOKENS + SMALL_STEP) // layout.block_size
+        rest = num_pages * layout.blocks_per_page * layout.block_bytes
+    elif layout.state is not None:
+        rest = (SMALL_STATES * layout.blocks_per_state + 1) * layout.block_bytes
+    settings: dict[str, Any] = {"kv_cache_memory": f"{kv_bytes + rest}B", "load_when": "always"}
+    if layout.state is not None:
+        settings["state_cache_fraction"] = rest / (kv_bytes + rest)
+    return settings | {"max_batch_tokens": SMALL_STEP}
+
+
+def hybrid_model(family: str, folder: Path) -> Path:
+    """Write a model with recurrent layers and random weights; return its directory."""
+    from tests import hybrids
+
+    return hybrids.build(family, folder / family, max_position_embeddings=2048)
 
 
 def count_differences(
@@ -65,17 +95,19 @@ def count_differences(
     llm = LLM(model, device="cpu", **NO_CACHE)
     try:
         prompts = prompts_of(llm, texts, first, num_prompts)
-        expected = [answers(llm, [prompt], max_tokens)[0] for prompt in prompts]
+        expected = [answer for prompt in prompts for answer in answers(llm, [prompt], max_tokens)]
+        small = small_device(llm)
     finally:
         llm.close()
     differences: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         ways: dict[str, dict[str, Any]] = {
-            "device": {"speculation": "off"},
+            "device, alone": {"max_num_seqs": 1, "speculation": "off"},
+            "device, batched": {"speculation": "off"},
             "chunks of 61, one thread": {"max_batch_tokens": 61, "num_threads": 1, "speculation": "off"},
-            "host": {**SMALL, "host_cache": "400MB"},
-            "disk": {**SMALL, "disk_cache": folder, "disk_cache_size": "2GB"},
-            "disk, after a restart": {**SMALL, "disk_cache": folder, "disk_cache_size": "2GB"},
+            "host": {**small, "host_cache": "400MB"},
+            "disk": {**small, "disk_cache": folder, "disk_cache_size": "2GB"},
+            "disk, after a restart": {**small, "disk_cache": folder, "disk_cache_size": "2GB"},
             "drafts": {"speculation_adaptive": False},
         }
         for way, settings in ways.items():
@@ -98,15 +130,24 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first prompt, to count in several runs")
     parser.add_argument("--tokens", type=int, default=12, help="length of an answer")
     parser.add_argument("--text", type=Path, nargs="+", default=TEXTS, help="where prompts are cut from")
+    parser.add_argument("--hybrid", help="a model_type with recurrent layers, e.g. qwen3_next")
     options = parser.parse_args()
-    model = options.model or demo_model().path
-    found = count_differences(
-        model, options.prompts, first=options.first, max_tokens=options.tokens, texts=options.text
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model
+        if options.hybrid is not None:
+            model = hybrid_model(options.hybrid, Path(folder))
+        started = time.perf_counter()
+        found = count_differences(
+            model or demo_model().path,
+            options.prompts,
+            first=options.first,
+            max_tokens=options.tokens,
+            texts=options.text,
+        )
     table = Table("served from", "answers", "that differ")
     for way, number in found.items():
-        table.add_row(way, str(2 * options.prompts), str(number))
-    Console().print(table)
+        table.add_row(way, str(2 * len(TEMPERATURES) * options.prompts), str(number))
+    Console().print(table, f"{time.perf_counter() - started:.0f} s")
     sys.exit(1 if any(found.values()) else 0)
 
 

@@ -159,10 +159,10 @@ def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **fields)
 
 
-def build_mtp(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a Qwen3-Next checkpoint with a random MTP layer, named as in the published checkpoints."""
-    build("qwen3_next", path, seed=seed, **overrides)
-    config = config_of("qwen3_next", **{"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+def build_mtp(path: Path, family: str = "qwen3_next", *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a checkpoint of Qwen's with a random MTP layer, named as in the published checkpoints."""
+    build(family, path, seed=seed, **overrides)
+    config = config_of(family, **{"num_hidden_layers": 1, "layer_types": ["full_attention"]})
     alone: Any = make_model(config, seed + 1)
     save_checkpoint(alone, tokenizer(), path / "mtp")
     tensors, layer = load_file(path / "model.safetensors"), load_file(path / "mtp" / "model.safetensors")

@@ -13,6 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AddedToken,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -29,6 +31,7 @@ from stemma.model.tiny import build_tokenizer, randomize
 
 IMAGE_TOKENS = {"smolvlm": "<image>", "qwen2.5-vl": "<|image_pad|>", "qwen3-vl": "<|image_pad|>"}
 IMAGE_TOKENS["qwen3-vl-moe"] = "<|image_pad|>"
+IMAGE_TOKENS["gemma3"] = "<start_of_image>"
 _SMOLVLM_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -47,6 +50,16 @@ _QWEN_TEMPLATE = (
 )
 
 
+_GEMMA3_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}"
+    "{% else %}{% for item in message['content'] %}"
+    "{% if item['type'] == 'image' %}{{ '<start_of_image>' }}"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+
+
 def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))  # type: ignore[arg-type]
 
@@ -58,6 +71,9 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
         special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
         special += [f"<row_{row + 1}_col_{column + 1}>" for row in range(4) for column in range(4)]
         tokenizer.chat_template = _SMOLVLM_TEMPLATE
+    elif family == "gemma3":
+        special = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+        tokenizer.chat_template = _GEMMA3_TEMPLATE
     else:
         special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
         tokenizer.chat_template = _QWEN_TEMPLATE
@@ -163,11 +179,42 @@ def _qwen3_moe(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return Qwen3VLMoeForConditionalGeneration(config)
 
 
+def _gemma3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Windows of fewer tokens than an image has."""
+    text = {
+        **_text_fields(tokenizer),
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 16,
+    }
+    config = Gemma3Config(
+        text_config=text,
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=16,
+        image_token_index=_id(tokenizer, "<image_soft_token>"),
+        boi_token_index=_id(tokenizer, "<start_of_image>"),
+        eoi_token_index=_id(tokenizer, "<end_of_image>"),
+        tie_word_embeddings=True,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
 _MODELS: dict[str, Callable[[PreTrainedTokenizerFast], PreTrainedModel]] = {
     "smolvlm": _smolvlm,
     "qwen2.5-vl": _qwen,
     "qwen3-vl": _qwen3,
     "qwen3-vl-moe": _qwen3_moe,
+    "gemma3": _gemma3,
 }
 _PREPROCESSORS: dict[str, dict[str, Any]] = {
     "smolvlm": {
@@ -196,6 +243,13 @@ _PREPROCESSORS: dict[str, dict[str, Any]] = {
         "temporal_patch_size": 2,
         "merge_size": 2,
     },
+}
+_PREPROCESSORS["gemma3"] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "processor_class": "Gemma3Processor",
+    "size": {"height": 64, "width": 64},
+    "do_pan_and_scan": None,
+    "do_convert_rgb": None,
 }
 _PREPROCESSORS["qwen3-vl-moe"] = _PREPROCESSORS["qwen3-vl"]
 VISION_FAMILIES = tuple(_MODELS)

@@ -122,7 +122,7 @@ def check_family(
         "drafts": {"speculation_adaptive": False, "speculation": "auto"},
         "lookahead": {"speculation_adaptive": False, "speculation": "la", "block_size": 8},
     }
-    if path.name == MTP:
+    if path.name.endswith("-mtp"):
         mtp = {"speculation": "mtp", "speculation_adaptive": False}
         ways = {
             way: {**settings, **mtp, "speculation_mtp_tokens": 1 + number % 3}

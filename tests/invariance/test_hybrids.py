@@ -53,6 +53,12 @@ def test_any_way_of_serving(family: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), "float32", tmp_path, 3)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_drafts_of_the_models_own_layer_roll_states_back(family: str, root: Path, tmp_path: Path) -> None:
+    path = hybrids.build_mtp(root / f"{family}-mtp", family)
+    check_family(path, "float32", tmp_path, 2)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -26,9 +26,14 @@ KV_LAYERS = 1
 """Of the tiny model's three."""
 
 
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hybrids.build_mtp(tmp_path_factory.mktemp("mtp") / "model")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hybrids.build_mtp(tmp_path_factory.mktemp("mtp") / "model", family)
 
 
 def load(path: Path) -> CausalLM:
@@ -38,11 +43,11 @@ def load(path: Path) -> CausalLM:
 class Reference:
     """The model, and a model of one layer that gets joined embeddings; whole sequences, without any cache."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, family: str) -> None:
         self.main: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         tensors = load_file(path / "model.safetensors")
         mtp = {name.removeprefix("mtp."): one for name, one in tensors.items() if name.startswith("mtp.")}
-        config = hybrids.config_of("qwen3_next", num_hidden_layers=1, layer_types=["full_attention"])
+        config = hybrids.config_of(family, num_hidden_layers=1, layer_types=["full_attention"])
         model: Any = make_model(config, 1)
         self.layer = model.eval().model
         self.joining = mtp["fc.weight"]
@@ -52,9 +57,11 @@ class Reference:
             for name, parameter in self.layer.named_parameters():
                 if name in mtp:
                     parameter.copy_(mtp[name])
-            experts = self.layer.layers[0].mlp.experts
-            for number in range(config.num_experts):
-                path_of = f"layers.0.mlp.experts.{number}."
+            experts_at = "layers.0.mlp.experts."
+            num_apart = sum(name.startswith(experts_at) and name.endswith("down_proj.weight") for name in mtp)
+            experts: Any = self.layer.layers[0].mlp.experts if num_apart else None
+            for number in range(num_apart):
+                path_of = f"{experts_at}{number}."
                 parts = [mtp[f"{path_of}{name}_proj.weight"] for name in ("gate", "up")]
                 experts.gate_up_proj[number].copy_(torch.cat(parts))
                 experts.down_proj[number].copy_(mtp[f"{path_of}down_proj.weight"])
@@ -89,14 +96,14 @@ class Reference:
 
 @pytest.mark.parametrize("way", ["native", "modules", "torch"])
 def test_guesses_are_those_of_transformers(
-    checkpoint: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, family: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several sequences, in chunks, each guess following the one before; the hidden states lie in states."""
     if way != "native":
         monkeypatch.setattr(loading, "fitting_layout", lambda _checkpoint: None)
     if way == "torch":
         monkeypatch.setattr(loading, "load_kernels", lambda _isa: None)
-    model, reference, rng = load(checkpoint), Reference(checkpoint), random.Random(0)
+    model, reference, rng = load(checkpoint), Reference(checkpoint, family), random.Random(0)
     assert isinstance(model.decoder, PredictingDecoder)
     layout = model.layout(8)
     assert layout.num_layers == KV_LAYERS + 1

@@ -19,7 +19,7 @@ from stemma.engine.async_engine import AsyncEngine
 from stemma.engine.llm import engine_settings
 from stemma.native.library import load_kernels
 from stemma.server.app import create_app
-from tests.vision_checkpoints import make_vision_checkpoint, picture
+from tests.vision_checkpoints import IMAGE_TOKENS, make_vision_checkpoint, picture
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
@@ -27,14 +27,21 @@ Client = httpx.AsyncClient
 LIMITS = ImageSettings(max_bytes=100_000, max_pixels=100_000, max_number=3)
 
 
+@pytest.fixture(scope="module", params=["qwen2.5-vl", "gemma3"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_vision_checkpoint("qwen2.5-vl", tmp_path_factory.mktemp("vision") / "tiny")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_checkpoint(family, tmp_path_factory.mktemp("vision") / "tiny")
 
 
 @pytest.fixture
 def settings(checkpoint: Path) -> EngineSettings:
-    found = engine_settings(checkpoint, block_size=16, kv_cache_memory="4MB", num_threads=1)
+    found = engine_settings(
+        checkpoint, block_size=16, kv_cache_memory="4MB", num_threads=1, free_windows=False
+    )
     return found.model_copy(update={"images": LIMITS})
 
 
@@ -154,12 +161,13 @@ async def test_an_image_in_another_place_is_not_encoded_again(client: Client) ->
     assert await metric(client, "stemma_images_reused_total") == 1
 
 
-async def test_explanations_show_images_and_name_them(client: Client) -> None:
+async def test_explanations_show_images_and_name_them(client: Client, family: str) -> None:
     await post(client, *openai(picture(1, 140, 84), "What is this?"))
     path, body = openai(picture(2, 140, 84), "What is this?")
     told_why = (await post(client, path, body))["usage"]["stemma"]["explanation"]
     assert told_why["detail"].endswith("image 1 of message 1 differs.")
-    assert "<|vision_start|><image>" in told_why["parts_at"]["yours"]
+    opening = "<start_of_image>" if family == "gemma3" else "<|vision_start|>"
+    assert f"{opening}<image>" in told_why["parts_at"]["yours"]
 
 
 async def test_a_conversation_goes_on_and_streams(client: Client) -> None:
@@ -198,7 +206,7 @@ async def test_formats(client: Client, kind: str) -> None:
     await post(client, path, body)
 
 
-async def test_what_is_refused(client: Client) -> None:
+async def test_what_is_refused(client: Client, family: str) -> None:
     path, body = openai(picture(1), "What is this?")
     part = body["messages"][0]["content"][0]["image_url"]
 
@@ -221,7 +229,9 @@ async def test_what_is_refused(client: Client) -> None:
     part["url"] = data_url(picture(1))
     four = {**body, "messages": 4 * body["messages"]}
     assert "hold 4 images, and at most 3" in await refused(client, path, four)
-    assert "stands for an image" in await refused(client, *openai(picture(1), "a <|image_pad|> too"))
+    assert "stands for an image" in await refused(
+        client, *openai(picture(1), f"a {IMAGE_TOKENS[family]} too")
+    )
     cut_short = {**body, "truncate_prompt_tokens": 5}
     assert "isn't cut" in await refused(client, path, cut_short)
     audio = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]

@@ -265,6 +265,13 @@ def make_image_reader(settings: EngineSettings, model: CausalLM, tokenizer: Toke
             f"memory_limit doesn't go with {model.info.architecture}: what its vision encoder takes isn't "
             "measured; give kv_cache_memory"
         )
+    encoder, room = model.encoder.config, settings.scheduler.max_batch_tokens
+    num_whole = 0 if encoder.family.num_whole is None else encoder.family.num_whole(encoder.whole)
+    if num_whole > room:
+        raise ConfigError(
+            f"max_batch_tokens is {room}, but {model.info.architecture} computes the {num_whole} tokens of "
+            f"an image in one step, since they see each other; give it {num_whole} or more"
+        )
     images = settings.images
     limits = ImageLimits(images.max_bytes, images.max_pixels)
     return ImageReader(settings.model.path, model.encoder.config, tokenizer, limits)

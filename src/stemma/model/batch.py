@@ -85,6 +85,9 @@ class ForwardBatch:
 
     images: ImageRows | None = None
     """None: no row is an image's placeholder."""
+    limits: torch.Tensor | None = None
+    """[T] int32, on CPU: tokens of its sequence that each row sees, rising within a sequence; beside an image
+    whose tokens see each other both ways. None: all up to its own."""
     axes: torch.Tensor | None = None
     """[3, T] int64: positions along time, height and width, for models whose angles have three axes. None:
     `positions` on all three, as without images."""

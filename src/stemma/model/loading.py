@@ -120,20 +120,21 @@ def load_model(
 def _load(load: Load, vision: VisionConfig | None) -> tuple[Loaded, VisionEncoder | None]:
     """Return the decoder, and the vision encoder if the checkpoint has one.
 
-    Raises UnsupportedModel for one with an encoder whose decoder isn't one native call.
+    Raises UnsupportedModel for one with an encoder whose decoder reads no images.
     """
     is_own = load.group is None and not runs_remote_code(load.settings)
     packing, checkpoint = load.packing, load.checkpoint
     layout = fitting_layout(checkpoint) if packing is not None and is_own else None
     if vision is None:
         return load_by_modules(load) if layout is None else load_fused(load, layout), None
-    if layout is None or packing is None:
+    by_modules = vision.family.num_whole is not None and is_own
+    if packing is None or (layout is None and not by_modules):
         raise UnsupportedModel(
             f"{vision.family.architecture} reads images, which is served on CPU with kernels, in bfloat16 or "
             "float32, by one process, from the tensors that the model was published with; stemma doctor says "
             "whether the kernels can be used"
         )
-    loaded = load_fused(load, layout)
+    loaded = load_by_modules(load) if layout is None else load_fused(load, layout)
     return loaded, load_encoder(checkpoint.path, vision, checkpoint.tower, checkpoint.dtype, packing)
 
 

@@ -27,7 +27,7 @@ from stemma.model.foreign.weights import ModuleWeights
 from stemma.model.foreign_code import foreign_code
 from stemma.model.load import Load, Loaded
 from stemma.model.parallel.context import ContextDecoder
-from stemma.model.parallel.cutting import check_cut, cut_class, read_share
+from stemma.model.parallel.cutting import check_cut, cut_buffers, cut_class, read_share
 from stemma.model.parallel.share import num_experts_of
 from stemma.model.parallel.sums import add_sums
 from stemma.model.prediction import (
@@ -56,6 +56,7 @@ def load_by_modules(load: Load) -> Loaded:
     layer = _prediction_layer(load, hf_model)
     num_bytes = sum(p.numel() * p.element_size() for m in (hf_model, layer) if m for p in m.parameters())
     if load.group is not None and cuts is not None and load.group.share.size > 1:
+        cut_buffers(hf_model, load.group.share, cuts)
         add_sums(hf_model, load.group, cuts)
     files = MappedFiles(weight_files(load.settings.path))
     for model in (hf_model, layer):

@@ -312,7 +312,8 @@ def _check_servable(path: Path, config: Any, architecture: str) -> None:
     if architecture not in PREDICTING:
         raise ConfigError(
             f"speculation is mtp, but {path} holds {architecture}; Stemma runs the layer for multi-token "
-            "prediction of DeepSeek-V3, R1 and V3.1, and of Qwen3-Next. Take another speculation, e.g. auto"
+            "prediction of DeepSeek-V3, R1 and V3.1, of Qwen3-Next and Qwen3.5. Take another speculation, "
+            "e.g. auto"
         )
     how = PREDICTING[architecture]
     if (count := how.num_layers(config)) != 1:

@@ -40,6 +40,15 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"num_key_value_heads": 4, "n_groups": 1},
     "lfm2": {"num_key_value_heads": 4, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_key_value_heads": 4},
+    "olmo_hybrid": {"num_key_value_heads": 4, "linear_value_head_dim": 16},
+    "kimi_linear": {},
+    "minimax": {"num_key_value_heads": 4},
+    "mamba": {},
+    "falcon_mamba": {},
+    "mamba2": {"n_groups": 1},
+    "jamba": {"num_key_value_heads": 4},
+    "falcon_h1": {"num_key_value_heads": 4, "mamba_n_groups": 1, "mamba_rms_norm": True}
+    | {"mamba_norm_before_gate": False, "ssm_multipliers": [0.5, 2.0, 0.8, 1.2, 1.5]},
 }
 """By `model_type`: fields that four ranks divide."""
 

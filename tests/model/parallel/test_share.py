@@ -45,7 +45,8 @@ def joined(shape: tuple[int, ...], cuts: list[Cut], parts: list[torch.Tensor]) -
     [
         *(("qwen2", 2, 1), ("deepseek-v3", 4, 2), ("qwen3-moe", 2, 2)),
         *(("qwen3_next", 2, 2), ("qwen3_5_moe_text", 2, 1), ("granitemoehybrid", 2, 2), ("bamba", 2, 1)),
-        *(("nemotron_h", 2, 2), ("lfm2_moe", 2, 1)),
+        *(("nemotron_h", 2, 2), ("lfm2_moe", 2, 1), ("kimi_linear", 2, 2)),
+        *(("mamba", 4, 1), ("falcon_mamba", 2, 1), ("mamba2", 2, 1), ("jamba", 2, 2), ("falcon_h1", 2, 1)),
     ],
 )
 def test_the_parts_are_the_whole(family: str, size: int, expert_size: int, tmp_path: Path) -> None:
@@ -66,6 +67,12 @@ def test_the_parts_are_the_whole(family: str, size: int, expert_size: int, tmp_p
         assert any(".experts.0." in name for name in parts[-1])  # counted from 0 on every rank
     read = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
     assert max(read) < 0.8 * sum(tensor.nbytes for tensor in whole.values())
+
+
+def test_norms_that_come_before_gates_are_whole() -> None:
+    fields = {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_n_groups": 1}
+    with pytest.raises(UnsupportedModel, match="mamba_norm_before_gate and one group isn't cut"):
+        cuts_of("", hybrids.config_of("falcon_h1", **fields), 2)
 
 
 def test_one_rank_adds_the_bias() -> None:
@@ -95,6 +102,9 @@ def test_states_are_not_divided_by_tokens(tmp_path: Path) -> None:
         ("qwen3_next", {"linear_num_key_heads": 1}, r"key heads of recurrent layers \(1\)"),
         ("granitemoehybrid", {"mamba_n_heads": 9}, r"heads of recurrent layers \(9\)"),
         ("bamba", {"mamba_n_groups": 3}, r"groups of recurrent layers \(3\)"),
+        ("mamba2", {"num_heads": 9}, r"heads of recurrent layers \(9\)"),
+        ("mamba", {"intermediate_size": 129}, r"intermediate_size \(129\)"),
+        ("kimi_linear", {"linear_num_heads": 3}, r"heads of recurrent layers \(3\)"),
         ("granitemoehybrid", {"shared_intermediate_size": 47}, r"shared_intermediate_size \(47\)"),
     ],
 )

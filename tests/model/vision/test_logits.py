@@ -27,6 +27,7 @@ CLASSES = {
     "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3-vl": "Qwen3VLForConditionalGeneration",
     "qwen3-vl-moe": "Qwen3VLMoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 NUM_NEW = 12
 

@@ -92,3 +92,16 @@ def _axes(item: Scheduled) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     if images is not None and images.axes is not None:
         return images.positions(item.start, item.end)
     return np.tile(np.arange(item.start, item.end), (3, 1))
+
+
+def limits_of(step: StepRows) -> torch.Tensor | None:
+    """Return how many tokens each of a step's rows sees, [T] int32; None: each sees those up to its own."""
+    found = [item.sequence.state.request.images for item in step.items]
+    if not any(images is not None and images.are_whole for images in found):
+        return None
+    limits = [np.arange(item.start + 1, item.end + 1, dtype=np.int32) for item in step.items]
+    for item, images, rows in zip(step.items, found, limits, strict=True):
+        for image in () if images is None or not images.are_whole else images.images:
+            first, end = np.searchsorted(image.positions, (item.start, item.end))
+            rows[image.positions[first:end] - item.start] = image.positions[-1] + 1
+    return torch.from_numpy(np.concatenate(limits))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from stemma.engine.core.adapter_seats import PreparedAdapters
-from stemma.engine.core.images import ImageStats, ImageVectors, axes_of
+from stemma.engine.core.images import ImageStats, ImageVectors, axes_of, limits_of
 from stemma.engine.core.request import Scheduled
 from stemma.engine.core.step_rows import StepRows
 from stemma.memory.device.kv import DeviceKV
@@ -187,6 +187,7 @@ class Runner:
             states=_state_moves(rows) if self.kv.num_states else None,
             pages=self._page_tables(rows) if self.kv.num_pages else None,
             images=images,
+            limits=None if images is None else limits_of(rows),
             axes=None if self._images is None else axes_of(rows),
             wants_hidden=rows.wants_hidden,
         )

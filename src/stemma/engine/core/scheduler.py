@@ -237,6 +237,8 @@ class Scheduler:
         for sequence in self._running:
             if sequence.num_unlaunched > 1 and budget:
                 budget -= self._add_chunk(plan, sequence, budget)
+        if not plan and len(self._running) > 1 and not is_ahead:
+            self._preempt(self._running[-1])  # each waits for pages that the others hold
         if (
             budget
             and (self._waiting or self._returned)
@@ -342,22 +344,41 @@ class Scheduler:
         return self._cache.plan_state(lease, start, end, num_drafts=num_drafts)
 
     def _add_chunk(self, plan: list[Scheduled], sequence: SequenceState, budget: int) -> int:
-        """Plan the next tokens of a prompt; return how many. 0: the step has no room for more logits."""
+        """Plan the next tokens of a prompt; return how many of the budget they take.
+
+        0 where the step has no room for more logits or pages; all of it where an image that one step
+        computes finds no room in what is left: nobody overtakes it then.
+        """
         start, num_missing = sequence.num_launched, sequence.num_unlaunched
-        num_tokens, scored = min(num_missing, budget), range(0)
-        if (scores := sequence.scores) is not None:
-            room = self._limits.max_scored_rows - sum(len(item.scored) for item in plan)
-            scored = scores.wanted(start, start + num_tokens)
-            if len(scored) > room:
-                num_tokens = scored.start + room - start
-                scored = scored[:room]
+        num_tokens = self._within_scored(plan, sequence, min(num_missing, budget))
+        images, least = sequence.state.request.images, 0
+        if images is not None:
+            least = images.whole_end(start) - start
+            num_tokens = images.last_cut(start, start + num_tokens) - start
+        if num_tokens < least:
+            has_scored = sequence.scores is not None and any(item.scored for item in plan)
+            if has_scored or sum(item.num_tokens for item in plan) + least > self._settings.max_batch_tokens:
+                return budget
+            num_tokens = least
         assert sequence.lease is not None
         while num_tokens and not self._cache.plan_state(sequence.lease, start, start + num_tokens):
             num_tokens //= 2  # fewer need fewer pages; none until another sequence ends
-        scored = scored[: max(0, start + num_tokens - scored.start)]
+            if images is not None:
+                num_tokens = images.last_cut(start, start + num_tokens) - start
         if num_tokens:
+            scores = sequence.scores
+            scored = range(0) if scores is None else scores.wanted(start, start + num_tokens)
             plan.append(Scheduled(sequence, start, num_tokens, int(num_tokens == num_missing), scored=scored))
-        return num_tokens
+        return min(num_tokens, budget)
+
+    def _within_scored(self, plan: Sequence[Scheduled], sequence: SequenceState, num_tokens: int) -> int:
+        """Return how many of a prompt's next tokens the step has room for the logits of."""
+        if sequence.scores is None:
+            return num_tokens
+        start = sequence.num_launched
+        room = max(0, self._limits.max_scored_rows - sum(len(item.scored) for item in plan))
+        scored = sequence.scores.wanted(start, start + num_tokens)
+        return num_tokens if len(scored) <= room else scored.start + room - start
 
     def _preempt(self, sequence: SequenceState) -> None:
         assert sequence.in_flight is None

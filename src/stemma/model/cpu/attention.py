@@ -46,6 +46,7 @@ class PlannedQueries:
             np.array(batch.query_starts, dtype=np.int32),
             np.array(batch.context_lens, dtype=np.int32),
             np.ascontiguousarray(batch.block_tables.numpy(), dtype=np.int32),
+            None if batch.limits is None else batch.limits.numpy(),
         )
 
 
@@ -88,6 +89,8 @@ class NativeAttentionStep:
         self.kv = kv
         self._kernels = kernels
         self._plans: dict[tuple[int, int], NativePlan] = {}
+        self._lows: dict[int, npt.NDArray[np.int32]] = {}
+        """By window: the first token that each row sees, where that doesn't follow from the last one."""
         self._selected: NativePlan | None = None
         """Over the tokens that queries chose last."""
 
@@ -143,10 +146,21 @@ class NativeAttentionStep:
             scale=call.scaling,
             softcap=call.softcap or 0.0,
             sinks=None if call.sinks is None else call.sinks.data_ptr(),
+            lows=self._lows_of(call),
             format=native_format(kv.layout),
         )
         self._kernels.attend(plan.open(self._kernels), ctypes.addressof(args))
         return output if call.latent is None else call.latent.project(output)
+
+    def _lows_of(self, call: AttentionCall) -> int | None:
+        """Return the address of the first token that each row sees; None: the kernels count it themselves."""
+        window = call.sliding_window
+        if self._batch.limits is None or window is None:
+            return None
+        if window not in self._lows:
+            lows = (self._batch.positions - (window - 1)).clamp_min(0)
+            self._lows[window] = lows.to(torch.int32).numpy()
+        return int(self._lows[window].ctypes.data)
 
     def _plan_selected(self, call: AttentionCall, group_size: int) -> NativePlan:
         """Return the plan over chosen tokens: each query is a sequence, each of its tokens a block."""

@@ -43,8 +43,12 @@ class Cuts:
     """Of the above those that hold all experts of a layer, [experts, outputs, inputs]."""
     fields: Mapping[str, Mapping[str, Runs]] = field(default_factory=dict)
     """Numbers that transformers' modules keep of dimensions that are divided, by the module's name."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Which dimension of a divided tensor or buffer that is, where it isn't the first."""
+    buffers: Mapping[str, Runs] = field(default_factory=dict)
+    """What transformers' modules compute as they are made, of numbers that are divided."""
     norms: frozenset[str] = frozenset()
-    """Gated norms whose groups lie on several ranks."""
+    """Norms whose groups lie on several ranks, gated or not."""
     divided: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the ranks must divide, in words."""
     inputs: Mapping[str, int] = field(default_factory=dict)
@@ -56,6 +60,14 @@ class Cuts:
         """Return the runs of a tensor whose outputs are divided; None: they aren't."""
         return next((self.columns[name] for name in _names(path) if name in self.columns), None)
 
+    def axis(self, path: str) -> int:
+        """Return which dimension of a tensor is divided."""
+        return next((self.axes[name] for name in _names(path) if name in self.axes), 0)
+
+    def buffer_runs(self, path: str) -> Runs | None:
+        """Return the runs of a module's buffer that is divided; None: it isn't."""
+        return next((self.buffers[name] for name in _names(path) if name in self.buffers), None)
+
     def divides_inputs(self, path: str) -> bool:
         """Whether a layer's inputs are divided."""
         return any(name in self.rows for name in _names(path))
@@ -65,7 +77,7 @@ class Cuts:
         return any(name in self.stacks for name in _names(path))
 
     def has_ranked_norm(self, path: str) -> bool:
-        """Whether a module is a gated norm whose groups lie on several ranks."""
+        """Whether a module is a norm whose groups lie on several ranks."""
         return any(name in self.norms for name in _names(path))
 
 
@@ -114,6 +126,20 @@ def delta_rule_cuts(config: Any, _num_ranks: int) -> Cuts:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearHeads:
+    """Sizes of the delta rule's layers."""
+
+    name: str
+    """Of their module."""
+    heads: int
+    key_heads: int
+    keys: int
+    """Numbers of all key heads."""
+    values: int
+    """Numbers of all value heads."""
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2Sizes:
     """Sizes of Mamba 2's layers."""
 
@@ -150,6 +176,65 @@ def mamba2_cuts(sizes: Mamba2Sizes, num_ranks: int) -> Cuts:
         norms=frozenset({f"{mixer}.norm"}) if shares_group else frozenset(),
         divided={"heads of recurrent layers": sizes.heads}
         | ({} if sizes.groups == 1 else {"groups of recurrent layers": sizes.groups}),
+        inputs={"recurrent layers' output": inner.length},
+        has_states=True,
+    )
+
+
+def mamba1_cuts(mixer: str, channels: int, _num_ranks: int) -> Cuts:
+    """Return the cuts of layers of Mamba, beside those of the Llama pattern, by channels.
+
+    Steps and the inputs and outputs of states are made of all channels: of partial sums.
+    """
+    run = Run(channels)
+    parts: dict[str, Runs] = {"in_proj": (run, run)}
+    parts |= dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (run,))
+    return Cuts(
+        columns=_COLUMNS | {f"{mixer}.{name}": runs for name, runs in parts.items()},
+        rows=_ROWS | {f"{mixer}.x_proj", f"{mixer}.out_proj"},
+        fields={mixer: {"intermediate_size": (run,)}},
+        divided={"channels of recurrent layers": channels},
+        inputs={"recurrent layers' channels": channels},
+        has_states=True,
+    )
+
+
+def linear_head_cuts(sizes: LinearHeads, columns: Mapping[str, Runs]) -> Cuts:
+    """Return the cuts of layers of the delta rule whose queries, keys and values are layers of their own.
+
+    `columns`: what else of them is divided. Files hold their convolutions apart, modules in one.
+    """
+    keys, values, heads = Run(sizes.keys), Run(sizes.values), Run(sizes.heads)
+    kinds = (keys, keys, values)
+    apart: dict[str, Runs] = {"q_conv1d": (keys,), "k_conv1d": (keys,), "v_conv1d": (values,)}
+    return Cuts(
+        columns=_COLUMNS | apart | {"conv1d": kinds, "b_proj": (heads,), "w1": (), "w3": ()} | dict(columns),
+        rows=_ROWS | {"w2"},
+        fields={
+            sizes.name: {
+                **dict.fromkeys(("num_heads", "num_v_heads"), (heads,)),
+                **{"num_k_heads": (Run(sizes.key_heads),), "key_dim": (keys,), "value_dim": (values,)},
+                **{"qkv_dim": (keys,), "conv_dim": kinds},
+            }
+        },
+        divided={"heads of recurrent layers": sizes.heads, "key heads of recurrent layers": sizes.key_heads},
+        inputs={"recurrent layers' output": values.length},
+        has_states=True,
+    )
+
+
+def lightning_cuts(config: Any, _num_ranks: int) -> Cuts:
+    """Return the cuts of MiniMax: its lightning attention's norm goes over all ranks."""
+    heads = Run(config.num_attention_heads)
+    inner = Run(heads.length * (config.head_dim or config.hidden_size // heads.length))
+    joined = Run(3 * inner.length)  # head by head
+    columns: dict[str, Runs] = {"qkv_proj": (joined,), "output_gate": (inner,), "self_attn.norm": (inner,)}
+    return Cuts(
+        columns=_COLUMNS | columns | {"w1": (), "w3": ()},
+        rows=_ROWS | {"self_attn.out_proj", "w2"},
+        fields={"self_attn": {"num_attention_heads": (heads,)}},
+        buffers={"slope_rate": (heads,)},
+        norms=frozenset({"self_attn.norm"}),
         inputs={"recurrent layers' output": inner.length},
         has_states=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NUMBERED_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -81,3 +81,8 @@ QWEN_NEXT_PREDICTION = Prediction(
     make_alone=_qwen_next_alone,
 )
 """Published configs count no such layer; the tensors say that there is one."""
+QWEN_3_5_PREDICTION = replace(
+    QWEN_NEXT_PREDICTION,
+    num_layers=lambda config: int(getattr(config, "mtp_num_hidden_layers", 1)),
+    counted_as="mtp_num_hidden_layers",
+)

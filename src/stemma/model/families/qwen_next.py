@@ -28,7 +28,7 @@ from stemma.model.families.layout import (
     bounded_layers,
 )
 from stemma.model.families.pattern import MAX_HEAD_DIM, gated, head_dim_of, layer_path
-from stemma.model.families.prediction import QWEN_NEXT_PREDICTION
+from stemma.model.families.prediction import QWEN_3_5_PREDICTION, QWEN_NEXT_PREDICTION
 from stemma.model.families.rotary import RotaryAngles, has_fixed_angles
 
 _TYPES = frozenset({"linear_attention", "full_attention"})
@@ -220,6 +220,18 @@ QWEN_NEXT = (
         cuts=delta_rule_cuts,
         prediction=QWEN_NEXT_PREDICTION,
     ),
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", own_layout=_three_five, cuts=delta_rule_cuts),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", own_layout=_three_five, cuts=delta_rule_cuts),
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        own_layout=_three_five,
+        cuts=delta_rule_cuts,
+        prediction=QWEN_3_5_PREDICTION,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        own_layout=_three_five,
+        cuts=delta_rule_cuts,
+        prediction=QWEN_3_5_PREDICTION,
+    ),
 )

@@ -20,7 +20,9 @@ from stemma.model.families.granite import GRANITE
 from stemma.model.families.granite_gguf import GRANITE_FORM
 from stemma.model.families.layout import ModelLayout
 from stemma.model.families.lfm2 import LFM2, LFM2_FORM
+from stemma.model.families.linear import LINEAR
 from stemma.model.families.llama import LLAMA, LLAMA_FORMS
+from stemma.model.families.mamba import MAMBA
 from stemma.model.families.mistral import MISTRAL
 from stemma.model.families.nemotron import NEMOTRON_H
 from stemma.model.families.olmo import OLMO2_FORM
@@ -48,7 +50,9 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
     *GRANITE,
     *LFM2,
+    *LINEAR,
     LLAMA,
+    *MAMBA,
     MISTRAL,
     NEMOTRON_H,
     QWEN2,

@@ -10,7 +10,7 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import StepContext
-from stemma.model.batch import ForwardBatch
+from stemma.model.batch import ForwardBatch, ImageRows
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.recurrence import NativeRecurrence
@@ -77,7 +77,8 @@ class ModuleDecoder:
         """
         batch.on_launch()  # torch leaves the interpreter to others in each of its calls
         watched = self._watched(batch) if batch.wants_hidden else nullcontext()
-        with watched, self._adapted.step(batch), running(self._states(batch, kv)):
+        seeing = nullcontext() if batch.images is None else self._seeing(batch.images)
+        with watched, seeing, self._adapted.step(batch), running(self._states(batch, kv)):
             return self._run(batch.token_ids, batch.positions, batch.logits_rows, step)
 
     @contextmanager
@@ -88,6 +89,21 @@ class ModuleDecoder:
             batch.hidden = output.last_hidden_state[0]
 
         handle = self._hf.base_model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _seeing(self, images: ImageRows) -> Iterator[None]:
+        """Put vectors of images in place of what the embedding makes of their rows."""
+        assert images.features is None, "no family that runs modules adds features"
+
+        def put(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            output[0, images.rows] = images.vectors
+            return output
+
+        handle = self._hf.get_input_embeddings().register_forward_hook(put)
         try:
             yield
         finally:

@@ -100,6 +100,8 @@ def _load(
         return _from_tensors(config, weights, dtype)
     if cut is not None:
         return _from_tensors(config, cut.weights, dtype, cut.class_of)
+    if checkpoint.tower:
+        return _from_tensors(config, read_plain(checkpoint.stored), dtype)
     if lacks_metadata(path):
         if checkpoint.method is not None or runs_remote_code(settings):
             raise ModelError(f'{path / INDEX} has no "metadata"; add "metadata": {{}}, or download it again')

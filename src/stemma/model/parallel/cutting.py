@@ -129,6 +129,18 @@ def _cut(model: nn.Module, share: Share, cuts: Cuts) -> None:
             module.out_features, module.in_features = module.weight.shape
 
 
+def cut_buffers(model: nn.Module, share: Share, cuts: Cuts) -> None:
+    """Leave of what the modules computed as they were made what belongs to this rank's part."""
+    for path, module in list(model.named_modules()):
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            runs = cuts.buffer_runs(f"{path}.{name}")
+            if runs is None:
+                continue
+            axis = cuts.axis(f"{path}.{name}")
+            own = [at for part in share.parts(buffer.shape[axis], runs) for at in part]
+            setattr(module, name, buffer.index_select(axis, torch.tensor(own, device=buffer.device)))
+
+
 def _cut_experts(module: Any, share: Share) -> None:
     count, hidden, inner = module.down_proj.shape
     module.num_experts = len(share.experts(count))

@@ -121,7 +121,7 @@ def cut_of(name: str, shape: tuple[int, ...], share: Share, cuts: Cuts, num_expe
             return Cut(name, is_zero=share.rank > 0)
         runs, axis = (), len(shape) - 1
     else:
-        axis = 1 if is_stack else 0
+        axis = 1 if is_stack else cuts.axis(path)
     if runs is None or axis >= len(shape):
         return Cut(name)
     parts = {axis: share.parts(shape[axis], runs, of_expert=of_expert)}
@@ -148,8 +148,10 @@ def check_share(architecture: str, config: Any, share: Share) -> Cuts:
             "all tokens before it, which context parallel divides; take tensor_parallel_size"
         )
     size = share.size
-    _check(architecture, "attention heads", config.num_attention_heads, size)
-    if not getattr(config, "kv_lora_rank", None):
+    attends = getattr(config, "num_attention_heads", None) is not None
+    if attends:
+        _check(architecture, "attention heads", config.num_attention_heads, size)
+    if attends and not getattr(config, "kv_lora_rank", None):
         _check(architecture, "KV heads", config.num_key_value_heads, size)
     num_experts = num_experts_of(config)
     if num_experts:
@@ -187,9 +189,10 @@ def check_groups(architecture: str, config: Any, share: Share, cuts: Cuts, group
 
     Inputs of row-parallel layers are cut. A group that would lie on two ranks would be rounded differently.
     """
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
-    inputs = {**cuts.inputs, "attention's output": heads * (head_dim or config.hidden_size // heads)}
+    inputs, heads = dict(cuts.inputs), getattr(config, "num_attention_heads", None)
+    if heads is not None:
+        head_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
+        inputs["attention's output"] = heads * (head_dim or config.hidden_size // heads)
     cut = [(what, length, share.size) for what, length in inputs.items()]
     for what, length, size in (*cut, *_inner_sizes(config, share)):
         whole, part = fitting_group(length, group_size), fitting_group(length // size, group_size)

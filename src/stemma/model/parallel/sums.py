@@ -63,7 +63,7 @@ class SummedExperts(nn.Module):
 
 
 class RankedNorm(nn.Module):
-    """A gated RMS norm of numbers that lie on all ranks."""
+    """An RMS norm of numbers that lie on all ranks, gated or not."""
 
     def __init__(self, inner: Any, group: RankGroup) -> None:
         super().__init__()
@@ -71,9 +71,11 @@ class RankedNorm(nn.Module):
         self._eps = inner.variance_epsilon
         self._group = group
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply [..., this rank's numbers] by silu of its gates, and norm them with all ranks' numbers."""
-        gated = hidden_states.float() * F.silu(gate.float())
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        """Norm [..., this rank's numbers] with all ranks' numbers; multiplied by silu of gates, if given."""
+        gated = hidden_states.float()
+        if gate is not None:
+            gated = gated * F.silu(gate.float())
         squares = self._group.add(gated.pow(2).sum(-1, keepdim=True))
         variance = squares / (gated.shape[-1] * self._group.share.size)
         normed = gated * torch.rsqrt(variance + self._eps)

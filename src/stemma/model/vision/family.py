@@ -13,6 +13,9 @@ import torch
 Pixels: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """What an image processor of transformers returns for one image, by name."""
 
+TokenText: TypeAlias = Callable[[int], str]
+"""Takes a token of the vocabulary; returns its text."""
+
 
 class Tower(Protocol):
     """A checkpoint's vision encoder: modules of transformers, with their weights."""
@@ -47,6 +50,14 @@ class Expansion:
     """Rows and columns of these vectors, for models that count positions along both; None: others."""
 
 
+def _image_token_id(config: Any) -> int:
+    return int(config.image_token_id)
+
+
+def _accept(_settings: Mapping[str, Any]) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
     """One class of transformers with a vision encoder before a causal language model."""
@@ -60,12 +71,19 @@ class VisionFamily:
     """The same for the modules of the tower."""
     make_tower: Callable[[Any, torch.dtype], Tower]
     """Takes the whole config; the weights are still to be loaded."""
-    expand: Callable[[Any, Pixels, str], Expansion]
-    """Takes the whole config, what the processor returned for an image, and the placeholder's text."""
+    expand: Callable[[Any, Pixels, TokenText], Expansion]
+    """Takes the whole config, what the processor returned for an image, and what gives a token's text."""
     processor_options: Mapping[str, Any]
     """Keywords for the image processor, beside the image."""
     num_leading: int
     """Tokens of an expansion, or of the template, that open an image before its first placeholder."""
+    shown_as: Callable[[Any], int] = _image_token_id
+    """Takes the whole config; returns the token that stands for an image in a rendered prompt."""
+    num_whole: Callable[[Any], int] | None = None
+    """Takes the whole config; returns an image's tokens, which see each other both ways, so that one step
+    computes them all. None: each sees those before it."""
+    check_processor: Callable[[Mapping[str, Any]], None] = _accept
+    """Takes the image processor's settings; raises UnsupportedModel for those that aren't served."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.errors import InvalidRequest
-from stemma.model.vision.family import Expansion, Pixels, positions_on_grids
+from stemma.model.vision.family import Expansion, Pixels, VisionFamily, positions_on_grids
 from stemma.prefix.image_ids import FIRST_IMAGE_ID, MIN_IMAGE_TOKENS, image_ids
 from stemma.types import TokenArray
 
@@ -65,12 +65,34 @@ class PromptImages:
     """What to add to the number of a later token for its position along each axis."""
     num_tokens: int = 0
     """T."""
+    are_whole: bool = False
+    """Whether an image's tokens see each other both ways, so that one step computes them all."""
 
     def positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Return positions [3, end - start] of tokens [start, end), of the prompt or behind it."""
         assert self.axes is not None
         behind = np.arange(max(start, self.num_tokens), max(end, self.num_tokens)) + self.offset
         return np.concatenate((self.axes[:, start:end], np.broadcast_to(behind, (3, len(behind)))), axis=1)
+
+    def whole_end(self, start: int) -> int:
+        """Return the end of the image that has token `start`, if one step computes it all; else `start`."""
+        image = self._image_over(start)
+        return start if image is None else image.stop
+
+    def last_cut(self, start: int, end: int) -> int:
+        """Return the last position within [start, end] at which a step over tokens from `start` on may end.
+
+        That is `start` where all of them belong to an image that goes on behind them.
+        """
+        image = self._image_over(end)
+        return end if image is None else max(start, image.start)
+
+    def _image_over(self, position: int) -> range | None:
+        """Return the range of the image that has this token, if one step computes it; None: there is none."""
+        if not self.are_whole:
+            return None
+        spans = (range(int(one.positions[0]), int(one.positions[-1]) + 1) for one in self.images)
+        return next((one for one in spans if position in one), None)
 
     def image_at(self, position: int) -> PromptImage | None:
         """Return the image that a position belongs to, if it does."""
@@ -85,7 +107,7 @@ def vocabulary_ids(tokens: TokenArray, images: PromptImages | None) -> TokenArra
 
 
 def place_images(
-    tokens: TokenArray, images: Sequence[ReadImage], placeholder_id: int, num_leading: int
+    tokens: TokenArray, images: Sequence[ReadImage], placeholder_id: int, family: VisionFamily
 ) -> tuple[TokenArray, PromptImages]:
     """Return `tokens` with ids of `images` in place of placeholders, and the images in their places.
 
@@ -108,9 +130,11 @@ def place_images(
             )
         positions = where[begin:end]
         result[positions] = image_ids(one.digest, len(positions))
-        placed.append(PromptImage(one.digest, one.pixels, one.name, positions, num_leading))
+        placed.append(PromptImage(one.digest, one.pixels, one.name, positions, family.num_leading))
     grids = [one.expansion.grid for one in images if one.expansion.grid is not None]
     if len(grids) < len(images) or not images:
-        return result, PromptImages(placeholder_id, tuple(placed), num_tokens=len(tokens))
+        return result, PromptImages(
+            placeholder_id, tuple(placed), num_tokens=len(tokens), are_whole=family.num_whole is not None
+        )
     axes, offset = positions_on_grids(len(tokens), [int(one.positions[0]) for one in placed], grids)
     return result, PromptImages(placeholder_id, tuple(placed), axes, offset, len(tokens))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.model.vision.family import Expansion, Pixels, VisionFamily
+from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily
 
 _TOWER = re.compile(r"^(?:model\.)?visual\.")
 _TEXT = re.compile(r"^model\.(?:language_model\.)?")
@@ -83,12 +83,12 @@ def _tower_name(name: str) -> str | None:
     return _TOWER.sub("", name) if _TOWER.match(name) else None
 
 
-def _expand(config: Any, pixels: Pixels, placeholder: str) -> Expansion:
+def _expand(config: Any, pixels: Pixels, token_text: TokenText) -> Expansion:
     [[_, height, width]] = pixels["image_grid_thw"].tolist()
     merged = config.vision_config.spatial_merge_size
     grid = height // merged, width // merged
     num_tokens = grid[0] * grid[1]
-    return Expansion(placeholder * num_tokens, num_tokens, grid)
+    return Expansion(token_text(config.image_token_id) * num_tokens, num_tokens, grid)
 
 
 QWEN2_5_VL = VisionFamily(

@@ -58,9 +58,11 @@ class ImageReader:
         with foreign_code(f"no usable image processor in {path}", "; take preprocessor_config.json too"):
             auto: Any = AutoImageProcessor
             self._processor: Any = auto.from_pretrained(str(path), local_files_only=True, backend="pil")
-            described = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
+            settings = self._processor.to_dict()
+            described = json.dumps(settings, sort_keys=True, default=str)
             self.placeholder_id = int(config.whole.image_token_id)
-            self.placeholder: str = tokenizer.token_text(self.placeholder_id)
+            self._shown: str = tokenizer.token_text(config.family.shown_as(config.whole))
+        config.family.check_processor(settings)
         versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
         named = "\0".join((config.family.architecture, described, *versions))
         self._settings = hashlib.sha256(named.encode()).digest()
@@ -123,10 +125,10 @@ class ImageReader:
 
         Raises InvalidRequest unless it has a placeholder for each.
         """
-        pieces = text.split(self.placeholder)
+        pieces = text.split(self._shown)
         if len(pieces) != len(images) + 1:
             raise InvalidRequest(
-                f"the rendered messages hold {self.placeholder} {len(pieces) - 1} times, which stands for an "
+                f"the rendered messages hold {self._shown} {len(pieces) - 1} times, which stands for an "
                 f"image, and there are {len(images)} images; take it out of the text, or use a template that "
                 "shows images",
                 param="messages",
@@ -136,7 +138,7 @@ class ImageReader:
 
     def place(self, tokens: TokenArray, images: Sequence[ReadImage]) -> tuple[TokenArray, PromptImages]:
         """Return the ids of an expanded text with those of its images. Raises InvalidRequest."""
-        return place_images(tokens, images, self.placeholder_id, self._config.family.num_leading)
+        return place_images(tokens, images, self.placeholder_id, self._config.family)
 
     def _read(self, image: Image, name: str) -> ReadImage:
         digest = digest_of(image, self._settings)
@@ -146,7 +148,7 @@ class ImageReader:
         if expansion is None:
             made = pixels()
             pixels, num_made_bytes = partial(_same, made), sum(one.nbytes for one in made.values())
-            expansion = self._config.family.expand(self._config.whole, made, self.placeholder)
+            expansion = self._config.family.expand(self._config.whole, made, self._tokenizer.token_text)
             with self._lock:
                 self._known[digest] = expansion
                 while len(self._known) > _MAX_KNOWN:

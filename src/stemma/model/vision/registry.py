@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from stemma.model.vision.family import VisionFamily
+from stemma.model.vision.gemma3 import GEMMA3
 from stemma.model.vision.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from stemma.model.vision.smolvlm import SMOLVLM
 
-VISION_FAMILIES: tuple[VisionFamily, ...] = (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, SMOLVLM)
+VISION_FAMILIES: tuple[VisionFamily, ...] = (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, SMOLVLM, GEMMA3)
 _BY_TYPE = {family.model_type: family for family in VISION_FAMILIES}
 
 

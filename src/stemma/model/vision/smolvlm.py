@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stemma.model.vision.family import Expansion, Pixels, VisionFamily
+from stemma.model.vision.family import Expansion, Pixels, TokenText, VisionFamily
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _TEXT = "model.text_model."
@@ -47,10 +47,10 @@ def _tower_name(name: str) -> str | None:
     return name.removeprefix("model.") if is_of_tower else None
 
 
-def _expand(config: Any, pixels: Pixels, placeholder: str) -> Expansion:
+def _expand(config: Any, pixels: Pixels, token_text: TokenText) -> Expansion:
     vision = config.vision_config
     num_each = int((vision.image_size // vision.patch_size) ** 2 / config.scale_factor**2)
-    one = placeholder * num_each
+    one = token_text(config.image_token_id) * num_each
     [[num_rows]], [[num_columns]] = pixels["rows"].tolist(), pixels["cols"].tolist()
     whole = f"{_AROUND}{_WHOLE}{one}{_AROUND}"
     if not (num_rows or num_columns):
