@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -253,6 +254,12 @@ _PREPROCESSORS["gemma3"] = {
 }
 _PREPROCESSORS["qwen3-vl-moe"] = _PREPROCESSORS["qwen3-vl"]
 VISION_FAMILIES = tuple(_MODELS)
+
+
+def vision_params(*quick: str) -> list[Any]:
+    """Return a test's parameters, one a family; those that aren't `quick` run in `make test-all`."""
+    slow = pytest.mark.slow
+    return [pytest.param(family, marks=() if family in quick else slow) for family in VISION_FAMILIES]
 
 
 def lay_out_as_published(family: str, path: Path) -> None:

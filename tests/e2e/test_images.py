@@ -17,7 +17,7 @@ import pytest
 
 from stemma.native.library import load_kernels
 from tests.memory.tiers.pool.servers import free_port
-from tests.vision_checkpoints import VISION_FAMILIES, make_vision_checkpoint, picture
+from tests.vision_checkpoints import make_vision_checkpoint, picture, vision_params
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 START_TIMEOUT_S = 120
@@ -71,7 +71,7 @@ def ask(url: str, question: str) -> tuple[str, dict[str, Any]]:
     return found["choices"][0]["message"]["content"], found["usage"]["stemma"]
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", vision_params("qwen2.5-vl"))
 def test_an_image_survives_kill_9(family: str, tmp_path: Path) -> None:
     model = make_vision_checkpoint(family, tmp_path / family)
     with killed_afterwards(model, tmp_path / "disk") as url:

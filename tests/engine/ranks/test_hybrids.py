@@ -53,7 +53,9 @@ DIVIDED: dict[str, dict[str, Any]] = {
 """By `model_type`: fields that four ranks divide."""
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "granitemoehybrid"])
+@pytest.fixture(
+    scope="module", params=["qwen3_next", pytest.param("granitemoehybrid", marks=pytest.mark.slow)]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param
     return hybrids.build(family, tmp_path_factory.mktemp(family), **DIVIDED[family])

@@ -94,10 +94,10 @@ SCALES = torch.full((4, 192, 2), 120, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"gate_up_proj_blocks": BLOCKS[..., :15].clone()}, "must be \\[experts, outputs, groups, 16\\]"),
-        ({"gate_up_proj_blocks": BLOCKS.to(torch.int32)}, "must be torch.uint8"),
-        ({"gate_up_proj_scales": SCALES[:, :, :1].clone()}, "its blocks need"),
-        ({"gate_up_proj_scales": SCALES[:2].clone()}, "has no number 2"),
+        ({"gate_up_proj_blocks": BLOCKS[..., :15].clone()}, "must be U8 \\[experts, outputs, groups, 16\\]"),
+        ({"gate_up_proj_blocks": BLOCKS.to(torch.int32)}, "must be U8"),
+        ({"gate_up_proj_scales": SCALES[:, :, :1].clone()}, "must be \\[4, 192, 2\\]"),
+        ({"gate_up_proj_scales": SCALES[:2].clone()}, "must be \\[4, 192, 2\\]"),
         ({"gate_up_proj_scales": torch.full_like(SCALES, 255)}, "no number; download"),
         ({"router_blocks": BLOCKS}, "no GPT-OSS has"),
     ],

@@ -68,15 +68,10 @@ class CheckpointTensors:
             raise ModelError(f"{self.path}: {name} is {tensor.dtype}, must be {allowed}")
         return tensor
 
-    def read_part(self, name: str, number: int, dtype: torch.dtype) -> torch.Tensor:
+    def read_part(self, name: str, number: int) -> torch.Tensor:
         """Return one of what a tensor stacks; the rest isn't read. Raises ModelError as `read`."""
         file, stored_name = self._file_of(name)
-        whole = file.get_slice(stored_name)
-        if not 0 <= number < whole.get_shape()[0]:
-            raise ModelError(f"{self.path}: {name} is {whole.get_shape()}, it has no number {number}")
-        part: torch.Tensor = whole[number]
-        if part.dtype != dtype:
-            raise ModelError(f"{self.path}: {name} is {part.dtype}, must be {dtype}")
+        part: torch.Tensor = file.get_slice(stored_name)[number]
         return part
 
     def read_floats(self, name: str) -> torch.Tensor:
@@ -137,7 +132,13 @@ class ReadWeights:
 
         It is made once now, so that what doesn't fit is refused here, and again whenever it is looked up.
         """
-        self.weights[name] = DeferredWeight(make().shape, make)
+        self.add_checked(name, make().shape, make, label)
+
+    def add_checked(
+        self, name: str, shape: torch.Size, make: Callable[[], QuantizedWeight], label: str
+    ) -> None:
+        """Add a quantized weight whose parts are known to fit: it isn't made before it is looked up."""
+        self.weights[name] = DeferredWeight(shape, make)
         self._kept[label] += 1
 
     def add_plain(self, name: str, weight: torch.Tensor, label: str) -> None:

@@ -7,7 +7,6 @@ of their own. The format is OCP's Microscaling (MX) 1.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,36 +49,35 @@ def read_weights(
         parts = _PARTS.get(name)
         if parts is None:
             raise ModelError(f"{tensors.path}: {stem}_blocks are MXFP4 of a layer that no GPT-OSS has")
-        for expert in range(_count(tensors, stem)):
+        count, outputs, inputs = _checked_shape(tensors, stem)
+        for expert in range(count):
             for part, rows in parts:
-                make: Callable[[], QuantizedWeight] = partial(_weight, tensors, stem, expert, rows)
-                read.add(f"{module}.{expert}.{part}.weight", make, "MXFP4")
+                make = partial(_weight, tensors, stem, expert, rows)
+                shape = torch.Size((len(range(outputs)[rows]), inputs))
+                read.add_checked(f"{module}.{expert}.{part}.weight", shape, make, "MXFP4")
         read.take(f"{stem}_blocks", f"{stem}_scales")
     return read.finish()
 
 
-def _count(tensors: CheckpointTensors, stem: str) -> int:
-    """Return the number of stacked experts."""
-    shape = tensors.stored[f"{stem}_blocks"].shape
-    if len(shape) != 4 or shape[3] != _GROUP // 2 or 0 in shape:
+def _checked_shape(tensors: CheckpointTensors, stem: str) -> tuple[int, int, int]:
+    """Return experts, outputs and inputs. Raises ModelError if codes and exponents don't fit each other."""
+    blocks = tensors.stored[f"{stem}_blocks"]
+    shape = blocks.shape
+    if len(shape) != 4 or shape[3] != _GROUP // 2 or 0 in shape or blocks.dtype != "U8":
         raise ModelError(
-            f"{tensors.path}: {stem}_blocks are {list(shape)}, must be [experts, outputs, groups, "
-            f"{_GROUP // 2}]"
+            f"{tensors.path}: {stem}_blocks are {blocks.dtype} {list(shape)}, must be U8 [experts, outputs, "
+            f"groups, {_GROUP // 2}]"
         )
-    return int(shape[0])
+    exponents = tensors.read_shape(f"{stem}_scales", shape[:3], (torch.uint8,))
+    if bool((exponents == _NOT_A_NUMBER).any()):
+        raise ModelError(f"{tensors.path}: {stem}_scales have one that is no number; download the file again")
+    return shape[0], shape[1], shape[2] * _GROUP
 
 
 def _weight(tensors: CheckpointTensors, stem: str, expert: int, rows: slice) -> QuantizedWeight:
-    blocks = tensors.read_part(f"{stem}_blocks", expert, torch.uint8)[rows]
-    exponents = tensors.read_part(f"{stem}_scales", expert, torch.uint8)[rows]
-    if exponents.shape != blocks.shape[:2]:
-        raise ModelError(
-            f"{tensors.path}: {stem}_scales are {list(exponents.shape)} of an expert, its blocks need "
-            f"{list(blocks.shape[:2])}"
-        )
-    if bool((exponents == _NOT_A_NUMBER).any()):
-        raise ModelError(f"{tensors.path}: {stem}_scales have one that is no number; download the file again")
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+    pairs = tensors.read_part(f"{stem}_blocks", expert)[rows].flatten(1).to(torch.int16)
+    exponents = tensors.read_part(f"{stem}_scales", expert)[rows]
+    codes = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F)  # the lower one of a byte comes first
     return QuantizedWeight(
         codes=codes.view(torch.int8),
         scales=mxfp4_scales(exponents),
