@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from stemma.errors import ConfigError, StorageError, TraceError
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer, chain_ids
 from stemma.lab.traces.reader import open_trace
+from stemma.prefix.eviction.policy import Ending
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, RetentionHint, Tier
 
@@ -195,6 +197,28 @@ class TestRecorded:
         found = json.loads(text)
         assert (found["finish_reason"], found["queue_wait_s"], found["service_s"]) == ("stop", 0.5, 2.0)
         assert (found["priority"], found["ttl_s"], found["session"]) == (70, 9.0, "")
+
+    def test_endings_come_a_moment_later(self, tmp_path):
+        """In any order; a request that ends otherwise, or whose ending nobody tells, isn't kept back."""
+        path, output = tmp_path / "t", np.array([70, 71], np.int32)
+        prompts = [PROMPT + number for number in range(4)]
+        with TraceLog(path, HEADER) as log:
+            for number, prompt in enumerate(prompts):
+                reason = FinishReason.ABORT if number == 3 else FinishReason.STOP
+                log.record(
+                    FinishedRequest(float(number), DEFAULT_NAMESPACE, prompt, output, finish_reason=reason)
+                )
+            for number, ending in ((1, Ending.TOOL), (0, Ending.TURN)):
+                tokens = np.concatenate([prompts[number], output])
+                log.conclude(Namespace(salt="another"), tokens, Ending.TOOL)
+                log.conclude(DEFAULT_NAMESPACE, tokens, ending)
+            deadline = time.monotonic() + 30.0
+            while path.read_bytes().count(b"\n") < 5 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert path.read_bytes().count(b"\n") == 5
+        trace = read(path)
+        found = [trace.conclusion_of(number).ending for number in range(4)]
+        assert found == [Ending.TURN, Ending.TOOL, Ending.UNKNOWN, Ending.UNKNOWN]
 
     def test_salt_differs_between_recordings(self, tmp_path):
         texts = []

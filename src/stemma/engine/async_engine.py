@@ -270,7 +270,7 @@ class AsyncEngine(EngineClient):
 
     @override
     def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
-        self._commands.put(lambda: self._engine.cache.conclude(namespace, tokens, conclusion))
+        self._commands.put(lambda: self._engine.conclude(namespace, tokens, conclusion))
 
     @override
     def num_held_tokens(self, request_id: str) -> int:

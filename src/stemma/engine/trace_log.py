@@ -5,12 +5,16 @@ A file is JSONL. Its first line is a header, ``{"format": "stemma-trace", "versi
 finished request::
 
     {"timestamp_s": 12.25, "namespace": "9f...", "session": "03...", "input_tokens": 40, "output_tokens": 9,
-     "num_cached_tokens": 32, "cached_by_tier": {"device": 32}, "finish_reason": "stop", "queue_wait_s": 0.01,
-     "service_s": 1.5, "priority": 50, "ttl_s": null, "blocks": "<base64 of little-endian 64-bit hashes>"}
+     "num_cached_tokens": 32, "cached_by_tier": {"device": 32}, "finish_reason": "stop", "ending": "tool",
+     "queue_wait_s": 0.01, "service_s": 1.5, "priority": 50, "ttl_s": null,
+     "blocks": "<base64 of little-endian 64-bit hashes>"}
 
 `timestamp_s` + `epoch_s` are seconds since 1970: runs of a server that was restarted, or rebooted, follow
 each other. `capacity_blocks` counts blocks of the trace on the device. `session` is a keyed hash of what the
 client calls its conversation (`prompt_cache_key`, `session_id`); "" if it names none.
+
+`ending` says who goes on after the answer: "tool", "turn", or "unknown". The server tells it a moment after
+the engine is done, so a line is written once that is known, or a second later; `kill -9` loses as much.
 
 `blocks` has one hash per `block_size` tokens of the prompt and, after them, of what was generated and has KV
 (all but the last token); the last one may stand for a partial block. Each is a keyed BLAKE2b over its
@@ -24,10 +28,13 @@ import base64
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from time import monotonic
 from types import TracebackType
 from typing import BinaryIO
 
@@ -35,6 +42,7 @@ import numpy as np
 import orjson
 
 from stemma.errors import StorageError
+from stemma.prefix.eviction.policy import Ending
 from stemma.prefix.keys import Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor, start_thread
 from stemma.types import NO_HINT, FinishReason, RetentionHint, Tier, TokenArray
@@ -42,6 +50,8 @@ from stemma.types import NO_HINT, FinishReason, RetentionHint, Tier, TokenArray
 TRACE_FORMAT = "stemma-trace"
 TRACE_VERSION = 2
 _HASH_BYTES = 8
+_PATIENCE_S = 1.0
+"""How long a finished request waits for its ending."""
 logger = logging.getLogger(__name__)
 
 
@@ -61,6 +71,40 @@ class FinishedRequest:
     service_s: float = 0.0
     """From arrival to end."""
     hint: RetentionHint = NO_HINT
+
+
+@dataclass(frozen=True, slots=True)
+class _Concluded:
+    """The end of an answer, whose prompt and itself are `tokens`."""
+
+    namespace: Namespace
+    tokens: TokenArray
+    ending: Ending
+
+    def is_of(self, finished: FinishedRequest) -> bool:
+        start = len(finished.prompt)
+        return (
+            len(self.tokens) == start + len(finished.output)
+            and self.namespace == finished.namespace
+            and np.array_equal(self.tokens[:start], finished.prompt)
+            and np.array_equal(self.tokens[start:], finished.output)
+        )
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose ending isn't known yet."""
+
+    finished: FinishedRequest
+    until_s: float
+    """When it is written nevertheless, on the clock of `time.monotonic`."""
+    ending: Ending | None = None
+
+
+class _Waited(Enum):
+    """What the queue gives after some time without anything."""
+
+    NOTHING = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +141,18 @@ class TraceLog:
             self._file.write(orjson.dumps(first) + b"\n")
         except OSError as error:
             raise StorageError(f"can't record a trace to {path}: {error}") from error
-        self._queue: SimpleQueue[FinishedRequest | None] = SimpleQueue()
+        self._queue: SimpleQueue[FinishedRequest | _Concluded | None] = SimpleQueue()
         self._thread = start_thread("stemma-trace", self._run, supervisor or LoggingSupervisor())
 
     def record(self, finished: FinishedRequest) -> None:
         """Queue one finished request. Nothing is recorded once writing has failed."""
         if self._thread.is_alive():
             self._queue.put(finished)
+
+    def conclude(self, namespace: Namespace, tokens: TokenArray, ending: Ending) -> None:
+        """Say who goes on after an answer; `tokens`, its prompt, then itself, mustn't change afterwards."""
+        if self._thread.is_alive():
+            self._queue.put(_Concluded(namespace, tokens, ending))
 
     def close(self) -> None:
         """Write what is queued and close the file; a second call does nothing."""
@@ -122,14 +171,36 @@ class TraceLog:
 
     def _run(self) -> None:
         """Write until told to stop. A full disk ends the recording, never the server."""
-        while (finished := self._queue.get()) is not None:
-            try:
-                self._file.write(self._line(finished))
-            except OSError as error:
-                logger.error("recording to %s stops: %s", self._path, error)
-                break
+        waiting: deque[_Waiting] = deque()
+        is_open = True
+        while is_open or waiting:
+            item = self._take(waiting) if is_open else _Waited.NOTHING
+            if item is None:
+                is_open = False
+            elif isinstance(item, FinishedRequest):
+                waiting.append(_Waiting(item, monotonic() + _PATIENCE_S, _known_ending(item)))
+            elif isinstance(item, _Concluded):
+                _note(waiting, item)
+            while waiting and (
+                not is_open or waiting[0].ending is not None or waiting[0].until_s <= monotonic()
+            ):
+                written = waiting.popleft()
+                try:
+                    self._file.write(self._line(written.finished, written.ending or Ending.UNKNOWN))
+                except OSError as error:
+                    logger.error("recording to %s stops: %s", self._path, error)
+                    return
 
-    def _line(self, finished: FinishedRequest) -> bytes:
+    def _take(self, waiting: deque[_Waiting]) -> FinishedRequest | _Concluded | _Waited | None:
+        """Return what comes next, unless the request that waits longest is due before."""
+        try:
+            if not waiting:
+                return self._queue.get()
+            return self._queue.get(timeout=max(0.0, waiting[0].until_s - monotonic()))
+        except Empty:
+            return _Waited.NOTHING
+
+    def _line(self, finished: FinishedRequest, ending: Ending) -> bytes:
         namespace = finished.namespace
         seed = self._digest(f"{len(namespace.salt)}:{namespace.salt}:{namespace.adapter}".encode(), b"")
         # The last generated token was never fed back, so it has no KV that a later prompt could reuse.
@@ -143,6 +214,7 @@ class TraceLog:
             "num_cached_tokens": sum(finished.cached_by_tier.values()),
             "cached_by_tier": {str(tier): number for tier, number in finished.cached_by_tier.items()},
             "finish_reason": finished.finish_reason,
+            "ending": ending.name.lower(),
             "queue_wait_s": round(finished.queue_wait_s, 6),
             "service_s": round(finished.service_s, 6),
             "priority": finished.hint.priority,
@@ -167,3 +239,16 @@ class TraceLog:
             state = self._digest(state, data[start : start + stride])
             hashes.append(state)
         return b"".join(hashes)
+
+
+def _known_ending(finished: FinishedRequest) -> Ending | None:
+    """Return the ending of a request about which nobody will be told more; None: somebody may."""
+    is_answered = finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    return None if is_answered else Ending.UNKNOWN
+
+
+def _note(waiting: Iterable[_Waiting], concluded: _Concluded) -> None:
+    for one in waiting:
+        if one.ending is None and concluded.is_of(one.finished):
+            one.ending = concluded.ending
+            return

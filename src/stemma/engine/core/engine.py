@@ -38,7 +38,9 @@ from stemma.errors import GenerationFailed, InvalidRequest, Overloaded, StemmaEr
 from stemma.memory.cache.prefix_cache import PrefixCache
 from stemma.model.tokenizer import Tokenizer
 from stemma.native.process_memory import available_bytes
-from stemma.types import FinishReason
+from stemma.prefix.eviction.policy import Conclusion
+from stemma.prefix.keys import Namespace
+from stemma.types import FinishReason, TokenArray
 
 logger = logging.getLogger(__name__)
 _LOAD_WAIT_S = 0.05
@@ -311,6 +313,11 @@ class Engine:
         self.cache.close()
         self._on_close()
         self._tally.close()
+
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
+        """Tell the cache and the trace who goes on after an answer; `tokens`: its prompt, then itself."""
+        self.cache.conclude(namespace, tokens, conclusion)
+        self._tally.conclude(namespace, tokens, conclusion.ending)
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""

@@ -11,9 +11,11 @@ from stemma.engine.api import CacheReport
 from stemma.engine.core.request import RequestState, SequenceState
 from stemma.engine.trace_log import FinishedRequest, TraceLog
 from stemma.model.vision.prompt import PromptImages
+from stemma.prefix.eviction.policy import Ending
 from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID
-from stemma.types import FinishReason, Tier
+from stemma.prefix.keys import Namespace
+from stemma.types import FinishReason, Tier, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,11 @@ class Tally:
                     request.retention.rest,
                 )
             )
+
+    def conclude(self, namespace: Namespace, tokens: TokenArray, ending: Ending) -> None:
+        """Record who goes on after an answer; `tokens`: its prompt, then itself."""
+        if self._trace_log is not None:
+            self._trace_log.conclude(namespace, tokens, ending)
 
     def close(self) -> None:
         """Close the trace."""

@@ -13,6 +13,9 @@ from stemma.engine.trace_log import TRACE_FORMAT, TRACE_VERSION
 from stemma.errors import TraceError
 from stemma.lab.traces.json_lines import parse_object
 from stemma.lab.traces.request import Measured, TraceFormat, TraceRequest, take, take_count, take_number
+from stemma.prefix.eviction.policy import Ending
+
+_ENDINGS = {ending.name.lower(): ending for ending in Ending}
 
 
 class RecordedFormat(TraceFormat):
@@ -61,6 +64,7 @@ class RecordedFormat(TraceFormat):
             num_prompt_blocks=num_prompt_blocks,
             session=self._session(record),
             num_cached_tokens=take_count(record, "num_cached_tokens", number) if is_told else None,
+            ending=_ENDINGS.get(str(record.get("ending")), Ending.UNKNOWN),
         )
 
     def _session(self, record: Mapping[str, object]) -> int | None:
