@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 
 from stemma.errors import TraceError
-from stemma.lab.traces.request import TraceFormat, TraceRequest, take_count
+from stemma.lab.traces.request import LineFormat, TraceRequest, take_count
 
 _COLUMNS = {"TIMESTAMP": "timestamp", "ContextTokens": "input", "GeneratedTokens": "output"}
 
 
-class AzureFormat(TraceFormat):
+class AzureFormat(LineFormat):
     """``TIMESTAMP,ContextTokens,GeneratedTokens`` with ISO timestamps."""
 
     name: ClassVar[str] = "azure"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from stemma.lab.traces.json_lines import parse_object
 from stemma.lab.traces.request import (
-    TraceFormat,
+    LineFormat,
     TraceRequest,
     check_block_count,
     take_count,
@@ -18,7 +18,7 @@ from stemma.lab.traces.request import (
 BAILIAN_BLOCK_SIZE = 16
 
 
-class BailianFormat(TraceFormat):
+class BailianFormat(LineFormat):
     """Timestamps are seconds. ``parent_chat_id`` (-1: none) chains the requests of one conversation."""
 
     name: ClassVar[str] = "bailian"

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from stemma.lab.traces.json_lines import parse_object
 from stemma.lab.traces.request import (
-    TraceFormat,
+    LineFormat,
     TraceRequest,
     check_block_count,
     ending_of,
@@ -22,7 +22,7 @@ from stemma.lab.traces.request import (
 MOONCAKE_BLOCK_SIZE = 512
 
 
-class MooncakeFormat(TraceFormat):
+class MooncakeFormat(LineFormat):
     """The last block of a prompt is partial and has an id of its own."""
 
     name: ClassVar[str] = "mooncake"

@@ -15,7 +15,7 @@ import numpy as np
 
 from stemma.errors import InvalidRequest, TraceError
 from stemma.lab.traces.json_lines import parse_object
-from stemma.lab.traces.request import RawIds, TraceFormat, TraceRequest, take, take_number
+from stemma.lab.traces.request import LineFormat, RawIds, TraceRequest, take, take_number
 from stemma.types import TokenArray
 
 
@@ -28,7 +28,7 @@ class ChatTokenizer(Protocol):
         """Return the token ids of a conversation, the generation prompt included."""
 
 
-class OpenAIChatFormat(TraceFormat):
+class OpenAIChatFormat(LineFormat):
     """Needs a tokenizer: block boundaries fall on tokens."""
 
     name: ClassVar[str] = "openai"

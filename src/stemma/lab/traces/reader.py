@@ -17,8 +17,9 @@ from stemma.lab.traces.mooncake import MooncakeFormat
 from stemma.lab.traces.openai_chat import ChatTokenizer, OpenAIChatFormat
 from stemma.lab.traces.recorded import RecordedFormat
 from stemma.lab.traces.request import TraceFormat, TraceRequest
+from stemma.lab.traces.weka import WekaFormat
 
-FORMATS = ("mooncake", "bailian", "stemma", "openai", "azure")
+FORMATS = ("mooncake", "bailian", "weka", "stemma", "openai", "azure")
 _MAX_REPORTED = 20
 
 
@@ -38,23 +39,19 @@ class TraceReader:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Yield requests in file order. Raises TraceError with the number of the first bad line."""
-        with _open(self.path) as file:
-            for number, line in enumerate(file, start=1):
-                if self.progress is not None:
-                    self.progress(len(line))
-                if not line.strip():
-                    continue
-                try:
-                    request = self.format.parse(line, number)
-                except TraceError as error:
-                    if not self.skip_bad:
-                        raise
-                    self.num_bad += 1
-                    if len(self.bad_lines) < _MAX_REPORTED:
-                        self.bad_lines.append(str(error))
-                    continue
-                if request is not None:
-                    yield request
+        for number, record in enumerate(_records(self.path, self.format), start=1):
+            if self.progress is not None:
+                self.progress(len(record))
+            if not record.strip():
+                continue
+            try:
+                yield from self.format.parse_all(record, number)
+            except TraceError as error:
+                if not self.skip_bad:
+                    raise
+                self.num_bad += 1
+                if len(self.bad_lines) < _MAX_REPORTED:
+                    self.bad_lines.append(str(error))
 
 
 def open_trace(
@@ -78,12 +75,36 @@ def open_trace(
     plain: dict[str, Callable[[], TraceFormat]] = {
         "mooncake": MooncakeFormat,
         "bailian": BailianFormat,
+        "weka": WekaFormat,
         "stemma": RecordedFormat,
         "azure": AzureFormat,
     }
     if name not in plain:
         raise ConfigError(f"unknown trace format {name!r}; known: {', '.join(FORMATS)}")
     return TraceReader(path, plain[name](), skip_bad, progress)
+
+
+def _records(path: Path, trace_format: TraceFormat) -> Iterator[bytes]:
+    """Yield lines; of a format with documents whole files that aren't JSONL, and those of a directory."""
+    for file_path in _files(path) if trace_format.has_documents else [path]:
+        with _open(file_path) as file:
+            first = file.readline()
+            if trace_format.has_documents and first and not _is_object(first):
+                yield first + file.read()
+                continue
+            yield first
+            yield from file
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.json")) if path.is_dir() else [path]
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 def _open(path: Path) -> BinaryIO:
@@ -93,8 +114,22 @@ def _open(path: Path) -> BinaryIO:
         raise StorageError(f"can't read {path}: {error}") from error
 
 
+def _is_document(path: Path) -> bool:
+    """Whether a file is one object over several lines, of the only format that has such."""
+    with _open(path) as file:
+        if file.readline().strip() != b"{":
+            return False
+        try:
+            record = orjson.loads(b"{" + file.read())
+        except orjson.JSONDecodeError:
+            return False
+    return isinstance(record, dict) and WekaFormat.recognises(record)
+
+
 def _recognise(path: Path) -> str:
     """Look at the first lines; a broken one may be followed by a good one."""
+    if path.is_dir() or _is_document(path):
+        return WekaFormat.name
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if number > 100:
@@ -111,6 +146,7 @@ def _recognise(path: Path) -> str:
                 ("stemma", RecordedFormat.recognises),
                 ("bailian", BailianFormat.recognises),
                 ("mooncake", MooncakeFormat.recognises),
+                ("weka", WekaFormat.recognises),
                 ("openai", OpenAIChatFormat.recognises),
             ):
                 if recognises(record):

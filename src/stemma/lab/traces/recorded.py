@@ -12,13 +12,13 @@ import numpy as np
 from stemma.engine.trace_log import TRACE_FORMAT, TRACE_VERSION
 from stemma.errors import TraceError
 from stemma.lab.traces.json_lines import parse_object
-from stemma.lab.traces.request import Measured, TraceFormat, TraceRequest, take, take_count, take_number
+from stemma.lab.traces.request import LineFormat, Measured, TraceRequest, take, take_count, take_number
 from stemma.prefix.eviction.policy import Ending
 
 _ENDINGS = {ending.name.lower(): ending for ending in Ending}
 
 
-class RecordedFormat(TraceFormat):
+class RecordedFormat(LineFormat):
     """A header line, then one line per finished request: salted chained hashes, lengths, no text."""
 
     name: ClassVar[str] = "stemma"

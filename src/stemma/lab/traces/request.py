@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -75,6 +75,22 @@ class TraceFormat(ABC):
     measured: Measured | None = None
     """The cache whose hits the requests tell, if they do."""
 
+    has_documents: ClassVar[bool] = False
+    """Whether a file that isn't JSONL is one record."""
+
+    @abstractmethod
+    def parse_all(self, line: bytes, number: int) -> Iterable[TraceRequest]:
+        """Return the requests of this record. Raises TraceError."""
+
+
+class LineFormat(TraceFormat):
+    """A format with one request a line."""
+
+    def parse_all(self, line: bytes, number: int) -> Iterable[TraceRequest]:
+        """Return the request of this line, if it is no header. Raises TraceError."""
+        request = self.parse(line, number)
+        return () if request is None else (request,)
+
     @abstractmethod
     def parse(self, line: bytes, number: int) -> TraceRequest | None:
         """Return the request of this line, None for a header. Raises TraceError."""
@@ -103,8 +119,8 @@ def take_count(record: Mapping[str, object], key: str, number: int) -> int:
     return value
 
 
-def take_ids(record: Mapping[str, object], key: str, number: int) -> RawIds:
-    """Return a list of distinct 64-bit ids or raise TraceError."""
+def take_numbers(record: Mapping[str, object], key: str, number: int) -> RawIds:
+    """Return a list of 64-bit integers or raise TraceError."""
     value = take(record, key, number)
     if not isinstance(value, list):
         raise TraceError(f"field {key!r} isn't a list", line_number=number)
@@ -114,7 +130,13 @@ def take_ids(record: Mapping[str, object], key: str, number: int) -> RawIds:
         raise TraceError(f"field {key!r} isn't a list of integers", line_number=number) from error
     if ids.ndim != 1 or not all(type(item) is int for item in value):
         raise TraceError(f"field {key!r} isn't a list of integers", line_number=number)
-    if len(set(value)) != len(value):
+    return ids
+
+
+def take_ids(record: Mapping[str, object], key: str, number: int) -> RawIds:
+    """Return a list of distinct 64-bit ids or raise TraceError."""
+    ids = take_numbers(record, key, number)
+    if len(np.unique(ids)) != len(ids):
         raise TraceError(f"field {key!r} repeats an id: these aren't chained prefix ids", line_number=number)
     return ids
 
