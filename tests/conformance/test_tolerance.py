@@ -30,7 +30,7 @@ def client(url: str) -> OpenAI:
 
 def test_hints_of_chat(client: OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny", messages=ASK, max_tokens=4, verbosity="low", reasoning_effort="high"
+        model="tiny", messages=ASK, max_tokens=4, verbosity="low", reasoning_effort="high", temperature=0.0
     )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4

@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +68,6 @@ def command(
     """Run the real router before simulated servers: hits, waits, losses, and its own cost."""
     if find_spec("msgspec") is None:
         raise ConfigError("snapshots need the events' format: pip install 'stemma[events]'")
-    logging.getLogger("stemma").setLevel(logging.ERROR)  # each failed try would be a line
     console = Console(highlight=False, soft_wrap=True)
     begun = time.monotonic()
     prefill = PrefillModel(prefill_tokens_per_s)
@@ -80,12 +80,25 @@ def command(
         servers, blocks, router, prefill, decode_tokens_per_s,
         index_blocks=index_blocks, faults=faults, fault_s=fault_s, seed=seed,
     )  # fmt: skip
-    report = _report(traffic, settings, restart)
+    with _errors_alone():
+        report = _report(traffic, settings, restart)
     report["wall_s"] = round(time.monotonic() - begun, 1)
     report["peak_memory_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _show(console, report)
     if json_path is not None:
         write_json(json_path, report)
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Leave warnings out: each try that fails would be a line."""
+    logger = logging.getLogger("stemma")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _report(traffic: Traffic, settings: FleetSettings, restart: bool) -> dict[str, Any]:

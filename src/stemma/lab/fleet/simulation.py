@@ -23,6 +23,7 @@ from stemma.cluster.holdings import MAX_BLOCKS
 from stemma.cluster.rendezvous import rendezvous_order
 from stemma.cluster.routers import ROUTERS, Ask
 from stemma.errors import ConfigError
+from stemma.http import async_http_client
 from stemma.lab.fleet.caches import Change, RunCache
 from stemma.lab.fleet.router import Cpu, SimulatedRouter, hash_of
 from stemma.lab.fleet.servers import TOLD_TOKENS, Mode, Network, ServerModel, SimulatedServer
@@ -155,7 +156,7 @@ class _Simulation:
         for _ in range(settings.num_servers):
             self._start_server()
         self._warm()
-        self._client = httpx.AsyncClient(transport=self._network, timeout=None)
+        self._client = async_http_client(transport=self._network, timeout=None)
         self._relay = Relay(self._client, RouteOptions())
         self._start_router()
         for server in tuple(self._network.servers.values()):
