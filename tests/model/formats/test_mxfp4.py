@@ -87,6 +87,26 @@ def test_experts_become_plain_where_modules_run(
     torch.testing.assert_close(fused, logits_of(load(quantized), prompt, 40), atol=2e-4, rtol=1e-4)
 
 
+def test_a_mixture_without_its_downs(tmp_path: Path) -> None:
+    quantized, _ = build(tmp_path)
+    file = quantized / "model.safetensors"
+    weights = load_file(file)
+    kept = {name: one for name, one in weights.items() if "layers.0.mlp.experts.down_proj_" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lack some of their gates, ups or downs"):
+        load(quantized)
+
+
+@pytest.mark.parametrize(("field", "value"), [("swiglu_alpha", 0.0), ("swiglu_limit", -1.0)])
+def test_gates_that_the_kernels_dont_compute(field: str, value: Any, tmp_path: Path) -> None:
+    """The modules compute them."""
+    path = checkpoints.build("gpt-oss", tmp_path / "model", **{field: value})
+    prompt = list(range(30))
+    torch.testing.assert_close(
+        logits_of(load(path), prompt, 30), plain_logits(path, prompt), atol=2e-4, rtol=1e-4
+    )
+
+
 BLOCKS = torch.zeros(4, 192, 2, 16, dtype=torch.uint8)
 SCALES = torch.full((4, 192, 2), 120, dtype=torch.uint8)
 

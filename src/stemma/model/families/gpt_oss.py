@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +94,8 @@ def _stack(gates: torch.Tensor, ups: torch.Tensor, downs: torch.Tensor) -> dict[
 def _layout(
     config: Any, num_tensors: int, make: Callable[[Any, str, int], Gated] = _stacked_expert
 ) -> ModelLayout | None:
-    if config.num_local_experts > _MOST_EXPERTS:
+    sharpness, limit = float(config.swiglu_alpha), float(config.swiglu_limit)
+    if config.num_local_experts > _MOST_EXPERTS or not (0.0 < sharpness < inf and limit > 0.0):
         return None
     pattern = LlamaPattern(
         biased=lambda config: ATTENTION if config.attention_bias else (),

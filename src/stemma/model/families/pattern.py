@@ -102,6 +102,8 @@ class LlamaPattern:
         rotating, windows = self.rotating(config), self.windows(config)
         if not (len(rotating) == len(windows) == num_layers) or not _is_native(config, heads):
             return None
+        if any(window is not None and window < 1 for window in windows):
+            return None
         layers = bounded_layers(
             lambda number: self._layer(config, number, heads, rotating[number], windows[number]),
             num_layers,
