@@ -91,6 +91,8 @@ def test_a_directory_of_conversations(tmp_path: Path, indent: int | None) -> Non
         (conversation({**request(0.0, [1]), "in": "many"}), "isn't a count"),
         (conversation({**request(0.0, [1]), "hash_ids": ["a"]}), "isn't a list of integers"),
         (conversation({**request(0.0, [1]), "t": None}), "isn't a number"),
+        (conversation({**request(0.0, [1]), "in": 1 << 62}), "isn't a count"),
+        (conversation(request(0.0, [1]), block_size=1 << 63), "isn't a count"),
         (conversation(request(0.0, [1]), block_size=0), "block size 0"),
         (conversation(request(0.0, [1]), block_size=32), "block size 32 after 64"),
         ({**conversation(), "requests": {}}, "'requests' isn't a list"),

@@ -17,6 +17,10 @@ RawIds: TypeAlias = npt.NDArray[np.int64]
 """Ids of chained prefix blocks as the trace names them, shape [num_blocks]."""
 
 
+_MOST = 1 << 40
+"""Largest count: sums and products of counts fit 64 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request: which prefix blocks it has, and how long it is."""
@@ -112,9 +116,9 @@ def take_number(record: Mapping[str, object], key: str, number: int) -> float:
 
 
 def take_count(record: Mapping[str, object], key: str, number: int) -> int:
-    """Return a count of at least 0 or raise TraceError."""
+    """Return a count of 0 to 2^40 or raise TraceError."""
     value = take(record, key, number)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
         raise TraceError(f"field {key!r} isn't a count: {value!r}", line_number=number)
     return value
 
