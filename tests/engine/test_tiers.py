@@ -55,6 +55,17 @@ def test_a_working_set_larger_than_the_device_is_served_from_the_host(serve, exp
     assert cached(round_of(one, expected), Tier.HOST) == [96] * 5
 
 
+def test_a_working_set_of_device_and_host_together_is_served(serve, expected) -> None:
+    """Thirty blocks in turn: the host alone, with room for 26, would lose each right before its next use."""
+    block_bytes = serve(host_cache="64MB").cache.below.stores[0].block_bytes
+    one = serve(host_cache=26 * block_bytes)
+    for _ in range(2):
+        round_of(one, expected)
+    answers = round_of(one, expected)
+    assert [answer.cache.num_cached_tokens for answer in answers] == [96] * 5
+    assert one.cache.below.stores[0].num_blocks <= 26
+
+
 @pytest.mark.parametrize("host_write", ["write_back", "write_through", "write_through_selective"])
 @pytest.mark.parametrize("host_exclusive", [False, True])
 def test_every_policy_gives_the_same_answers(serve, expected, host_write, host_exclusive, tmp_path) -> None:

@@ -43,6 +43,25 @@ def test_a_kept_copy_spares_the_next_write():
     assert kept.num_written[0] < 0.7 * exclusive.num_written[0]
 
 
+def test_duplicates_that_go_first_cost_no_hits():
+    trace = agentic_trace(num_sessions=12, mean_turns=6.0, span_s=200.0)
+    exclusive, auto, kept = (
+        replay_tiers(trace, TierPlan((100, 300), "lru", sharing))
+        for sharing in ("exclusive", "auto", "keep-copy")
+    )
+    hits = {name: int(one.hit_blocks.sum()) for name, one in (("e", exclusive), ("a", auto), ("k", kept))}
+    assert hits["a"] == pytest.approx(hits["e"], rel=0.002)
+    assert hits["a"] > hits["k"]
+    assert auto.num_written[0] <= exclusive.num_written[0]
+
+
+def test_auto_writes_no_more_than_kept_copies_where_the_tier_has_room():
+    trace = agentic_trace(num_sessions=6, mean_turns=5.0, span_s=100.0)
+    auto, kept = (replay_tiers(trace, TierPlan((80, 10_000), "lru", s)) for s in ("auto", "keep-copy"))
+    assert auto.num_written == kept.num_written
+    assert (auto.hit_blocks == kept.hit_blocks).all()
+
+
 @pytest.mark.parametrize("sharing", SHARINGS)
 @settings(max_examples=40, deadline=None)
 @given(chains_of_tree, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -62,7 +62,7 @@ def command(
             PrefillModel(prefill_tokens_per_s),
             Prices(),
             policy,
-            "keep-copy",
+            "auto",
             "all",
         )
         tiers = parse_tiers((gpu_memory, dram, ssd), (dram_speed, ssd_speed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from stemma.errors import ConfigError
 from stemma.lab.admission import ADMISSIONS
 from stemma.lab.plan import NextGigabyte, Prediction, TierBytes, Workload, curve, next_gigabyte, predict
 from stemma.lab.savings import PrefillModel, Prices
-from stemma.lab.tiers import Sharing
+from stemma.lab.tiers import SHARINGS
 from stemma.memory.device.layout import KVLayout
 
 _FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -35,7 +35,7 @@ def command(
         str | None, typer.Option(help="bfloat16, float16, float32, int8 or fp8; default: the checkpoint's.")
     ] = None,
     policy: Annotated[str, typer.Option(help="Eviction policy.")] = "hazard",
-    sharing: Annotated[str, typer.Option(help="inclusive, exclusive or keep-copy.")] = "keep-copy",
+    sharing: Annotated[str, typer.Option(help=f"How tiers share blocks: {', '.join(SHARINGS)}.")] = "auto",
     admission: Annotated[
         str, typer.Option(help="What moves down: all (as in a server), reused, adaptive.")
     ] = "all",
@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Predict hit ratio, time to first token and cost of tiers of given sizes for recorded traffic."""
     console = Console(highlight=False)
-    if sharing not in get_args(Sharing) or admission not in ADMISSIONS:
+    if sharing not in SHARINGS or admission not in ADMISSIONS:
         raise ConfigError(f"unknown sharing or admission: {sharing!r}, {admission!r}")
     columns = load_trace(console, trace, None, False, None, limit)
     layout = layout_of(model, kv_dtype)
@@ -65,7 +65,7 @@ def command(
         PrefillModel(prefill_tokens_per_s, attention_equal_at),
         Prices(price_miss, price_hit),
         policy,
-        cast(Sharing, sharing),
+        sharing,
         admission,
     )
     tiers = parse_tiers((gpu_memory, dram, ssd), (dram_speed, ssd_speed))

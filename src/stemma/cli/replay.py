@@ -77,9 +77,7 @@ def replay_command(
     below: Annotated[
         str | None, typer.Option(help="Blocks of the tiers below the device, e.g. 20000 or 20000,100000.")
     ] = None,
-    sharing: Annotated[
-        str, typer.Option(help="How tiers share blocks: inclusive, exclusive or keep-copy.")
-    ] = "keep-copy",
+    sharing: Annotated[str, typer.Option(help=f"How tiers share blocks: {', '.join(SHARINGS)}.")] = "auto",
     admission: Annotated[
         str, typer.Option(help="What moves down: all (as in a server), reused, adaptive.")
     ] = "all",
@@ -107,7 +105,7 @@ def replay_command(
         if html_path is not None or cost != "blocks":
             raise ConfigError("--html and --cost are for one tier; leave out --below")
         rows = _replay_tiers(trace, policies, sizes, (below, sharing, admission), model, prices)
-        console.print(tier_table(trace, rows, sharing, admission))
+        console.print(tier_table(trace, rows, sharing, admission, model))
         _write_files(console, trace, [], rows, json_path, None)
         return
     if replicas is not None:

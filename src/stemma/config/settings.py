@@ -167,7 +167,7 @@ class TierSettings(SettingsModel):
     host_write: WritePolicy = "write_back"
     """When a block is copied to the host tier: evicted from the device, committed there, or used often."""
     host_exclusive: bool = False
-    """A block promoted from the host tier is removed there. By default the copy stays, saving a write."""
+    """A block promoted from the host tier is removed there. By default a copy stays while there is room."""
     disk_cache: Path | None = None
     """Directory of the disk tier; blocks in it outlive the server."""
     disk_cache_size: ByteSize = 10 * 10**9

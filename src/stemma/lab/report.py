@@ -83,11 +83,19 @@ def make_tier_row(
     )
 
 
-def tier_table(trace: Trace, rows: list[Row], sharing: str, admission: str) -> Table:
+def tier_table(trace: Trace, rows: list[Row], sharing: str, admission: str, model: PrefillModel) -> Table:
     """Return hit ratios by tier, a line per policy and device capacity."""
+    all_s = float(model.seconds(0, trace.input_tokens).sum())
     table = Table(title=f"{trace.name}: {sharing}, admission {admission}", title_justify="left")
     table.add_column("policy")
-    names = ("blocks of each tier", "block hit ratio", "by tier", "token hit ratio", "blocks written down")
+    names = (
+        "blocks of each tier",
+        "block hit ratio",
+        "by tier",
+        "token hit ratio",
+        "prefill a request",
+        "blocks written down",
+    )
     for name in names:
         table.add_column(name, justify="right")
     for row in rows:
@@ -97,6 +105,7 @@ def tier_table(trace: Trace, rows: list[Row], sharing: str, admission: str) -> T
             f"{row.block_hit_ratio:.4f}",
             " + ".join(f"{ratio:.4f}" for ratio in row.tier_hit_ratios),
             f"{row.token_hit_ratio:.4f}",
+            f"{(all_s - row.prefill_s_saved) / max(1, trace.num_requests):.3f} s",
             ", ".join(f"{num:,}" for num in row.num_written),
         )
     return table

@@ -6,13 +6,16 @@ How tiers share blocks:
   have, and more.
 * `exclusive`: a block is in one tier. It moves down when evicted and up when hit.
 * `keep-copy`: like exclusive, but a block that moves up leaves its copy below, so that evicting it again
-  costs no write; the copy is evicted when its room is needed.
+  costs no write; the policy ranks the copy like any other block.
+* `duplicates-first`: the same, but copies of what a tier above holds are evicted before all others.
+* `auto`, which a server with host tier and written-back disk does: `duplicates-first` in the tier right below
+  the device, where a write costs little, and `keep-copy` further down.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +30,8 @@ from stemma.prefix.keys import DEFAULT_NAMESPACE
 from stemma.prefix.radix import RadixIndex
 from stemma.types import BlockIds, BlockKey
 
-Sharing: TypeAlias = Literal["inclusive", "exclusive", "keep-copy"]
-SHARINGS: tuple[Sharing, ...] = ("inclusive", "exclusive", "keep-copy")
+Sharing: TypeAlias = Literal["inclusive", "exclusive", "keep-copy", "duplicates-first", "auto"]
+SHARINGS: tuple[Sharing, ...] = get_args(Sharing)
 _NO_PARENT = BlockKey(b"root")
 
 
@@ -39,7 +42,7 @@ class TierPlan:
     capacities: tuple[int, ...]
     """Blocks of the device, then of each tier below."""
     policy: str = "lru"
-    sharing: Sharing = "keep-copy"
+    sharing: Sharing = "auto"
     admission: str = "all"
     """Which evicted blocks move down: `all`, `reused` or `adaptive`."""
 
@@ -69,7 +72,9 @@ class TierResult:
 class LowerTier:
     """One tier below the device."""
 
-    def __init__(self, capacity_blocks: int, policy: str, admission: Admission) -> None:
+    def __init__(self, capacity_blocks: int, policy: str, admission: Admission, *, marks: bool) -> None:
+        """`marks`: it evicts first what a tier above holds too."""
+        self.marks = marks
         self.index = TierIndex(capacity_blocks, make_lab_policy(policy))
         self.admission = admission
         self.num_written = 0
@@ -79,11 +84,13 @@ class LowerTier:
         gone: int | None = None
         slot = self.index.reserve()
         if slot is None:
-            victim = self.index.victim(now)
-            if victim is None:
-                return block
-            gone = block_of(self.index.key_of(victim))
-            self.index.evict(now)
+            # A tier above has what a duplicate holds: it goes nowhere.
+            if self.index.evict_duplicate(now) is None:
+                victim = self.index.victim(now)
+                if victim is None:
+                    return block
+                gone = block_of(self.index.key_of(victim))
+                self.index.evict(now)
             slot = self.index.reserve()
             assert slot is not None
         traits = BlockTraits(fingerprints=np.array([block], dtype=np.uint64))
@@ -101,7 +108,12 @@ class TieredCache:
         below = plan.capacities[1:]
         self.lower = [
             # What one tier refuses no tier further down gets to see: the decision is about all of them.
-            LowerTier(size, plan.policy, make_admission(plan.admission, sum(below[number:])))
+            LowerTier(
+                size,
+                plan.policy,
+                make_admission(plan.admission, sum(below[number:])),
+                marks=plan.sharing == "duplicates-first" or (plan.sharing == "auto" and number == 0),
+            )
             for number, size in enumerate(below)
         ]
         self._free = list(range(plan.capacities[0]))[::-1]
@@ -132,6 +144,10 @@ class TieredCache:
             self.device.conclude(ids, conclusion)
         else:
             self.device.conclude(match.block_ids, conclusion)
+        for tier in self.lower:
+            if tier.marks:
+                # The head of a chain stays above the longest, so its copy is the first to go.
+                tier.index.mark_duplicates(key_of(block) for block in reversed(blocks))
         if self._plan.sharing == "inclusive":
             self._write_through(blocks, end, now)
         self._make_room(now)
@@ -191,7 +207,9 @@ class TieredCache:
         moving: int | None = block
         while moving is not None and number < len(self.lower):
             tier = self.lower[number]
-            if key_of(moving) in tier.index:
+            tier.index.unmark_duplicates([key_of(moving)])
+            if (slot := tier.index.find(key_of(moving))) is not None:
+                tier.index.touch([slot], now)
                 return
             if not tier.admission.admits(moving, self._uses[moving]):
                 return

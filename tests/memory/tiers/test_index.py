@@ -29,11 +29,16 @@ class TierIndexMachine(RuleBasedStateMachine):
         self.index = TierIndex(CAPACITY, self.policy)
         self.model: dict[int, int] = {}
         self.pins: dict[int, int] = {}
+        self.duplicates: list[int] = []
         self.now = 0.0
 
     def leaves(self) -> set[int]:
         parents = {(n - 1) // 2 for n in self.model}
         return {n for n in self.model if n not in parents and not self.pins.get(n)}
+
+    def gone(self, n: int) -> None:
+        del self.model[n]
+        self.duplicates = [m for m in self.duplicates if m != n]
 
     @rule(n=NUMBERS)
     def put(self, n: int) -> None:
@@ -44,12 +49,14 @@ class TierIndexMachine(RuleBasedStateMachine):
         if slot is None:
             before = dict(self.model)
             evicted = self.index.evict(self.now)
+            duplicates = [m for m in self.duplicates if not self.pins.get(m)]
             if evicted is None:
                 assert not self.leaves()
+                assert not duplicates
                 return
             gone = next(m for m, held in before.items() if held == evicted)
-            assert gone in self.leaves()
-            del self.model[gone]
+            assert gone == duplicates[-1] if duplicates else gone in self.leaves()
+            self.gone(gone)
             slot = self.index.reserve()
             assert slot is not None
         parent = KEYS[(n - 1) // 2] if n else BlockKey(bytes(32))
@@ -78,17 +85,41 @@ class TierIndexMachine(RuleBasedStateMachine):
         if self.pins.get(n):
             self.index.unpin(KEYS[n])
             self.pins[n] -= 1
+            if not self.pins[n] and n in self.duplicates:
+                self.mark(n)
+
+    @rule(n=NUMBERS)
+    def mark(self, n: int) -> None:
+        self.index.mark_duplicates([KEYS[n]])
+        self.duplicates = [m for m in self.duplicates if m != n] + [n] * (n in self.model)
+
+    @rule(n=NUMBERS)
+    def unmark(self, n: int) -> None:
+        self.index.unmark_duplicates([KEYS[n]])
+        self.duplicates = [m for m in self.duplicates if m != n]
+
+    @rule()
+    def evict_duplicate(self) -> None:
+        evicted = self.index.evict_duplicate(self.now)
+        duplicates = [m for m in self.duplicates if not self.pins.get(m)]
+        if duplicates:
+            assert evicted == self.model[duplicates[-1]]
+            self.gone(duplicates[-1])
+        else:
+            assert evicted is None
 
     @rule(n=NUMBERS)
     def drop(self, n: int) -> None:
         if n in self.model:
-            self.index.drop(self.model.pop(n), self.now)
+            self.index.drop(self.model[n], self.now)
+            self.gone(n)
 
     @invariant()
     def agrees(self) -> None:
         self.index.check()
         assert len(self.index) == len(self.model) <= CAPACITY
         assert {n: self.index.find(KEYS[n]) for n in self.model} == self.model
+        assert self.index.num_duplicates == len(self.duplicates)
         assert self.index.num_policy_failures <= self.max_policy_failures
 
     def teardown(self) -> None:

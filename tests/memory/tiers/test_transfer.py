@@ -68,6 +68,53 @@ def test_exclusive_moves_instead_of_copying(rig: Rig) -> None:
     assert transfer.match(keys(blocks)) == []
 
 
+def test_what_the_device_holds_too_makes_room_in_the_host(rig: Rig) -> None:
+    host = rig.host(4)
+    transfer = rig.open(host)
+    old, promoted = rig.fill("old", 2), rig.fill("promoted", 2, 2)
+    transfer.on_evict(old[::-1])
+    transfer.on_evict(promoted[::-1])
+    assert load(rig, transfer, keys(promoted)) == 2
+    transfer.on_commit(promoted)
+    transfer.on_evict(rig.fill("new", 1, 4))
+    assert host.exists_many(keys(old + promoted)) == [True, True, False, True]
+    transfer.on_evict(promoted[1:])  # it leaves the device: no longer a duplicate, and not written again
+    assert host.counters.written_bytes == 5 * BLOCK
+    transfer.on_evict(rig.fill("newer", 1, 5))
+    assert host.exists_many(keys(old + promoted)) == [True, False, False, True]
+
+
+def test_a_flushed_device_holds_no_duplicates(rig: Rig) -> None:
+    host = rig.host(4)
+    transfer = rig.open(host)
+    blocks = rig.fill("a", 2)
+    transfer.on_evict(blocks[::-1])
+    transfer.on_commit(blocks)
+    assert host.num_duplicates == 2
+    transfer.on_drop(blocks)
+    assert host.num_duplicates == 0
+
+
+def test_duplicates_are_no_candidates_where_they_would_not_be_written_again(rig: Rig) -> None:
+    host = rig.host(4)
+    transfer = rig.open(host, writes={Tier.HOST: "write_through"})
+    transfer.on_commit(rig.fill("a", 2))
+    assert (len(host.newest(9)), host.num_duplicates) == (2, 0)
+
+
+def test_duplicates_leave_a_full_host_without_a_write_to_the_disk(rig: Rig) -> None:
+    host, disk = rig.host(8), rig.disk()
+    transfer = rig.open(host, disk, writes={Tier.HOST: "write_back", Tier.DISK: "write_back"})
+    blocks = rig.fill("a", 7)
+    transfer.on_evict(blocks[::-1])
+    transfer.drain(TIMEOUT_S)
+    transfer.on_commit(blocks)
+    transfer.on_evict(rig.fill("b", 1, 8))  # none is free: one block has to go
+    transfer.drain(TIMEOUT_S)
+    assert (host.num_free, host.num_duplicates) == (7, 0)
+    assert disk.counters.written_bytes == 0
+
+
 def test_partial_blocks_stay_on_the_device(rig: Rig) -> None:
     transfer = rig.open(rig.host(8))
     (block,) = rig.fill("a", 1)

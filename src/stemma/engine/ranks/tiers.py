@@ -115,6 +115,10 @@ class RankedTiers(LowerTiers):
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         self._moved("on_evict", blocks)
 
+    @override
+    def on_drop(self, blocks: Sequence[DeviceBlock]) -> None:
+        self._moved("on_drop", blocks)
+
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
         """Set how many blocks each owner may hold in each tier of each rank."""
         self._ranks.tell(Tell("set_quotas", (quotas,)))

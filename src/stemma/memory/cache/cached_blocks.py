@@ -167,9 +167,12 @@ class CachedBlocks:
                 return
 
     def flush(self) -> int:
-        """Drop every block that isn't pinned, without telling the lower tiers; return how many."""
+        """Drop every block that isn't pinned, without demoting any; return how many."""
         dropped = self.index.evict(self.index.num_evictable, self._clock())
-        self._drop(dropped, self._describe(dropped), MissReason.FLUSHED)
+        blocks = self._describe(dropped)
+        if self._lower is not None:
+            self._lower.on_drop(blocks)
+        self._drop(dropped, blocks, MissReason.FLUSHED)
         return len(dropped)
 
     def describe(self, block_ids: BlockIds) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.uint8]]:

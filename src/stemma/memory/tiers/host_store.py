@@ -6,7 +6,7 @@ about 500 bytes per block, under 0.1 % of a block of a real model.) Copies relea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -88,10 +88,12 @@ class HostStore(SlottedStore):
         """Make room ahead of need: pass the next victims to `save`, then drop them.
 
         They stay readable until `save` returns. A block that was used or got a child in the meantime isn't
-        dropped. Returns how many were dropped.
+        dropped. Duplicates go before all others, without being saved. Returns how many were dropped.
         """
         with self._lock:
             self._check_open()
+            if num_dropped := self._drop_duplicates(num_blocks):
+                return num_dropped
             used_at, now = self._used_at, self._ranked_at(self._now())
             taken = self._index.take_victims(
                 num_blocks,
@@ -117,6 +119,33 @@ class HostStore(SlottedStore):
                         num_dropped += self._drop([slot])
                 self.counters.num_evicted += num_dropped
         return num_dropped
+
+    def mark_duplicates(self, keys: Iterable[BlockKey]) -> None:
+        """Note that the device holds these keys too: their copies here are evicted before all others.
+
+        Who says so must put the block again when it leaves the device.
+        """
+        with self._lock:
+            self._index.mark_duplicates(keys)
+
+    def unmark_duplicates(self, keys: Iterable[BlockKey]) -> None:
+        """Note that the device doesn't hold these keys any more."""
+        with self._lock:
+            self._index.unmark_duplicates(keys)
+
+    @property
+    def num_duplicates(self) -> int:
+        """Number of blocks that the device holds too."""
+        return self._index.num_duplicates
+
+    def _drop_duplicates(self, num_blocks: int) -> int:
+        """Evict up to `num_blocks` duplicates; return how many. Called with the lock."""
+        for number in range(num_blocks):
+            slot = self._index.evict_duplicate(self._ranked_at(self._now()))
+            if slot is None:
+                return number
+            self._evicted(slot)
+        return num_blocks
 
     @property
     def num_free(self) -> int:

@@ -5,6 +5,10 @@ here, and blocks may arrive child first. So this index is a table of keys that c
 *in this tier*. A block may be evicted when that count is zero and nobody pins it (leaves first). Blocks are
 ranked by an `EvictionPolicy`, the same classes as on the device.
 
+Where the tier above says which blocks it holds too, these *duplicates* go before all others, leaf or not:
+nothing is lost with them. Of them the one goes first that was marked last, since it stays above the longest
+and so costs its next write last.
+
 A policy that raises breaks nothing: the tables change first, and LRU takes over (`eviction/fallback.py`).
 
 A slot is *free*, *reserved* (being written, not found by lookups yet) or *live*. Operations are O(1) per
@@ -13,7 +17,7 @@ block plus the policy's cost. Not thread-safe: the store that owns it holds its 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -51,6 +55,8 @@ class TierIndex:
         """By key, not slot: a pin survives the drop of a damaged block and applies once it is back."""
         self.watcher: Callable[[BlockKey, bool], None] | None = None
         """Called with each key that enters (True) or leaves (False); not with those of `restore`."""
+        self._duplicates: OrderedDict[BlockKey, None] = OrderedDict()
+        """Keys of live blocks that the tier above holds too: pinned ones, then in the order of marking."""
         self._freed: list[int] = []
         self._unused_from = 0
         """Slots from here on were never used (so that files can grow in order)."""
@@ -71,6 +77,11 @@ class TierIndex:
     def num_opened(self) -> int:
         """Upper bound of the slots ever used: all are below this number."""
         return self._unused_from
+
+    @property
+    def num_duplicates(self) -> int:
+        """Number of live blocks that the tier above holds too."""
+        return len(self._duplicates)
 
     def find(self, key: BlockKey) -> int | None:
         """Return the slot that holds `key`."""
@@ -109,7 +120,12 @@ class TierIndex:
         return slot
 
     def victim(self, now: float) -> int | None:
-        """Return the slot that `evict` would free, still live, or None if nothing may be evicted."""
+        """Return the slot that `evict` would free, still live, or None if nothing may be evicted.
+
+        Blocks of owners over their quota come first, then duplicates.
+        """
+        if not self.num_over_quota and (duplicate := self._duplicate()) is not None:
+            return duplicate
         try:
             return self._policy.victim(now)
         except Exception as error:  # noqa: BLE001 - see `_policy_failed`
@@ -118,12 +134,17 @@ class TierIndex:
 
     def evict(self, now: float) -> int | None:
         """Evict the policy's victim; return its freed slot, or None if nothing may be evicted."""
-        slot = self.victim(now)
-        if slot is None:
-            return None
-        self._leave(slot, now, evicted=True)
-        self.num_evicted += 1
-        self._freed.append(slot)
+        return self._evict(self.victim(now), now)
+
+    def evict_duplicate(self, now: float) -> int | None:
+        """Evict a block that the tier above holds too; return its freed slot, or None if there is none."""
+        return self._evict(self._duplicate(), now)
+
+    def _evict(self, slot: int | None, now: float) -> int | None:
+        if slot is not None:
+            self._leave(slot, now, evicted=True)
+            self.num_evicted += 1
+            self._freed.append(slot)
         return slot
 
     def free(self, slot: int) -> None:
@@ -193,11 +214,30 @@ class TierIndex:
             except Exception as error:  # noqa: BLE001 - see `_policy_failed`
                 self._policy_failed(error)
 
+    def mark_duplicates(self, keys: Iterable[BlockKey]) -> None:
+        """Note that the tier above holds these keys; those that aren't here are ignored."""
+        for key in keys:
+            if key in self._slot_of:
+                self._duplicates[key] = None
+                self._duplicates.move_to_end(key, last=key not in self._pins)
+
+    def unmark_duplicates(self, keys: Iterable[BlockKey]) -> None:
+        """Note that the tier above doesn't hold these keys any more."""
+        for key in keys:
+            self._duplicates.pop(key, None)
+
+    def _duplicate(self) -> int | None:
+        """Return the slot of the duplicate marked last that nobody pins."""
+        key = next(reversed(self._duplicates), None)
+        return None if key is None or key in self._pins else self._slot_of[key]
+
     def pin(self, key: BlockKey) -> None:
         """Forbid eviction of a key that is present; pins nest."""
         slot = self._slot_of[key]
         count = self._pins.get(key, 0)
         self._pins[key] = count + 1
+        if key in self._duplicates:
+            self._duplicates.move_to_end(key, last=False)
         if count == 0 and key not in self._num_children:
             try:
                 self._policy.withdraw(slot)
@@ -213,6 +253,8 @@ class TierIndex:
             self._pins[key] = count
             return
         del self._pins[key]
+        if key in self._duplicates:
+            self._duplicates.move_to_end(key)
         slot = self._slot_of.get(key)
         if slot is not None and key not in self._num_children:
             try:
@@ -318,6 +360,7 @@ class TierIndex:
         key, parent = self.key_of(slot), self._parent_of[slot]
         self._key_of[slot], self._parent_of[slot], self._owner_of[slot] = None, _NO_PARENT, ""
         del self._slot_of[key]
+        self._duplicates.pop(key, None)
         if self.watcher is not None:
             self.watcher(key, False)
         was_candidate = key not in self._num_children and key not in self._pins
@@ -348,7 +391,10 @@ class TierIndex:
         keys = {slot: key for slot, key in enumerate(self._key_of) if key is not None}
         live = set(keys)
         parents = [self._parent_of[slot] for slot in sorted(live)]
+        pinned = [key in self._pins for key in self._duplicates]
         problems: Iterable[tuple[bool, str]] = (
+            (not self._duplicates.keys() <= self._slot_of.keys(), "a duplicate isn't here"),
+            (pinned != sorted(pinned, reverse=True), "a pinned duplicate isn't before all others"),
             ({k: s for s, k in keys.items()} != self._slot_of, "keys and slots disagree"),
             (_NO_PARENT in parents, "a live slot has no parent key"),
             (dict(Counter(parents)) != self._num_children, "children are miscounted"),

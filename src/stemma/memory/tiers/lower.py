@@ -78,6 +78,10 @@ class LowerTiers(Protocol):
     def on_evict(self, blocks: Sequence[DeviceBlock]) -> None:
         """Blocks leave the device index. Their bytes are intact until this returns (for write-back)."""
 
+    def on_drop(self, blocks: Sequence[DeviceBlock]) -> None:
+        """Blocks left the device index and aren't demoted: it was flushed."""
+        return None
+
     def set_quotas(self, quotas: Mapping[Tier, Mapping[str, int]]) -> None:
         """Set how many blocks each owner (`owner_tag`) may hold in each tier, also in a pool attached later.
 

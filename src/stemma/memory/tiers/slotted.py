@@ -458,9 +458,7 @@ class SlottedStore(BlockStore):
         evicted = self._evict()
         if evicted is None:
             return None
-        self._ttl_s[evicted] = np.inf
-        self._dropped([evicted])
-        self.counters.num_evicted += 1
+        self._evicted(evicted)
         return self._index.reserve()
 
     def _evict(self) -> int | None:
@@ -469,9 +467,13 @@ class SlottedStore(BlockStore):
     def _keep_quotas(self) -> None:
         """Evict blocks of owners that hold too many. Called with the lock."""
         while self._index.num_over_quota and (slot := self._evict()) is not None:
-            self._ttl_s[slot] = np.inf
-            self._dropped([slot])
-            self.counters.num_evicted += 1
+            self._evicted(slot)
+
+    def _evicted(self, slot: int) -> None:
+        """Note that a block was evicted from a slot. Called with the lock."""
+        self._ttl_s[slot] = np.inf
+        self._dropped([slot])
+        self.counters.num_evicted += 1
 
     def _commit(self, block: Storable, slot: int, now: float) -> None:
         traits = BlockTraits(fingerprints([block.key]), hint=block.hint, owner=block.owner)

@@ -262,6 +262,7 @@ class TierTransfer(LowerTiers):
         if not self._stores:
             return
         full = self._full(blocks)
+        self._mark_duplicates(full)
         self._num_uses.note({block.key: self._num_uses.get(block.key, 0) + 1 for block in full})
         self._write(full, self._tiers("write_through"))
         if self._policy.publish_tails:
@@ -273,6 +274,7 @@ class TierTransfer(LowerTiers):
         if not self._stores:
             return
         full = self._full(blocks)
+        self._mark_duplicates(full)
         uses = {block.key: self._num_uses.get(block.key, 0) + 1 for block in full}
         self._num_uses.note(uses)
         hot = [block for block in full if uses[block.key] >= self._policy.selective_uses]
@@ -290,10 +292,25 @@ class TierTransfer(LowerTiers):
         if self._host is None:
             self._write(full, tiers)
             return
+        self._host.unmark_duplicates([block.key for block in full])
         self._write(full, tiers & {Tier.HOST})
         if self._host.num_free < self._low_water:
             for tier in tiers - {Tier.HOST}:
                 self._queues[tier].wake()
+
+    @override
+    def on_drop(self, blocks: Sequence[DeviceBlock]) -> None:
+        if self._host is not None:
+            self._host.unmark_duplicates([block.key for block in blocks])
+
+    def _mark_duplicates(self, blocks: Sequence[DeviceBlock]) -> None:
+        """Let a host tier that gets blocks as the device evicts them make room with what the device holds.
+
+        Another tier would not get them again; and a disk, where a write costs more than its room, keeps them.
+        """
+        if self._host is not None and self._writes[Tier.HOST] == "write_back":
+            # The head of a chain stays on the device the longest, so it is the first to go here.
+            self._host.mark_duplicates(block.key for block in reversed(blocks))
 
     @property
     def _staging(self) -> StagingArena:
