@@ -97,7 +97,7 @@ struct ItemShape {
 #if STEMMA_AMX
         shape.tiles = shape.paired && args.key_dim % 32 == 0 && amx_ready();
 #endif
-        const bool fits = shape.paired ? !shape.tiles : STEMMA_FLOAT_DECODE && decodes_floats<T>(args);
+        const bool fits = shape.paired || (STEMMA_FLOAT_DECODE && decodes_floats<T>(args));
         shape.decodes = fits && num_rows <= DECODE_ROWS;
         return shape;
     }
@@ -193,14 +193,6 @@ static void set_up(const AttendArgs& args, const Plan& plan, const Item& item, i
     limit_rows(args, plan, item, width, s.limits);
 }
 
-// acc [row][dim] *= alpha [row]
-static void shrink(const float* alpha, int num_rows, int dim, float* acc) {
-    for (int r = 0; r < num_rows; r++, acc += dim) {
-        if (alpha[r] == 1.0f) continue;
-        for (int d = 0; d < dim; d++) acc[d] *= alpha[r];
-    }
-}
-
 #if STEMMA_AVX512_BF16
 // Scores of a tile's keys in products of pairs.
 template <int NB>
@@ -232,11 +224,35 @@ static void score_pairs(const AttendArgs& args, const Plan& plan, const float* q
     }
 }
 
-static void pair_values_of(const AttendArgs& args, const TileTokens& tokens, int kv_head, int n, float* paired) {
-    if (args.format.stored == PLAIN)
-        return pair_values(values_of<bf16>(args, tokens, kv_head), n, args.value_dim, paired);
-    const auto pair = args.format.stored == INT8 ? pair_codes<INT8> : pair_codes<FP8>;
-    pair(args.format, tokens.values, kv_head, args.head_stride, n, args.value_dim, paired);
+// Values of a tile in pairs; for tiles filled up. `ask(end)` is called before values up to `end` are taken.
+template <class Ask>
+static void pair_values_of(const AttendArgs& args, const TileTokens& tokens, int kv_head, int n, const ItemShape& shape,
+                           float* paired, Ask&& ask) {
+    const auto codes = [&](auto stored) {
+        pair_codes<stored.value>(args.format, tokens.values, kv_head, args.head_stride, n, args.value_dim, paired, ask);
+    };
+    switch (args.format.stored) {
+        case PLAIN: pair_values(values_of<bf16>(args, tokens, kv_head), n, args.value_dim, paired, ask); break;
+        case INT8: codes(std::integral_constant<int32_t, INT8>{}); break;
+        default: codes(std::integral_constant<int32_t, FP8>{});
+    }
+#if STEMMA_AMX
+    if (shape.tiles) fill_pairs(paired, (n + 1) / 2, args.value_dim);
+#endif
+}
+
+static void pair_values_of(const AttendArgs& args, const TileTokens& tokens, int kv_head, int n, const ItemShape& shape,
+                           float* paired) {
+    pair_values_of(args, tokens, kv_head, n, shape, paired, [](int) {});
+}
+
+// acc = acc * alpha + weights x values; without alpha there was nothing before.
+static void weigh_values(const AttendArgs& args, float* weights, int width, int rows, const float* paired, int n,
+                         const float* alpha, const ItemShape& shape, float* acc) {
+#if STEMMA_AMX
+    if (shape.tiles) return weigh_tiles(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc);
+#endif
+    weigh_pairs(weights, width, rows, paired, (n + 1) / 2, args.value_dim, alpha, acc);
 }
 #endif
 
@@ -260,15 +276,9 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
         if (shape.paired) {
             score_pairs<NB>(args, plan, head.query, kv_head, n, shape, s);
             weigh<NB>(args, s.limits, head.split, s.alpha, scores, n, key, masked, true);
-            pair_values_of(args, s.tokens, kv_head, n, s.values.data());
-#if STEMMA_AMX
-            if (shape.tiles) {
-                if (!first) shrink(s.alpha, rows, dim, head.split_acc);
-                return weigh_tiles(scores, W, rows, s.values.data(), (n + 1) / 2, dim, head.split_acc);
-            }
-#endif
-            const float* alpha = first ? nullptr : s.alpha;
-            return weigh_pairs(scores, W, rows, s.values.data(), (n + 1) / 2, dim, alpha, head.split_acc);
+            pair_values_of(args, s.tokens, kv_head, n, shape, s.values.data());
+            return weigh_values(args, scores, W, rows, s.values.data(), n, first ? nullptr : s.alpha, shape,
+                                head.split_acc);
         }
     }
 #endif
@@ -282,8 +292,8 @@ static void run_tile(const AttendArgs& args, const Plan& plan, const Item& item,
 
 // The same for few rows; `num_next` tokens of the next tile are in s.next_tokens.
 template <class T>
-static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int key, int n, int num_next,
-                            const ItemShape& shape, Scratch& s) {
+static void run_decode_tile(const AttendArgs& args, const Plan& plan, const Item& item, int h, int key, int n,
+                            int num_next, const ItemShape& shape, Scratch& s) {
     const KVFormat& format = args.format;
     const bool plain = format.stored == PLAIN;
     const int kv_head = item.first_head + h;
@@ -315,6 +325,20 @@ static void run_decode_tile(const AttendArgs& args, const Item& item, int h, int
         }
         return decode_tile_floats_any(args, item.num_rows, tile, Rows<float>{decoded.keys, 0},
                                       Rows<float>{decoded.values, 0}, n);
+    }
+#endif
+#if STEMMA_AMX
+    if (shape.tiles) {
+        // Asked for little by little: a core waits for so few lines at once that a burst would hold up its products.
+        const auto ask = [&](int done) { tile.next_keys.ask(done, 4 * n), tile.next_values.ask(done, 4 * n); };
+        score_pairs<1>(args, plan, head.query, kv_head, n, shape, s);
+        pair_values_of(args, s.tokens, kv_head, n, shape, s.values.data(), [&](int end) {
+            if (end % 4 == 0) ask(3 * end);
+        });
+        return with_rows(item.num_rows, [&](auto rows) {
+            decode_tile_amx<rows.value>(args, tile, n, s.scores.data(), s.values.data(),
+                                        [&](int end) { ask(3 * n + end); });
+        });
     }
 #endif
 #if STEMMA_AVX512_BF16
@@ -361,7 +385,7 @@ static void run_split(const AttendArgs& args, const Plan& plan, const Item& item
                       const ItemShape& shape, Scratch& s) {
     for (HeadState& head : s.heads) {
         head.split.clear();
-        if (shape.decodes || shape.tiles || !shape.paired)  // else the first tile begins the sums
+        if (shape.decodes || !shape.paired)  // else the first tile begins the sums
             std::fill(head.split_acc, head.split_acc + size_t(NB) * LANES * args.value_dim, 0.0f);
     }
     const Segment& segment = plan.segments[item.segment];
@@ -373,7 +397,8 @@ static void run_split(const AttendArgs& args, const Plan& plan, const Item& item
         if (shape.decodes) {
             const int next = std::min(shape.tile, visible.end - key - n);
             if (next > 0) locate<T>(args, plan, segment, key + n, next, s.next_tokens);
-            for (int h = 0; h < item.num_heads; h++) run_decode_tile<T>(args, item, h, key, n, next, shape, s);
+            for (int h = 0; h < item.num_heads; h++)
+                run_decode_tile<T>(args, plan, item, h, key, n, next, shape, s);
             continue;
         }
         bool masked = key + n > visible.all_end || key < visible.all_begin;
@@ -476,6 +501,10 @@ class BundleOfPairs {
     }
 
     void run() {
+#if STEMMA_AMX
+        std::optional<TileScope> scope;
+        if (shape_.tiles) scope.emplace();
+#endif
         const bool merges = s_.bundled[0].item->merges();
         int begin = INT32_MAX, end = 0;
         for (const BundledItem& b : s_.bundled) begin = std::min(begin, first(b)), end = std::max(end, last(b));
@@ -562,11 +591,11 @@ class BundleOfPairs {
         score_pairs<NB>(args_, plan_, b.head.query, kv_head_, n, shape_, s_);
         weigh<NB>(args_, b.limits, b.head.split, s_.alpha, s_.scores.data(), n, key, masked, true);
         if (n != num_paired && (n > num_paired || n % 2)) {  // the last of an odd number is paired with itself
-            pair_values_of(args_, s_.tokens, kv_head_, n, s_.values.data());
+            pair_values_of(args_, s_.tokens, kv_head_, n, shape_, s_.values.data());
             num_paired = n;
         }
-        weigh_pairs(s_.scores.data(), NB * LANES, b.item->num_rows, s_.values.data(), (n + 1) / 2, args_.value_dim,
-                    is_first ? nullptr : s_.alpha, b.head.split_acc);
+        weigh_values(args_, s_.scores.data(), NB * LANES, b.item->num_rows, s_.values.data(), n,
+                     is_first ? nullptr : s_.alpha, shape_, b.head.split_acc);
     }
 };
 #endif
@@ -575,8 +604,10 @@ template <class T>
 void run_bundle(const AttendArgs& args, Plan& plan, const Bundle& bundle, Scratch& s) {
 #if STEMMA_AVX512_BF16
     if constexpr (sizeof(T) == 2) {
-        const ItemShape shape = ItemShape::of<T>(args, ROWS);
-        if (bundle.count > 1 && shape.paired && !shape.tiles) return BundleOfPairs(args, plan, bundle, s).run();
+        const Item& first = plan.items[bundle.first];
+        const ItemShape shape = ItemShape::of<T>(args, bundle.count > 1 ? ROWS : first.num_rows);
+        if (bundle.count > 1 ? shape.paired : shape.tiles && !shape.decodes && first.num_heads == 1)
+            return BundleOfPairs(args, plan, bundle, s).run();
     }
 #endif
     for (int i = 0; i < bundle.count; i++) run_item_any<T>(args, plan, plan.items[bundle.first + i], s);

@@ -317,31 +317,44 @@ static inline void weigh_keys(const bf16* weights, Source& source, int dim, Next
         weigh_keys_tile<R, 1>(weights, source, d, d == 0 ? next : none, alpha, dim, acc + d);
 }
 
+// Weights [row][TILE] of R rows' scores [row][TILE], which are capped first.
+template <int R>
+static inline void soften_scores(const AttendArgs& args, DecodeTile& tile, int num_keys, float* scores, float* alpha,
+                                 bf16* weights) {
+    float factor = args.scale * LOG2_E;
+    if (args.softcap > 0) {
+        for (int r = 0; r < R; r++) cap(args, scores + r * TILE, (num_keys + LANES - 1) / LANES * LANES);
+        factor = 1.0f;
+    }
+    soften_keys<R>(tile.limits, tile.state, alpha, scores, tile.first_key, num_keys, factor, weights);
+}
+
 template <int R, class Source>
 static void decode_tile(const AttendArgs& args, DecodeTile& tile, Source& source) {
     alignas(64) float scores[R * TILE], alpha[LANES];
     alignas(64) bf16 weights[R * TILE];
     score_keys<R>(tile.query, source, args.key_dim, tile.next_keys, scores);
-    float factor = args.scale * LOG2_E;
-    if (args.softcap > 0) {
-        for (int r = 0; r < R; r++) cap(args, scores + r * TILE, (source.n + LANES - 1) / LANES * LANES);
-        factor = 1.0f;
-    }
-    soften_keys<R>(tile.limits, tile.state, alpha, scores, tile.first_key, source.n, factor, weights);
+    soften_scores<R>(args, tile, source.n, scores, alpha, weights);
     weigh_keys<R>(weights, source, args.value_dim, tile.next_values, alpha, tile.acc);
+}
+
+// f(rows, as a constant)
+template <class F>
+static void with_rows(int num_rows, F&& f) {
+    switch (num_rows) {
+        case 1: return f(std::integral_constant<int, 1>{});
+        case 2: return f(std::integral_constant<int, 2>{});
+        case 3: return f(std::integral_constant<int, 3>{});
+        case 4: return f(std::integral_constant<int, 4>{});
+        case 5: return f(std::integral_constant<int, 5>{});
+        case 6: return f(std::integral_constant<int, 6>{});
+        case 7: return f(std::integral_constant<int, 7>{});
+        default: return f(std::integral_constant<int, 8>{});
+    }
 }
 
 template <class Source>
 static void decode_tile_any(const AttendArgs& args, int rows, DecodeTile& tile, Source& source) {
-    switch (rows) {
-        case 1: return decode_tile<1>(args, tile, source);
-        case 2: return decode_tile<2>(args, tile, source);
-        case 3: return decode_tile<3>(args, tile, source);
-        case 4: return decode_tile<4>(args, tile, source);
-        case 5: return decode_tile<5>(args, tile, source);
-        case 6: return decode_tile<6>(args, tile, source);
-        case 7: return decode_tile<7>(args, tile, source);
-        default: return decode_tile<8>(args, tile, source);
-    }
+    with_rows(rows, [&](auto count) { decode_tile<count.value>(args, tile, source); });
 }
 #endif

@@ -91,9 +91,11 @@ static inline __m512i interleave(const bf16* a, const bf16* b) {
 }
 
 // Values as pairs of consecutive keys, [key / 2][dim]: the order that the pair product wants. An odd last key is
-// paired with itself, and its pair has no weight.
-static void pair_values(Rows<bf16> rows, int num_keys, int dim, float* paired) {
+// paired with itself, and its pair has no weight. `ask(end)` is called before keys up to `end` are taken.
+template <class Ask>
+static void pair_values(Rows<bf16> rows, int num_keys, int dim, float* paired, Ask&& ask) {
     for (int t = 0; t < num_keys; t += 2, paired += dim) {
+        ask(t + 2);
         const bf16 *a = rows[t], *b = rows[t + 1 < num_keys ? t + 1 : t];
         int d = 0;
         for (; rows.whole() && d + 32 <= dim; d += 32) {
@@ -107,10 +109,11 @@ static void pair_values(Rows<bf16> rows, int num_keys, int dim, float* paired) {
 }
 
 // The same of rows that are stored as codes.
-template <int32_t stored>
+template <int32_t stored, class Ask>
 static void pair_codes(const KVFormat& format, const void* const* tokens, int head, int64_t head_stride, int num_keys,
-                       int dim, float* paired) {
+                       int dim, float* paired, Ask&& ask) {
     for (int t = 0; t < num_keys; t += 2, paired += dim) {
+        ask(t + 2);
         const CodedRow a(format, tokens[t], head, head_stride, dim);
         const CodedRow b(format, tokens[t + 1 < num_keys ? t + 1 : t], head, head_stride, dim);
         for (int d = 0; d < dim; d += LANES)

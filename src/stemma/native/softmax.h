@@ -144,3 +144,13 @@ static void weigh(const AttendArgs& args, const RowLimits& limits, RowState& sta
 #endif
     soften<NB>(state, alpha, scores, num_keys, factor);
 }
+
+// acc [row][dim] *= alpha [row]
+static void shrink(const float* alpha, int num_rows, int dim, float* acc) {
+    for (int r = 0; r < num_rows; r++, acc += dim) {
+        if (alpha[r] == 1.0f) continue;
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES) store(acc + d, load(acc + d) * splat(alpha[r]));
+        for (; d < dim; d++) acc[d] *= alpha[r];
+    }
+}
