@@ -1,8 +1,8 @@
 """Offline batches: share of the best possible hits, and time, beside vLLM's.
 
 ``python -m benchmarks.batches [--data DIR] [--vllm PYTHON]``: a table of 10,000 rows whose columns repeat,
-and with `--data` GSM8K with 8 worked examples and MMLU with 5 of each subject; shuffled, one token answered. KV
-memory holds `--kv-tokens` in both. The best possible: every token that any two prompts share at their
+and with `--data` GSM8K with 8 worked examples and MMLU with 5 of each subject; shuffled, one token answered.
+KV memory holds `--kv-tokens` in both. The best possible: every token that any two prompts share at their
 beginnings is computed once. `--vllm` names the interpreter of an environment that has vLLM; it gets the same
 token ids.
 """
