@@ -1,9 +1,10 @@
 """Offline batches: share of the best possible hits, and time, beside vLLM's.
 
-``python -m benchmarks.batches --data DIR [--vllm PYTHON]``: GSM8K with 8 worked examples, MMLU with 5 of each
-subject, and a table of 10,000 rows whose columns repeat; shuffled, one token answered. KV memory holds
-`--kv-tokens` in both. The best possible: every token that any two prompts share at their beginnings is
-computed once. `--vllm` names the interpreter of an environment that has vLLM; it gets the same token ids.
+``python -m benchmarks.batches [--data DIR] [--vllm PYTHON]``: a table of 10,000 rows whose columns repeat,
+and with `--data` GSM8K with 8 worked examples and MMLU with 5 of each subject; shuffled, one token answered.
+KV memory holds `--kv-tokens` in both. The best possible: every token that any two prompts share at their
+beginnings is computed once. `--vllm` names the interpreter of an environment that has vLLM; it gets the same
+token ids.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def vllm_run(python: Path, model: Path, batch: Batch, kv_tokens: int) -> tuple[i
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="Folder with gsm8k_test.jsonl and mmlu/.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with gsm8k_test.jsonl and mmlu/; without it, the table alone.")
+    ] = None,
     vllm: Annotated[Path | None, typer.Option(help="Interpreter that has vLLM.")] = None,
     kv_tokens: Annotated[int, typer.Option(help="Tokens of KV memory.")] = 16_384,
     rows: Annotated[int, typer.Option(help="Rows of the table.")] = 10_000,
@@ -109,11 +112,11 @@ def main(
 ) -> None:
     model = demo_model().path
     tokenizer = LLM(model, kv_cache_memory="64MB").tokenizer
-    texts: dict[str, Callable[[], list[str]]] = {
-        "GSM8K 8-shot": lambda: few_shot_texts(data / "gsm8k_test.jsonl", questions, 8, 1),
-        "MMLU 5-shot": lambda: few_shot_texts(data / "mmlu", questions, 5, 2),
-        f"table of {rows:,} rows": lambda: table_texts(rows),
-    }
+    texts: dict[str, Callable[[], list[str]]] = {}
+    if data is not None:
+        texts["GSM8K 8-shot"] = lambda: few_shot_texts(data / "gsm8k_test.jsonl", questions, 8, 1)
+        texts["MMLU 5-shot"] = lambda: few_shot_texts(data / "mmlu", questions, 5, 2)
+    texts[f"table of {rows:,} rows"] = lambda: table_texts(rows)
     for name, make in texts.items():
         batch = Batch(name, [tokenizer.encode(text).tolist() for text in make()])
         best = batch.num_shareable()

@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from stemma.cli import make_app
 from stemma.cli.replay import parse_capacities, parse_policies
+from stemma.engine.trace_log import FinishedRequest, TraceHeader, TraceLog
 from stemma.errors import ConfigError
+from stemma.prefix.keys import DEFAULT_NAMESPACE
+from stemma.types import Tier
 
 SAMPLE = Path(__file__).parent.parent / "data" / "mooncake_conversation_head.jsonl"
 
@@ -110,3 +114,19 @@ def test_replicas_behind_routers(tmp_path):
     assert "all memory" in result.output
     for wrong in (("--replicas", "0"), ("--replicas", "2", "--router", "nearest")):
         assert isinstance(run(SAMPLE, *wrong).exception, ConfigError)
+
+
+def test_its_error_beside_the_server_is_told(tmp_path):
+    """The second prompt comes while the first, which it begins with, still holds its blocks."""
+    path, tokens = tmp_path / "t", np.arange(32, dtype=np.int32)
+    with TraceLog(path, TraceHeader(4, 8, capacity_blocks=8, eviction="lru")) as log:
+        for number, (prompt, hits) in enumerate(((tokens[:16], 0), (tokens[:24], 16), (tokens[:24], 23))):
+            cached = {Tier.DEVICE: hits} if hits else {}
+            log.record(
+                FinishedRequest(float(number), DEFAULT_NAMESPACE, prompt, tokens[:1], cached, service_s=1.5)
+            )
+    result = run(path, "--policy", "lru", "--capacity", 8)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.output.split())
+    assert "found 60.9% of prompt tokens on its device" in told
+    assert "60.9%, an error of +0.0 points." in told

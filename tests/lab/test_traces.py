@@ -14,7 +14,8 @@ from stemma.errors import ConfigError, StorageError, TraceError
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer, chain_ids
 from stemma.lab.traces.reader import open_trace
-from stemma.prefix.eviction.policy import Ending
+from stemma.lab.traces.request import Measured
+from stemma.prefix.eviction.policy import Conclusion, Ending
 from stemma.prefix.keys import DEFAULT_NAMESPACE, Namespace
 from stemma.types import FinishReason, RetentionHint, Tier
 
@@ -179,7 +180,7 @@ class TestRecorded:
         assert trace.num_prompt_blocks.tolist() == [3, 4, 3]
         assert not set(trace.blocks_of(2).tolist()) & set(trace.blocks_of(0).tolist())
         assert trace.output_tokens.tolist() == [3, 3, 3]
-        assert trace.cached_tokens.tolist() == [0, 12, 0]
+        assert trace.cached_tokens.tolist() == [0, 8, 0]
         assert trace.sessions.tolist() == [
             0,
             0,
@@ -190,13 +191,49 @@ class TestRecorded:
         with TraceLog(tmp_path / "t", HEADER) as log:
             hint = RetentionHint(70, 9.0)
             reason = FinishReason.STOP
+            roles = ("developer", "user", "assistant", "tool", "critic")
             log.record(
-                FinishedRequest(1.0, DEFAULT_NAMESPACE, PROMPT, NOTHING, {}, "", reason, 0.5, 2.0, hint)
+                FinishedRequest(
+                    1.0, DEFAULT_NAMESPACE, PROMPT, NOTHING, {}, "", reason, 0.5, 2.0, hint, roles, 0.7
+                )
             )
         text = (tmp_path / "t").read_text().splitlines()[1]
         found = json.loads(text)
         assert (found["finish_reason"], found["queue_wait_s"], found["service_s"]) == ("stop", 0.5, 2.0)
         assert (found["priority"], found["ttl_s"], found["session"]) == (70, 9.0, "")
+        assert (found["roles"], found["first_token_s"], found["tools"]) == ("suat?", 0.7, [])
+        trace = read(tmp_path / "t")
+        assert trace.turns.tolist() == [2]
+        assert trace.held_s.tolist() == [[0.5, 0.7, 2.0]]
+        reader = open_trace(tmp_path / "t")
+        assert len(list(reader)) == 1
+        assert reader.format.measured == Measured("", 0, 4)
+
+    def test_tools_by_keyed_hashes(self, tmp_path):
+        """Equal names have equal hashes, whoever calls them; a model may write what is no valid text."""
+        path, output = tmp_path / "t", np.array([70, 71], np.int32)
+        called = [("bash",), ("bash", "\ud800"), ("bash",), ()]
+        names = [DEFAULT_NAMESPACE, DEFAULT_NAMESPACE, Namespace(salt="another"), DEFAULT_NAMESPACE]
+        with TraceLog(path, HEADER) as log:
+            for number, (tools, name) in enumerate(zip(called, names, strict=True)):
+                reason = FinishReason.STOP
+                log.record(FinishedRequest(number, name, PROMPT + number, output, finish_reason=reason))
+                tokens = np.concatenate([PROMPT + number, output])
+                log.conclude(name, tokens, Conclusion(Ending.TOOL, 2, tools))
+        assert b"bash" not in path.read_bytes()
+        found = [read(path).conclusion_of(number).tools for number in range(4)]
+        assert found[0] == found[2] != found[1]
+        assert found[3] == ()
+
+    @pytest.mark.parametrize(
+        "wrong", [{"tools": "bash"}, {"tools": [1]}, {"queue_wait_s": 3.0}, {"first_token_s": 9.0}]
+    )
+    def test_bad_fields(self, tmp_path, wrong):
+        with TraceLog(tmp_path / "t", HEADER) as log:
+            log.record(FinishedRequest(1.0, DEFAULT_NAMESPACE, PROMPT, NOTHING, service_s=2.0))
+        header, line = (json.loads(one) for one in (tmp_path / "t").read_text().splitlines())
+        with pytest.raises(TraceError, match=r"tools|out of order"):
+            read(write_lines(tmp_path / "bad", header, {**line, **wrong}))
 
     def test_endings_come_a_moment_later(self, tmp_path):
         """In any order; a request that ends otherwise, or whose ending nobody tells, isn't kept back."""
@@ -210,8 +247,8 @@ class TestRecorded:
                 )
             for number, ending in ((1, Ending.TOOL), (0, Ending.TURN)):
                 tokens = np.concatenate([prompts[number], output])
-                log.conclude(Namespace(salt="another"), tokens, Ending.TOOL)
-                log.conclude(DEFAULT_NAMESPACE, tokens, ending)
+                log.conclude(Namespace(salt="another"), tokens, Conclusion(Ending.TOOL))
+                log.conclude(DEFAULT_NAMESPACE, tokens, Conclusion(ending))
             deadline = time.monotonic() + 30.0
             while path.read_bytes().count(b"\n") < 5 and time.monotonic() < deadline:
                 time.sleep(0.01)

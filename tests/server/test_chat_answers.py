@@ -98,7 +98,9 @@ async def test_the_cache_is_told_who_goes_on(
     prompt = request.prompt_token_ids.tolist()
     assert namespace == request.namespace
     assert tokens[: len(prompt)] == prompt
-    assert conclusion == Conclusion(ending, len(tokens) - len(prompt))
+    tools = ("get_weather",) if ending is Ending.TOOL else ()
+    assert conclusion == Conclusion(ending, len(tokens) - len(prompt), tools)
+    assert request.roles == tuple(message["role"] for message in HELLO)
 
 
 async def test_without_parallel_calls_the_first_one_counts(

@@ -35,6 +35,7 @@ async def test_an_answer(client: httpx.AsyncClient, engine: ScriptedEngine) -> N
     assert block["type"] == "text"
     prompt = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist())
     assert prompt == "<|system|>Be short.\n<|user|>Hello\n<|assistant|>"
+    assert engine.requests[-1].roles == ("system", "user")
     usage = found["usage"]
     assert usage["input_tokens"] == len(engine.requests[-1].prompt_token_ids)
     assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (0, 0)

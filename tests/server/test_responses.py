@@ -54,6 +54,7 @@ async def test_a_text_becomes_a_message(client: httpx.AsyncClient, engine: Scrip
     assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "incomplete")
     prompt = engine.tokenizer.decode(engine.requests[-1].prompt_token_ids.tolist())
     assert prompt == "<|system|>Be short.\n<|user|>Hello\n<|assistant|>"
+    assert engine.requests[-1].roles == ("system", "user")
     usage = found["usage"]
     assert usage["input_tokens"] == len(engine.requests[-1].prompt_token_ids)
     assert usage["input_tokens_details"]["cached_tokens"] == 0

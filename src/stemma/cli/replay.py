@@ -30,6 +30,7 @@ from stemma.lab.report import (
     tier_table,
 )
 from stemma.lab.savings import PrefillModel, Prices
+from stemma.lab.served import served_tokens
 from stemma.lab.tiers import SHARINGS, TierPlan, replay_tiers
 from stemma.lab.traces.columns import Trace, collect
 from stemma.lab.traces.openai_chat import ChatTokenizer
@@ -134,11 +135,12 @@ def _tell_error(console: Console, trace: Trace) -> None:
         return
     num_tokens = max(1, int(trace.input_tokens.sum()))
     found = float(trace.cached_tokens.sum()) / num_tokens
-    replayed = replay(trace, measured.eviction, measured.capacity_blocks).token_hit_ratio(trace)
+    replayed = float(served_tokens(trace, measured).sum()) / num_tokens
     console.print(
-        f"The server that recorded it found {found:.1%} of prompt tokens cached. Replayed with its policy "
-        f"({measured.eviction}) and size ({measured.capacity_blocks:,} blocks): {replayed:.1%}, an error of "
-        f"{100 * (replayed - found):+.1f} points: running requests hold blocks there, tiers below give some."
+        f"The server that recorded it found {found:.1%} of prompt tokens on its device. Replayed with its "
+        f"policy ({measured.eviction}), its size ({measured.capacity_blocks:,} blocks) and its times, while "
+        f"running requests hold their blocks: {replayed:.1%}, an error of "
+        f"{100 * (replayed - found):+.1f} points."
     )
 
 

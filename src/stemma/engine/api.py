@@ -37,6 +37,8 @@ class GenerationRequest:
     """Adapter to answer with; `namespace.adapter` becomes its key. None: the base model."""
     session: str = ""
     """What the client calls its conversation; recorded as a hash, without effect on the answer."""
+    roles: tuple[str, ...] = ()
+    """Who says each message of the prompt, where it has messages; recorded, without effect on the answer."""
     is_continuation: bool = False
     """Continues a request that was admitted and counted: a full queue or a drain doesn't refuse it, and its
     prompt is not counted again. Others are likely to continue it in turn: its blocks wait for them until the

@@ -70,7 +70,7 @@ from stemma.supervision import LoggingSupervisor, Supervisor
 if TYPE_CHECKING:
     from stemma.kv_events.publisher import KVEventPublisher  # needs ZMQ, an extra
 
-MAX_TRACE_BLOCK_SIZE = 8
+MAX_TRACE_BLOCK_SIZE = 4
 """Tokens a hash of a recorded trace: fine enough to try smaller blocks on it."""
 
 

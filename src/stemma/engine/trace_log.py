@@ -6,15 +6,20 @@ finished request::
 
     {"timestamp_s": 12.25, "namespace": "9f...", "session": "03...", "input_tokens": 40, "output_tokens": 9,
      "num_cached_tokens": 32, "cached_by_tier": {"device": 32}, "finish_reason": "stop", "ending": "tool",
-     "queue_wait_s": 0.01, "service_s": 1.5, "priority": 50, "ttl_s": null,
+     "tools": ["b1..."], "roles": "sua", "queue_wait_s": 0.01, "first_token_s": 0.1, "service_s": 1.5,
+     "priority": 50, "ttl_s": null,
      "blocks": "<base64 of little-endian 64-bit hashes>"}
 
 `timestamp_s` + `epoch_s` are seconds since 1970: runs of a server that was restarted, or rebooted, follow
 each other. `capacity_blocks` counts blocks of the trace on the device. `session` is a keyed hash of what the
-client calls its conversation (`prompt_cache_key`, `session_id`); "" if it names none.
+client calls its conversation (`prompt_cache_key`, `session_id`); "" if it names none. `roles` has a letter
+for who says each of the prompt's first messages: system (or developer), user, assistant, tool; "?" for
+others, "" for prompts without messages. The request held blocks from `timestamp_s` + `queue_wait_s` until
+`timestamp_s` + `service_s`.
 
-`ending` says who goes on after the answer: "tool", "turn", or "unknown". The server tells it a moment after
-the engine is done, so a line is written once that is known, or a second later; `kill -9` loses as much.
+`ending` says who goes on after the answer: "tool", "turn", or "unknown"; `tools` are keyed hashes of the
+names of those that it calls. The server tells both a moment after the engine is done, so a line is written
+once they are known, or a second later; `kill -9` loses as much.
 
 `blocks` has one hash per `block_size` tokens of the prompt and, after them, of what was generated and has KV
 (all but the last token); the last one may stand for a partial block. Each is a keyed BLAKE2b over its
@@ -42,7 +47,7 @@ import numpy as np
 import orjson
 
 from stemma.errors import StorageError
-from stemma.prefix.eviction.policy import Ending
+from stemma.prefix.eviction.policy import NO_CONCLUSION, Conclusion
 from stemma.prefix.keys import Namespace
 from stemma.supervision import LoggingSupervisor, Supervisor, start_thread
 from stemma.types import NO_HINT, FinishReason, RetentionHint, Tier, TokenArray
@@ -50,6 +55,9 @@ from stemma.types import NO_HINT, FinishReason, RetentionHint, Tier, TokenArray
 TRACE_FORMAT = "stemma-trace"
 TRACE_VERSION = 2
 _HASH_BYTES = 8
+_MAX_TOOLS = 16
+_MAX_ROLES = 1024
+_LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
 _PATIENCE_S = 1.0
 """How long a finished request waits for its ending."""
 logger = logging.getLogger(__name__)
@@ -71,6 +79,10 @@ class FinishedRequest:
     service_s: float = 0.0
     """From arrival to end."""
     hint: RetentionHint = NO_HINT
+    roles: tuple[str, ...] = ()
+    """Who says each message of the prompt."""
+    first_token_s: float | None = None
+    """From arrival to the first token; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,7 @@ class _Concluded:
 
     namespace: Namespace
     tokens: TokenArray
-    ending: Ending
+    conclusion: Conclusion
 
     def is_of(self, finished: FinishedRequest) -> bool:
         start = len(finished.prompt)
@@ -98,7 +110,7 @@ class _Waiting:
     finished: FinishedRequest
     until_s: float
     """When it is written nevertheless, on the clock of `time.monotonic`."""
-    ending: Ending | None = None
+    conclusion: Conclusion | None = None
 
 
 class _Waited(Enum):
@@ -149,10 +161,10 @@ class TraceLog:
         if self._thread.is_alive():
             self._queue.put(finished)
 
-    def conclude(self, namespace: Namespace, tokens: TokenArray, ending: Ending) -> None:
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
         """Say who goes on after an answer; `tokens`, its prompt, then itself, mustn't change afterwards."""
         if self._thread.is_alive():
-            self._queue.put(_Concluded(namespace, tokens, ending))
+            self._queue.put(_Concluded(namespace, tokens, conclusion))
 
     def close(self) -> None:
         """Write what is queued and close the file; a second call does nothing."""
@@ -178,15 +190,15 @@ class TraceLog:
             if item is None:
                 is_open = False
             elif isinstance(item, FinishedRequest):
-                waiting.append(_Waiting(item, monotonic() + _PATIENCE_S, _known_ending(item)))
+                waiting.append(_Waiting(item, monotonic() + _PATIENCE_S, _known_conclusion(item)))
             elif isinstance(item, _Concluded):
                 _note(waiting, item)
             while waiting and (
-                not is_open or waiting[0].ending is not None or waiting[0].until_s <= monotonic()
+                not is_open or waiting[0].conclusion is not None or waiting[0].until_s <= monotonic()
             ):
                 written = waiting.popleft()
                 try:
-                    self._file.write(self._line(written.finished, written.ending or Ending.UNKNOWN))
+                    self._file.write(self._line(written.finished, written.conclusion or NO_CONCLUSION))
                 except OSError as error:
                     logger.error("recording to %s stops: %s", self._path, error)
                     return
@@ -200,7 +212,7 @@ class TraceLog:
         except Empty:
             return _Waited.NOTHING
 
-    def _line(self, finished: FinishedRequest, ending: Ending) -> bytes:
+    def _line(self, finished: FinishedRequest, conclusion: Conclusion) -> bytes:
         namespace = finished.namespace
         seed = self._digest(f"{len(namespace.salt)}:{namespace.salt}:{namespace.adapter}".encode(), b"")
         # The last generated token was never fed back, so it has no KV that a later prompt could reuse.
@@ -214,14 +226,21 @@ class TraceLog:
             "num_cached_tokens": sum(finished.cached_by_tier.values()),
             "cached_by_tier": {str(tier): number for tier, number in finished.cached_by_tier.items()},
             "finish_reason": finished.finish_reason,
-            "ending": ending.name.lower(),
+            "ending": conclusion.ending.name.lower(),
+            "tools": [self._tool_hash(name) for name in conclusion.tools[:_MAX_TOOLS]],
+            "roles": "".join(_LETTERS.get(role, "?") for role in finished.roles[:_MAX_ROLES]),
             "queue_wait_s": round(finished.queue_wait_s, 6),
+            "first_token_s": None if finished.first_token_s is None else round(finished.first_token_s, 6),
             "service_s": round(finished.service_s, 6),
             "priority": finished.hint.priority,
             "ttl_s": finished.hint.ttl_s,
             "blocks": base64.b64encode(self._hashes(seed, tokens)).decode(),
         }
         return orjson.dumps(line) + b"\n"
+
+    def _tool_hash(self, name: str) -> str:
+        """Return the same for one tool of all namespaces; a model may write a name that is no valid text."""
+        return self._digest(b"tool:", name.encode(errors="surrogatepass")).hex()
 
     def _digest(self, state: bytes, data: bytes) -> bytes:
         return hashlib.blake2b(state + data, digest_size=_HASH_BYTES, key=self._salt).digest()
@@ -241,14 +260,14 @@ class TraceLog:
         return b"".join(hashes)
 
 
-def _known_ending(finished: FinishedRequest) -> Ending | None:
-    """Return the ending of a request about which nobody will be told more; None: somebody may."""
+def _known_conclusion(finished: FinishedRequest) -> Conclusion | None:
+    """Return the conclusion of a request about which nobody will be told more; None: somebody may."""
     is_answered = finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-    return None if is_answered else Ending.UNKNOWN
+    return None if is_answered else NO_CONCLUSION
 
 
 def _note(waiting: Iterable[_Waiting], concluded: _Concluded) -> None:
     for one in waiting:
-        if one.ending is None and concluded.is_of(one.finished):
-            one.ending = concluded.ending
+        if one.conclusion is None and concluded.is_of(one.finished):
+            one.conclusion = concluded.conclusion
             return

@@ -1,6 +1,5 @@
 """The hazard policy: what it learns, when it gives way to LRU, and how little it remembers."""
 
-import itertools
 import tracemalloc
 
 import numpy as np
@@ -21,6 +20,7 @@ from stemma.prefix.eviction.reuse_model import (
     pause_level,
 )
 from stemma.prefix.eviction.shadows import LearnedShadow, Shadows
+from stemma.prefix.eviction.tool_paces import NUM_PACES, ToolPaces
 from stemma.types import RetentionHint
 
 
@@ -40,12 +40,16 @@ class TestClasses:
 
     def test_classes_are_distinct_and_in_range(self):
         seen = {
-            int(classify(np.array([count, count], dtype=np.int32), length, pause, Conclusion(*end))[place])
+            int(classify(np.array([count, count], dtype=np.int32), length, pause, end, pace)[place])
             for count in (1, 2, 3, 5, 9, 33)
             for length in (1, 5, 9, 17, 33, 65)
             for pause in range(NO_PAUSE + 1)
             for place in (0, 1)
-            for end in itertools.product(Ending, (0, 150, 300, 900, 2000))
+            for length_of_answer in (0, 150, 300, 900, 2000)
+            for end, pace in (
+                *((Conclusion(ending, length_of_answer), 0) for ending in Ending),
+                *((Conclusion(Ending.TOOL, length_of_answer), pace) for pace in range(1, NUM_PACES)),
+            )
         }
         assert seen == set(range(NUM_CLASSES))
 
@@ -225,6 +229,65 @@ def test_a_conclusion_classifies_what_nobody_else_used_since() -> None:
             del slot_of[next(key for key, value in slot_of.items() if value == victim)]
 
     assert hits > 300  # LRU's 13 blocks hold 9 s of traffic: no hit
+
+
+def test_paces_of_tools() -> None:
+    paces = ToolPaces()
+    fast, slow, both = (paces.number_of(tools) for tools in (("ls",), ("build",), ("build", "ls")))
+    assert len({0, fast, slow, both}) == 4
+    assert paces.number_of(("ls", "build", "ls")) == both
+    assert paces.number_of(()) == 0
+    for _ in range(9):
+        paces.learn(fast, 0.0)
+        paces.learn(slow, 60.0)
+        paces.learn(0, 60.0)
+    assert [paces.level(number) for number in (fast, slow, both, 0)] == [1, NUM_PACES - 1, 0, 0]
+    for number in range(2000):
+        paces.number_of((f"made up {number}",))
+    assert paces.number_of(("one more",)) == 0
+    assert paces.level(paces.number_of(("ls",))) == 1
+
+
+def test_quick_tools_are_waited_for() -> None:
+    """One tool takes 12 s, the other comes back after hours: the names tell which prompts to keep."""
+    hits = {}
+    for names in (("grep", "deploy"), ("tool", "tool")):
+        hits[names[0]] = waited_for(*names)
+    assert hits["grep"] > 1.2 * hits["tool"]
+
+
+def waited_for(quick: str, slow: str) -> int:
+    """Conversations that call one of two tools and come back once; return the hits in 14 blocks."""
+    policy = HazardPolicy()
+    rng = np.random.default_rng(1)
+    starts = [(0.5 * number, number, number % 3 == 0) for number in range(1, 6000)]
+    events = sorted(
+        [*starts, *((now + 12.0 + rng.random(), n, True) for now, n, is_quick in starts if is_quick)]
+        + [(now + 200.0 + rng.random(), n, False) for now, n, is_quick in starts if not is_quick]
+    )
+    slot_of: dict[int, int] = {}
+    free, hits = list(range(14)), 0
+    for now, identity, is_quick in events:
+        slot = slot_of.get(identity)
+        is_back = now != 0.5 * identity
+        if slot is not None:
+            hits += 1
+            policy.access(ids(slot), now)
+        else:
+            slot = slot_of[identity] = free.pop()
+            policy.insert(ids(slot), now, prints(identity))
+            policy.offer(slot)
+        called = (quick if is_quick else slow,)
+        policy.conclude(
+            ids(slot), Conclusion(Ending.TURN if is_back else Ending.TOOL, 50, () if is_back else called)
+        )
+        if not free:
+            victim = policy.victim(now)
+            assert victim is not None
+            policy.drop(victim, now, evicted=True)
+            free.append(victim)
+            del slot_of[next(key for key, value in slot_of.items() if value == victim)]
+    return hits
 
 
 def drive(policy: HazardPolicy, capacity: int, schedule: list[tuple[float, int]]) -> int:

@@ -317,7 +317,7 @@ class Engine:
     def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
         """Tell the cache and the trace who goes on after an answer; `tokens`: its prompt, then itself."""
         self.cache.conclude(namespace, tokens, conclusion)
-        self._tally.conclude(namespace, tokens, conclusion.ending)
+        self._tally.conclude(namespace, tokens, conclusion)
 
     def flush_cache(self) -> int:
         """Drop every block that no request uses; return how many."""
@@ -491,7 +491,7 @@ class Engine:
                 break
         sequence.num_computed += min(num_held, num_taken)
         self._keep_hidden(one.item, sequence)
-        self._tally.num_generated_tokens += num_taken
+        self._tally.draw(sequence.state, num_taken)
         if reason is not None:
             self._finish(sequence, reason)
         elif sequence is one.item.sequence:

@@ -39,6 +39,7 @@ class RequestState:
         "arrival",
         "cache",
         "ending",
+        "first_token_s",
         "is_answered",
         "load_s",
         "loading_since",
@@ -63,6 +64,8 @@ class RequestState:
         self.cache: CacheReport | None = None
         """Set once, when the request starts: what a resumption after a preemption finds is no hit."""
         self.queue_wait_s = 0.0
+        self.first_token_s: float | None = None
+        """From arrival to its first token; None: it has none yet."""
         self.loading_since: float | None = None
         """When its first load from lower tiers began."""
         self.load_s = 0.0

@@ -11,7 +11,7 @@ from stemma.engine.api import CacheReport
 from stemma.engine.core.request import RequestState, SequenceState
 from stemma.engine.trace_log import FinishedRequest, TraceLog
 from stemma.model.vision.prompt import PromptImages
-from stemma.prefix.eviction.policy import Ending
+from stemma.prefix.eviction.policy import Conclusion
 from stemma.prefix.explain import Miss, MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID
 from stemma.prefix.keys import Namespace
@@ -76,6 +76,12 @@ class Tally:
         if miss is not None:
             self.misses_by_reason[miss.reason.value] += 1
 
+    def draw(self, state: RequestState, num_tokens: int) -> None:
+        """Count tokens that were generated."""
+        self.num_generated_tokens += num_tokens
+        if state.first_token_s is None and num_tokens:
+            state.first_token_s = self._clock() - state.arrival
+
     def end_batch(self) -> None:
         """Log what the prompts that one call of the scheduler started were given, if that is wanted."""
         if self._batch:
@@ -102,13 +108,15 @@ class Tally:
                     state.queue_wait_s,
                     self._clock() - state.arrival,
                     request.retention.rest,
+                    request.roles,
+                    state.first_token_s,
                 )
             )
 
-    def conclude(self, namespace: Namespace, tokens: TokenArray, ending: Ending) -> None:
+    def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
         """Record who goes on after an answer; `tokens`: its prompt, then itself."""
         if self._trace_log is not None:
-            self._trace_log.conclude(namespace, tokens, ending)
+            self._trace_log.conclude(namespace, tokens, conclusion)
 
     def close(self) -> None:
         """Close the trace."""

@@ -7,7 +7,7 @@ with `block_size=1`. 10 million blocks take some 40 MB here and some 400 MB whil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,9 +43,14 @@ class Trace:
     turns: Int64
     """0 where unknown."""
     cached_tokens: Int64
-    """Prompt tokens that the server found cached; -1 where unknown."""
+    """Prompt tokens that the server found cached on its device; -1 where unknown."""
     endings: Int64
     """Who went on after each answer: values of `Ending`."""
+    tools: Int64
+    """What each answer calls: equal numbers stand for the same tools, -1 for none, or unknown ones."""
+    held_s: npt.NDArray[np.float64]
+    """Shape [num_requests, 3]: seconds from arrival until each request got its blocks, had its first token,
+    and freed its blocks; NaN where unknown."""
     caveats: tuple[str, ...] = ()
     measured: Measured | None = None
     """The cache that `cached_tokens` tell of."""
@@ -71,7 +76,9 @@ class Trace:
 
     def conclusion_of(self, request: int) -> Conclusion:
         """Return what a server knows once this request has ended."""
-        return Conclusion(Ending(self.endings.item(request)), self.output_tokens.item(request))
+        number = self.tools.item(request)
+        tools = (str(number),) if number >= 0 else ()
+        return Conclusion(Ending(self.endings.item(request)), self.output_tokens.item(request), tools)
 
     @cached_property
     def request_of_block(self) -> npt.NDArray[np.int32]:
@@ -102,9 +109,8 @@ class Trace:
         num = min(num_requests, self.num_requests)
         end = int(self.offsets[num])
         ids = self.block_ids[:end]
-        return Trace(
-            name=self.name,
-            block_size=self.block_size,
+        return replace(
+            self,
             timestamps_s=self.timestamps_s[:num],
             input_tokens=self.input_tokens[:num],
             output_tokens=self.output_tokens[:num],
@@ -116,8 +122,8 @@ class Trace:
             turns=self.turns[:num],
             cached_tokens=self.cached_tokens[:num],
             endings=self.endings[:num],
-            caveats=self.caveats,
-            measured=self.measured,
+            tools=self.tools[:num],
+            held_s=self.held_s[:num],
         )
 
 
@@ -137,6 +143,8 @@ def collect(
     timestamps: list[float] = []
     counts: list[tuple[int, ...]] = []
     chains: list[RawIds] = []
+    held: list[tuple[float, float, float]] = []
+    tools: dict[tuple[str, ...], int] = {(): -1}
     for request in requests:
         timestamps.append(request.timestamp_s)
         session = -1 if request.session is None else request.session
@@ -144,7 +152,9 @@ def collect(
         num_prompt = request.num_prompt_blocks
         cached = -1 if request.num_cached_tokens is None else request.num_cached_tokens
         lengths = (request.input_tokens, request.output_tokens, num_prompt)
-        counts.append((*lengths, session, turn, cached, int(request.ending)))
+        called = tools.setdefault(request.tools, len(tools) - 1)
+        counts.append((*lengths, session, turn, cached, int(request.ending), called))
+        held.append(request.held_s or (np.nan, np.nan, np.nan))
         chains.append(request.block_ids)
     if not timestamps:
         raise ConfigError(f"{name}: the trace has no requests")
@@ -172,6 +182,8 @@ def collect(
         turns=columns[:, 4],
         cached_tokens=columns[:, 5],
         endings=columns[:, 6],
+        tools=columns[:, 7],
+        held_s=np.asarray(held, dtype=np.float64)[order],
         caveats=caveats,
     )
 

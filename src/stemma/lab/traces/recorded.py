@@ -14,6 +14,7 @@ from stemma.errors import TraceError
 from stemma.lab.traces.json_lines import parse_object
 from stemma.lab.traces.request import LineFormat, Measured, TraceRequest, take, take_count, take_number
 from stemma.prefix.eviction.policy import Ending
+from stemma.types import Tier
 
 _ENDINGS = {ending.name.lower(): ending for ending in Ending}
 
@@ -55,7 +56,6 @@ class RecordedFormat(LineFormat):
         if len(ids) < num_prompt_blocks:
             message = f"{len(ids)} block hashes, but the prompt alone has {num_prompt_blocks} blocks"
             raise TraceError(message, line_number=number)
-        is_told = "num_cached_tokens" in record
         return TraceRequest(
             timestamp_s=take_number(record, "timestamp_s", number) + (self._epoch_s or 0.0),
             block_ids=ids,
@@ -63,8 +63,11 @@ class RecordedFormat(LineFormat):
             output_tokens=take_count(record, "output_tokens", number),
             num_prompt_blocks=num_prompt_blocks,
             session=self._session(record),
-            num_cached_tokens=take_count(record, "num_cached_tokens", number) if is_told else None,
+            turn=_turn(record),
+            num_cached_tokens=_num_on_device(record, number),
             ending=_ENDINGS.get(str(record.get("ending")), Ending.UNKNOWN),
+            tools=_tools(record, number),
+            held_s=_held_s(record, number),
         )
 
     def _session(self, record: Mapping[str, object]) -> int | None:
@@ -85,8 +88,43 @@ class RecordedFormat(LineFormat):
         if version == TRACE_VERSION:
             self._epoch_s = take_number(record, "epoch_s", number)
             capacity = take_count(record, "capacity_blocks", number)
-            self.measured = Measured(str(record.get("eviction", "")), capacity)
+            server_block_size = take_count(record, "server_block_size", number)
+            server_block = max(1, server_block_size // max(1, take_count(record, "block_size", number)))
+            self.measured = Measured(str(record.get("eviction", "")), capacity, server_block)
         block_size = take_count(record, "block_size", number)
         if block_size < 1 or (self.block_size and block_size != self.block_size):
             raise TraceError(f"block size {block_size} after {self.block_size}", line_number=number)
         self.block_size = block_size
+
+
+def _turn(record: Mapping[str, object]) -> int | None:
+    """Return one more than the answers in the prompt, if it has messages."""
+    roles = record.get("roles")
+    return 1 + roles.count("a") if isinstance(roles, str) and roles else None
+
+
+def _num_on_device(record: Mapping[str, object], number: int) -> int | None:
+    """Return the tokens found cached on the device, or in any tier where that is all the line tells."""
+    by_tier = record.get("cached_by_tier")
+    if isinstance(by_tier, dict):
+        return take_count(by_tier, Tier.DEVICE, number) if Tier.DEVICE in by_tier else 0
+    return take_count(record, "num_cached_tokens", number) if "num_cached_tokens" in record else None
+
+
+def _tools(record: Mapping[str, object], number: int) -> tuple[str, ...]:
+    tools = record.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
+        raise TraceError(f"field 'tools' isn't a list of texts: {tools!r}", line_number=number)
+    return tuple(tools)
+
+
+def _held_s(record: Mapping[str, object], number: int) -> tuple[float, float, float] | None:
+    if "service_s" not in record:
+        return None
+    begin, end = take_number(record, "queue_wait_s", number), take_number(record, "service_s", number)
+    has_token = record.get("first_token_s") is not None
+    first = take_number(record, "first_token_s", number) if has_token else begin
+    if not 0.0 <= begin <= first <= end:
+        message = f"times out of order: blocks after {begin:g} s, a token after {first:g}, done after {end:g}"
+        raise TraceError(message, line_number=number)
+    return begin, first, end

@@ -38,9 +38,14 @@ class TraceRequest:
     turn: int | None = None
     """1 for the first request of a conversation, if the trace knows it."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that the server found cached, if the trace knows it."""
+    """Prompt tokens that the server found cached on its device, if the trace knows it."""
     ending: Ending = Ending.UNKNOWN
     """Who went on after the answer, if the trace knows it."""
+    tools: tuple[str, ...] = ()
+    """Hashes of the names of the tools that the answer calls, if the trace knows them."""
+    held_s: tuple[float, float, float] | None = None
+    """Seconds from arrival until it got its blocks, had its first token, and freed its blocks, if the trace
+    knows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Measured:
     eviction: str
     capacity_blocks: int
     """In blocks of the trace."""
+    server_block: int = 1
+    """Blocks of the trace that one block of the server holds."""
 
 
 _ENDINGS = {

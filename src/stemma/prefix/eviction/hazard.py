@@ -35,6 +35,7 @@ from stemma.prefix.eviction.reuse_model import (
 )
 from stemma.prefix.eviction.shadows import Shadows
 from stemma.prefix.eviction.stamped import StampedPolicy, resized
+from stemma.prefix.eviction.tool_paces import ToolPaces
 from stemma.types import BlockIds
 
 Int32 = npt.NDArray[np.int32]
@@ -73,6 +74,7 @@ class HazardPolicy(StampedPolicy):
         self._prompts: OrderedDict[int, tuple[Int32, int]] = OrderedDict()
         """Last block of a prompt being entered -> its chain of records, and the level of its pause."""
         self._model = ReuseModel()
+        self._paces = ToolPaces()
         self._next_fit_s = -math.inf
         self._prompts_until_fit = 0
         self._first_s: float | None = None
@@ -126,7 +128,7 @@ class HazardPolicy(StampedPolicy):
         else:
             chain, pause = np.concatenate((prompt[0], records)), prompt[1]
         if len(known):
-            pause = pause_level(now - table.used_s.item(known[-1]))
+            pause = self._pause(known, now)
             self._end_lifetimes(known, now)
         self._stamp(block_ids)
         self._start_lifetimes(records, now)
@@ -143,8 +145,7 @@ class HazardPolicy(StampedPolicy):
         self._advance(now)
         self._classify_prompt()
         records = self._record_of[block_ids]
-        table = self._records
-        pause = pause_level(now - table.used_s.item(records[-1]))
+        pause = self._pause(records, now)
         self._num_prompts += 1
         self._end_lifetimes(records, now)
         self._stamp(block_ids)
@@ -161,6 +162,7 @@ class HazardPolicy(StampedPolicy):
         records = self._record_of[block_ids]
         table = self._records
         is_mine = table.users[records] == table.users[records[-1]]
+        table.tools[records[is_mine]] = self._paces.number_of(conclusion.tools)
         self._classify(records, table.pauses.item(records[-1]), conclusion, is_mine)
         self._run_queue = -1
         tail = int(block_ids[-1])
@@ -265,6 +267,12 @@ class HazardPolicy(StampedPolicy):
         if self._first_s is None:
             self._first_s = now
 
+    def _pause(self, records: Int32, now: float) -> int:
+        """Return the level of the pause before these blocks are used now; learn what tools took."""
+        pause_s = now - self._records.used_s.item(records[-1])
+        self._paces.learn(self._records.tools.item(records[-1]), pause_s)
+        return pause_level(pause_s)
+
     def _end_lifetimes(self, records: Int32, now: float) -> None:
         table = self._records
         self._model.learn(table.classes[records], table.used_s[records], table.weights[records], now)
@@ -273,6 +281,7 @@ class HazardPolicy(StampedPolicy):
         self._records.counts[records] += 1
         self._records.used_s[records] = now
         self._records.users[records] = self._num_prompts
+        self._records.tools[records] = 0
 
     def _note_prompt(self, tail: int, chain: Int32, pause: int) -> None:
         """Record the chain of a prompt, which may still grow after `tail`."""
@@ -304,7 +313,8 @@ class HazardPolicy(StampedPolicy):
         """Set the classes of a prompt's blocks, or of the chosen ones of them."""
         table = self._records
         num_blocks = table.depths.item(chain[-1]) + 1
-        classes = classify(table.counts[chain], num_blocks, pause, conclusion)
+        pace = self._paces.level(self._paces.number_of(conclusion.tools))
+        classes = classify(table.counts[chain], num_blocks, pause, conclusion, pace)
         if chosen is not None:
             chain, classes = chain[chosen], classes[chosen]
         table.classes[chain] = classes

@@ -92,6 +92,8 @@ class Conclusion:
 
     ending: Ending = Ending.UNKNOWN
     num_output_tokens: int = 0
+    tools: tuple[str, ...] = ()
+    """Names, or hashes of names, of the tools that the answer calls; empty if none, or nobody knows."""
 
 
 NO_CONCLUSION = Conclusion()

@@ -66,6 +66,8 @@ class RecordTable:
         """Number of the prompt that used it last."""
         self.pauses: npt.NDArray[np.int8] = np.zeros(1024, dtype=np.int8)
         """Level of that prompt's pause."""
+        self.tools: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
+        """Number of the tools that its answer calls; 0: none, or not known."""
         self.hints: npt.NDArray[np.int32] = np.zeros(1024, dtype=np.int32)
         self.prints: Fingerprints = np.zeros(1024, dtype=np.uint64)
         self._states: npt.NDArray[np.uint8] = np.zeros(1024, dtype=np.uint8)
@@ -189,6 +191,7 @@ class RecordTable:
             "costs",
             "users",
             "pauses",
+            "tools",
             "hints",
             "prints",
         ):

@@ -1,10 +1,11 @@
 """ReuseModel: how likely a block is to be used again, by age and kind, learned online.
 
 A *lifetime* of a block runs from one use to the next. Lifetimes are sorted into classes by six features: who
-goes on after the answer, how long the answer is, how often the block was used, whether it is the last of its
-prompt, how long the prompt is, and the conversation's last pause. For each class the model keeps the hazard
-of reuse per second in age bins (log scale), as in actuarial life tables: reuses in a bin divided by the time
-at risk in it. Open lifetimes count as survivors up to their age.
+goes on after the answer (of tools, how slow they are: `tool_paces.py`), how long the answer is, how often the
+block was used, whether it is the last of its prompt, how long the prompt is, and the conversation's last
+pause. For each class the model keeps the hazard of reuse per second in age bins (log scale), as in actuarial
+life tables: reuses in a bin divided by the time at risk in it. Open lifetimes count
+as survivors up to their age.
 
 Few classes have enough lifetimes of their own, so hazards are composed: a hazard common to all, times a
 factor per level and age bin of each feature (iterative proportional fitting; Deming and Stephan, 1940), each
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stemma.prefix.eviction.policy import NO_CONCLUSION, Conclusion, Ending
+from stemma.prefix.eviction.tool_paces import NUM_PACES
 
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
@@ -52,7 +54,7 @@ _LEVELS = (
     2,
     len(_LENGTH_EDGES) + 1,
     NO_PAUSE + 1,
-    len(Ending),
+    len(Ending) + NUM_PACES - 1,  # a tool of each pace is an ending of its own
     len(_OUTPUT_EDGES) + 1,
 )
 _STRIDES = tuple(prod(_LEVELS[place + 1 :]) for place in range(len(_LEVELS)))
@@ -83,15 +85,20 @@ def pause_level(pause_s: float) -> int:
 
 
 def classify(
-    counts: npt.NDArray[np.int32], num_prompt_blocks: int, pause: int, conclusion: Conclusion = NO_CONCLUSION
+    counts: npt.NDArray[np.int32],
+    num_prompt_blocks: int,
+    pause: int,
+    conclusion: Conclusion = NO_CONCLUSION,
+    pace: int = 0,
 ) -> npt.NDArray[np.int32]:
     """Return the class of each block of a prompt's chain; the last one ends the prompt.
 
-    `counts` are uses so far, this one included. `pause` is a level.
+    `counts` are uses so far, this one included. `pause` is a level, and so is `pace`, of the called tools.
     """
     length = bisect_left(_LENGTH_EDGES, num_prompt_blocks)
     output = bisect_left(_OUTPUT_EDGES, conclusion.num_output_tokens)
-    level = length * _STRIDES[2] + pause * _STRIDES[3] + conclusion.ending * _STRIDES[4] + output
+    ending = len(Ending) + pace - 1 if pace else conclusion.ending
+    level = length * _STRIDES[2] + pause * _STRIDES[3] + ending * _STRIDES[4] + output
     classes = _COUNT_STEP[np.minimum(counts, len(_COUNT_STEP) - 1)] + np.int32(level)
     classes[-1] += _STRIDES[1]
     return classes

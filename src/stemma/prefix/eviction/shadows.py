@@ -28,6 +28,8 @@ from stemma.types import Fingerprints
 Int32 = npt.NDArray[np.int32]
 
 _TARGET_BLOCKS = 1024
+"""A shadow holds fewer blocks, but at least half as many. A smaller cache of half as many blocks leaves
+out every second one too, since shadows cost most for each block there (docs/eviction.md)."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SLACK = 32
 """Both shadows evict once they hold a 32nd too much: ranks are computed for many blocks at once."""
@@ -49,7 +51,7 @@ class Shadows:
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._learned = LearnedShadow(table, model)
         self._table = table
-        shift = max(0, (max(num_resident, 1) // _TARGET_BLOCKS).bit_length())
+        shift = max(num_resident >= _TARGET_BLOCKS // 2, (num_resident // _TARGET_BLOCKS).bit_length())
         self._rate = 1.0 / (1 << shift)
         self._mask_shift = np.uint64(64 - shift) if shift else None
         self._missed = 0.0

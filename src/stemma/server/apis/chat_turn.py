@@ -53,12 +53,13 @@ async def chat_turn(
     reader = _answer_reader(context, body, tokens)
     params = reader.constrain(params, context.engine.tokenizer.special_token_texts)
     generation = generation_request(request_id, tokens, params, body, adapter, beam)
-    if prompt.images is not None:
-        generation = replace(generation, images=prompt.images)
+    generation = replace(
+        generation, images=prompt.images, roles=tuple(message.role for message in body.messages)
+    )
     held = None if earlier is None or prompt.images is not None else tokens
     following = next_turn(context, body, adapter, reader, held)
-    calls_tools = (lambda text: bool(reader.read(text).calls)) if body.tools else None
-    rendered = RenderedRequest.of(generation, prompt.history, following, calls_tools)
+    tools_of = (lambda text: tuple(call.name for call in reader.read(text).calls)) if body.tools else None
+    rendered = RenderedRequest.of(generation, prompt.history, following, tools_of)
     return ChatTurn(body, rendered, reader)
 
 

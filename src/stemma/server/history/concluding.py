@@ -32,12 +32,12 @@ class Concluder:
             reason = delta.finish_reason or reason
         if not output.finished or reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        ending = self._ending() if reason is FinishReason.STOP else Ending.UNKNOWN
         tokens = np.concatenate((self._request.prompt_token_ids, as_tokens(self._token_ids)))
-        self._engine.conclude(self._request.namespace, tokens, Conclusion(ending, len(self._token_ids)))
+        self._engine.conclude(self._request.namespace, tokens, self._conclusion(reason))
 
-    def _ending(self) -> Ending:
-        request = self._request
-        if not isinstance(request, RenderedRequest):
-            return Ending.UNKNOWN
-        return request.ending_of("".join(self._texts))
+    def _conclusion(self, reason: FinishReason) -> Conclusion:
+        request, num_tokens = self._request, len(self._token_ids)
+        if reason is not FinishReason.STOP or not isinstance(request, RenderedRequest):
+            return Conclusion(num_output_tokens=num_tokens)
+        tools = request.tools_called("".join(self._texts))
+        return Conclusion(Ending.TOOL if tools else Ending.TURN, num_tokens, tools)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from stemma.engine.api import CacheReport, GenerationRequest, RequestOutput, SequenceDelta
 from stemma.model.tokenizer import Tokenizer
-from stemma.prefix.eviction.policy import Ending
 from stemma.prefix.explain import MissReason
 from stemma.prefix.image_ids import FIRST_IMAGE_ID, are_images
 from stemma.server.history.answers import WrittenAnswers
@@ -34,8 +33,8 @@ class RenderedRequest(GenerationRequest):
     """None: exact history is off for it."""
     next_turn: NextTurn | None = None
     """None: what follows its answer can't be known."""
-    calls_tools: Callable[[str], bool] | None = None
-    """Whether an answer with this text calls a tool; None: it has none to call."""
+    tools_of: Callable[[str], tuple[str, ...]] | None = None
+    """Names of the tools that an answer with this text calls; None: it has none to call."""
 
     @classmethod
     def of(
@@ -43,17 +42,15 @@ class RenderedRequest(GenerationRequest):
         request: GenerationRequest,
         history: History | None,
         next_turn: NextTurn | None = None,
-        calls_tools: Callable[[str], bool] | None = None,
+        tools_of: Callable[[str], tuple[str, ...]] | None = None,
     ) -> RenderedRequest:
         """Return `request` with its history."""
         fields = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-        return cls(**fields, history=history, next_turn=next_turn, calls_tools=calls_tools)
+        return cls(**fields, history=history, next_turn=next_turn, tools_of=tools_of)
 
-    def ending_of(self, text: str) -> Ending:
-        """Return who goes on after a whole answer."""
-        if self.calls_tools is not None and self.calls_tools(text):
-            return Ending.TOOL
-        return Ending.TURN
+    def tools_called(self, text: str) -> tuple[str, ...]:
+        """Return the names of the tools that a whole answer calls."""
+        return () if self.tools_of is None else self.tools_of(text)
 
 
 class Follower:
