@@ -183,7 +183,7 @@ def test_the_file_of_names_stays_small_with_checkpoints(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_left_are_forgotten_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_checkpoints, "_MAX_LEFT_PIECES", 6)
+    monkeypatch.setattr(live_checkpoints, "MAX_LEFT_PIECES", 6)
     live = LiveBlocks(SIZE, has_checkpoints=True)
     keys = tuple(key(number) for number in range(NUM_BLOCKS))
     live.note(BlocksStored(keys, None, TOKENS, DEFAULT_NAMESPACE))

@@ -19,7 +19,7 @@ BITS = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4, Tier.POOL: 4}
 """By tier: its bit in `BlocksHeld.tiers`."""
 _DISK = BITS[Tier.DISK]
 _TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-_MAX_LEFT_PIECES = 100_000
+MAX_LEFT_PIECES = 100_000
 """Pieces of checkpoints that are whole nowhere, and still known: a slow tier has the rest a moment later."""
 
 
@@ -161,7 +161,7 @@ class LiveCheckpoints:
         if one.key not in self._left:
             self._left[one.key] = None
             self._num_left_pieces += len(one.pieces)
-        while self._num_left_pieces > _MAX_LEFT_PIECES:
+        while self._num_left_pieces > MAX_LEFT_PIECES:
             self._drop(self._known[next(iter(self._left))])
 
     def _drop(self, one: _Checkpoint) -> None:
