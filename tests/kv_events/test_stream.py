@@ -150,11 +150,11 @@ async def test_checkpoints_arrive_with_the_blocks_before_them() -> None:
     publisher = start(has_checkpoints=True)
     publisher.put(stored(1))
     publisher.put(stored(2))
-    publisher.put(CheckpointStored(key(100), key(1)))
-    publisher.put(CheckpointStored(key(101), key(77)))  # behind a block that nobody told of
+    publisher.put(CheckpointStored((key(100),), key(1)))
+    publisher.put(CheckpointStored((key(101),), key(77)))  # behind a block that nobody told of
     async with Following(publisher.endpoint, publisher.replay_endpoint) as following:
         await following.sees([1], range(9))
-        publisher.put(CheckpointStored(key(102), key(2)))
+        publisher.put(CheckpointStored((key(102),), key(2)))
         await following.sees([1, 2], range(9))
         publisher.put(BlocksCopied((key(102),), Tier.DISK))
         publisher.put(BlocksRemoved((key(100), key(102)), Tier.DEVICE))

@@ -149,11 +149,9 @@ class KVEventPublisher(KVEventSink):
         if has_gap:
             self._live.clear()
             events.append(AllBlocksCleared())
-        told = (self._live.note(event) for event in taken)
+        told = (one for event in taken for one in self._live.note(event))
         return events + [
-            wire_event(event, self._block_size, has_checkpoints=self._has_checkpoints)
-            for event in told
-            if event is not None
+            wire_event(event, self._block_size, has_checkpoints=self._has_checkpoints) for event in told
         ]
 
     def _publish(self, events: list[Event]) -> None:
@@ -192,7 +190,7 @@ def wire_event(event: KVEvent, block_size: int, *, has_checkpoints: bool = False
             token_ids=[],
             block_size=block_size,
             lora_id=None,
-            medium=GPU,
+            medium=_MEDIUM[event.tier],
             lora_name=None,
             group_idx=CHECKPOINT_GROUP,
             kv_cache_spec_kind=CHECKPOINT_KIND,

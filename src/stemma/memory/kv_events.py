@@ -1,7 +1,7 @@
 """News of the cache for other processes: blocks that a tier stored, and blocks that left it.
 
-A checkpoint of recurrent states or windows is told as a block too, under the key of its last block in lower
-tiers: once it is in the device tier, and as these tiers store and evict that block.
+A checkpoint of recurrent states or windows is told once it is in the device tier, with the keys of the pieces
+that lower tiers keep it in. There each piece is a block, which enters and leaves by itself.
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStored:
-    """A checkpoint entered the device tier."""
+    """A checkpoint entered a tier."""
 
-    key: BlockKey
+    pieces: Sequence[BlockKey]
+    """Keys of its blocks in lower tiers, at least one; who goes on from there needs all of them."""
     behind: BlockKey
     """Key of the block whose last token it stands behind, of which is told before."""
+    tier: Tier = Tier.DEVICE
+    """Caches tell of the device tier alone; of lower tiers, who puts pieces together."""
+
+    @property
+    def key(self) -> BlockKey:
+        """The key that stands for all of it: that of its last piece."""
+        return self.pieces[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class BlocksCopied:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Full blocks, or checkpoints, left a tier."""
+    """Full blocks, or pieces of checkpoints, left a tier; of the device, checkpoints under their keys."""
 
     keys: Sequence[BlockKey]
     tier: Tier

@@ -40,8 +40,8 @@ class _Checkpoint:
     pages: tuple[int, ...]
     blocks: tuple[DeviceBlock, ...]
     """Its blocks as the tiers below see them; empty without any."""
-    last_piece: BlockKey
-    """Key of the last of its blocks, under which others know it."""
+    pieces: tuple[BlockKey, ...]
+    """Keys of its blocks below the device; others know it by the last one."""
     gap: int
     """Tokens that computing it again would cost, from the checkpoint before it."""
     used_at: float
@@ -329,7 +329,7 @@ class CachedStates:
         entered, self._untold = self._untold, []
         for key, one in entered:
             if self.events is not None:
-                self.events.put(CheckpointStored(one.last_piece, key))
+                self.events.put(CheckpointStored(one.pieces, key))
             if self._lower is not None and not one.is_below:
                 self._lower.on_commit(one.blocks)
 
@@ -462,7 +462,7 @@ class CachedStates:
             state,
             pages,
             self._describe(lease, chain, state, pages),
-            chain[-1][0],
+            tuple(piece for piece, _ in chain),
             max(self.unit, position - own.checkpoint),
             self._clock(),
             is_below=is_below,
@@ -566,7 +566,7 @@ class CachedStates:
         if self._lower is not None:
             self._lower.on_evict(one.blocks)
         if self.events is not None:
-            self.events.put(BlocksRemoved((one.last_piece,), Tier.DEVICE))
+            self.events.put(BlocksRemoved(one.pieces[-1:], Tier.DEVICE))
         if one.state is not None:
             del self._key_of[one.state]
             self._states.release(one.state)
