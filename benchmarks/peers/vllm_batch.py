@@ -18,7 +18,7 @@ def main() -> None:
     model, file, kv_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
     with open(file) as source:
         prompts = json.load(source)
-    block_size = 16
+    block_size = 32  # its attention on tiles takes no smaller ones
     llm = LLM(
         model,
         enable_prefix_caching=True,
