@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def serve(harness: Callable[..., Harness], clock: ManualClock) -> Callable[..., Harness]:
+def serve(harness: Callable[..., Harness], clock: ManualClock) -> Iterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
     def make(**tiers: object) -> Harness:
@@ -91,7 +91,9 @@ def next_turn(one: Harness, expected, namespace: Namespace = DEFAULT_NAMESPACE) 
     request_id = one.add(longer, greedy(4), namespace=namespace)
     one.run()
     assert one.answers[request_id].token_ids[0] == expected(longer)
-    return one.answers[request_id].cache.cached_by_tier
+    report = one.answers[request_id].cache
+    assert report is not None
+    return report.cached_by_tier
 
 
 @pytest.mark.parametrize("namespace", [DEFAULT_NAMESPACE, SALTED], ids=["plain", "salted"])
