@@ -203,6 +203,12 @@ class EngineStats:
     """Times that an eviction policy of the device tier raised and LRU ranked instead."""
     num_regretted_blocks: int = 0
     """Evicted device blocks that were computed or loaded again within a minute."""
+    num_blocks_ahead: int = 0
+    """Blocks that idle time loaded to the device before the turn that may use them."""
+    num_used_ahead: int = 0
+    """Of these, blocks that a request used there."""
+    num_wasted_ahead: int = 0
+    """Of these, blocks that left the device unused."""
     num_checkpoints: int = 0
     """Recurrent states and windows of KV that are kept on the device for later prompts."""
     num_evicted_checkpoints: int = 0

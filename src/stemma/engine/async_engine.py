@@ -439,10 +439,12 @@ class AsyncEngine(EngineClient):
             except Empty:
                 if not is_idle:
                     return True
-                rested_at = time.monotonic() if self._engine.use_idle_time() else None
+                again_s = self._engine.use_idle_time()
+                rested_at = None if again_s is None else time.monotonic() + again_s
                 continue
-            if rested_at is None:  # else it stays: whoever asks for counts all the time mustn't put it off
-                rested_at = time.monotonic() + _REST_S
+            # No later than it is: whoever asks for counts all the time mustn't put it off.
+            next_rest_at = time.monotonic() + _REST_S
+            rested_at = next_rest_at if rested_at is None else min(rested_at, next_rest_at)
             self._news.pass_on()
             if command is None:
                 self._abort_all(list(self._subscriptions.copy()))

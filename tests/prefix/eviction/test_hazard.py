@@ -1,6 +1,7 @@
 """The hazard policy: what it learns, when it gives way to LRU, and how little it remembers."""
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -402,3 +403,23 @@ def test_ghosts_are_bounded_by_the_blocks_that_are_held() -> None:
     assert len(table.open_lifetimes().classes) == 4 * GHOSTS_PER_BLOCK
     small, large = (HazardPolicy().reserved_bytes(num_blocks) for num_blocks in (100, 1 << 20))
     assert large - small > 30 * 2**20
+
+
+def test_blocks_loaded_ahead_of_their_use_are_evictable_and_used_later() -> None:
+    """They are ranked as before, and their use counts when it comes."""
+    chain = ids(0, 1, 2)
+    traits = BlockTraits(fingerprints=np.arange(7, 10, dtype=np.uint64))
+    policy = HazardPolicy()
+    policy.insert(chain, 0.0, traits)
+    for block_id in (2, 1, 0):
+        policy.offer(block_id)
+        policy.drop(block_id, 1.0, evicted=True)
+    policy.insert(chain + 4, 5.0, replace(traits, is_use=False))
+    policy.insert(np.array([9], dtype=np.int32), 6.0, BlockTraits())
+    policy.offer(6)
+    policy.offer(9)
+    assert policy.victim(7.0) == 6
+    policy.withdraw(6)
+    policy.access(chain + 4, 8.0)
+    policy.offer(6)
+    assert policy.victim(9.0) == 9

@@ -22,6 +22,7 @@ from stemma.engine.core.request import (
     SequenceState,
     Status,
 )
+from stemma.engine.core.returns import ReturnLoads
 from stemma.engine.core.runner import Runner
 from stemma.engine.core.scheduler import Drafter, ModelDrafts, Scheduler, StepLimits
 from stemma.engine.core.step_rows import Drawn, StepRows
@@ -72,12 +73,14 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         max_adapters: int = 1,
         generates: bool = True,
+        prefetch_bandwidth: int = 0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`queue`: runs steps beside the host, so that they overlap; None: steps run in turn.
 
         `memory`: keeps the process below a limit; None: no limit. `grammars`: None refuses requests for
         structured output. `max_adapters`: in a step. `generates`: False refuses requests for answers.
+        `prefetch_bandwidth`: bytes a second that idle time may load ahead of turns; 0: nothing.
         `on_close` is called once the cache is closed.
         """
         self.cache = cache
@@ -108,9 +111,11 @@ class Engine:
         self._heap_guard = None if memory is None else memory.guard
         self._requests: dict[str, RequestState] = {}
         self._preparation: Preparation | None = None
+        block_bytes = runner.kv.layout.block_bytes
+        self._returns = ReturnLoads(cache, prefetch_bandwidth, block_bytes, clock)
         self._num_arrived = 0
         touched_bytes = min(_MOST_TOUCHED_BYTES, int(_TOUCHED_FRACTION * available_bytes()))
-        self._num_touched_ahead = touched_bytes // runner.kv.layout.block_bytes
+        self._num_touched_ahead = touched_bytes // block_bytes
         self._on_launch: Callable[[bool], None] = lambda _: None
 
     def tell_launches(self, on_launch: Callable[[bool], None]) -> None:
@@ -157,9 +162,11 @@ class Engine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         if self._scheduler.num_waiting >= self._settings.max_waiting and not request.is_continuation:
             raise Overloaded(f"{self._scheduler.num_waiting} requests are waiting already")
+        self._returns.arrived(request.namespace, request.prompt_token_ids)
         self._start(request)
 
     def _start(self, request: GenerationRequest) -> None:
+        self._returns.stop()
         state = RequestState(request, self.limits.ending(request), self._clock(), self._num_arrived)
         self._num_arrived += 1
         self._requests[request.request_id] = state
@@ -171,6 +178,7 @@ class Engine:
         It runs in the steps that follow, in short ones, alone: `add` ends it. `on_end` is told how far it
         came, in this call or in a later one.
         """
+        self._returns.stop()
         if self.has_work:
             on_end(Prepared(was_cut=True))
         elif (wanted := preparation_of(self.cache, request, max_tokens)) is None:
@@ -204,13 +212,17 @@ class Engine:
         news = self._step_in_turn() if self._ahead is None else self._step_ahead(self._ahead)
         return [one for one in news if not one.state.request.is_preparation]
 
-    def use_idle_time(self) -> bool:
-        """Do a few milliseconds of what would hold up a later step; return whether there was any.
+    def use_idle_time(self) -> float | None:
+        """Do a few milliseconds of what would hold up a later step; return when to call again.
 
-        The blocks that come into use next get their memory; blocks that wait to be continued wait no longer.
+        That is in so many seconds, or (None) not before a command came. The blocks that come into use next
+        get their memory; blocks that wait to be continued wait no longer; those of turns that are due are
+        loaded from the tiers below.
         """
         self.cache.end_rests()
-        return self.cache.touch_ahead(self._num_touched_ahead)
+        if self.cache.touch_ahead(self._num_touched_ahead):
+            return 0.0
+        return None if self.has_work else self._returns.work()
 
     def _step_in_turn(self) -> list[SequenceNews]:
         """Schedule a step and run it to its end."""
@@ -310,6 +322,7 @@ class Engine:
         """Write what is queued for the lower tiers, and close them."""
         if self._ahead is not None:
             self._ahead.close()
+        self._returns.stop()
         self.cache.close()
         self._on_close()
         self._tally.close()
@@ -317,6 +330,7 @@ class Engine:
     def conclude(self, namespace: Namespace, tokens: TokenArray, conclusion: Conclusion) -> None:
         """Tell the cache and the trace who goes on after an answer; `tokens`: its prompt, then itself."""
         self.cache.conclude(namespace, tokens, conclusion)
+        self._returns.conclude(namespace, tokens, conclusion)
         self._tally.conclude(namespace, tokens, conclusion)
 
     def flush_cache(self) -> int:
@@ -352,6 +366,9 @@ class Engine:
             num_evicted_blocks=cache.num_evicted_blocks,
             num_policy_failures=cache.num_policy_failures,
             num_regretted_blocks=cache.num_regretted_blocks,
+            num_blocks_ahead=cache.num_blocks_ahead,
+            num_used_ahead=cache.num_used_ahead,
+            num_wasted_ahead=cache.num_wasted_ahead,
             num_checkpoints=cache.num_checkpoints,
             num_evicted_checkpoints=cache.num_evicted_checkpoints,
             transfer=self.cache.below.stats(),

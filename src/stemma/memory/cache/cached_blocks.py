@@ -17,6 +17,7 @@ from stemma.errors import IntegrityError
 from stemma.memory.cache.block_records import BlockRecords
 from stemma.memory.cache.elsewhere import Elsewhere
 from stemma.memory.cache.lease import Lease
+from stemma.memory.cache.loaded_ahead import LoadedAhead
 from stemma.memory.device.allocator import BlockAllocator
 from stemma.memory.kv_events import BlocksRemoved, BlocksStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
@@ -66,6 +67,7 @@ class CachedBlocks:
         self.num_evicted = 0
         self.events: KVEventSink | None = None
         """Learns of full blocks that enter and leave the index."""
+        self.ahead = LoadedAhead()
         self._block_size = index.block_size
         self._allocator = allocator
         self._lower = lower
@@ -123,6 +125,7 @@ class CachedBlocks:
         now = self._clock()
         self.index.touch(block_ids, now)
         self._records.used_at[block_ids] = now
+        self.ahead.use(block_ids)
         if self._lower is not None and self._lower.stores and len(block_ids):
             self._lower.on_hit(self._describe(block_ids))
 
@@ -255,6 +258,7 @@ class CachedBlocks:
     ) -> None:
         """Free blocks that left the index, and remember their ghosts."""
         self._records.drop(blocks, reason, self._clock(), cause)
+        self.ahead.drop(block_ids)
         self._allocator.free(block_ids)
         self.version += 1
         keys = tuple(block.key for block in blocks if block.num_tokens == self._block_size)

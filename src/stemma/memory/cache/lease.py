@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -39,6 +39,8 @@ class PendingLoad:
     """How many leading blocks arrived; fewer than requested is a miss, not an error."""
     num_state_blocks: int = 0
     """Blocks of a recurrent state that follow them."""
+    stop: Callable[[], None] | None = None
+    """Ends a load ahead of need with the blocks that have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class Lease:
         "buffer",
         "cached_by_tier",
         "has_loaded_state",
+        "is_ahead",
         "load_error",
         "miss",
         "namespace",
@@ -142,8 +145,12 @@ class Lease:
         key_space: KeySpace,
         tokens: TokenArray,
         retention: Retention = NO_RETENTION,
+        *,
+        is_ahead: bool = False,
     ) -> None:
+        """`is_ahead`: nobody has asked for the tokens; blocks are loaded before the turn that may."""
         self.namespace = namespace
+        self.is_ahead = is_ahead
         self.roots = key_space.roots(namespace)
         self.block_size = block_size = key_space.block_size
         self.retention = retention
@@ -268,6 +275,7 @@ class Lease:
             costs_s=None if costs is None else costs[: len(prints)],
             hint=self.retention.rest,
             leading=self._leading,
+            is_use=not self.is_ahead,
         )
 
     def _reserve_keys(self, num_blocks: int) -> None:

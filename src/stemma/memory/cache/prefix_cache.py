@@ -25,6 +25,7 @@ from stemma.memory.cache.cached_blocks import CachedBlocks
 from stemma.memory.cache.elsewhere import Elsewhere, OtherModels
 from stemma.memory.cache.lease import Lease
 from stemma.memory.cache.leased_blocks import BlockBuffer, LeasedBlocks
+from stemma.memory.cache.loaded_ahead import LoadedAhead
 from stemma.memory.cache.prompt_loads import PromptLoads
 from stemma.memory.cache.rests import Rests
 from stemma.memory.cache.state_hits import StateHit, StateHits
@@ -71,6 +72,12 @@ class CacheStats:
     num_checkpoints: int = 0
     """Recurrent states and windows of KV that are kept on the device."""
     num_evicted_checkpoints: int = 0
+    num_blocks_ahead: int = 0
+    """Blocks loaded before anybody asked for them."""
+    num_used_ahead: int = 0
+    """Of these, blocks that a request used on the device."""
+    num_wasted_ahead: int = 0
+    """Of these, blocks that left the device unused."""
 
 
 class PrefixCache:
@@ -184,6 +191,7 @@ class PrefixCache:
         retention: Retention = NO_RETENTION,
         max_cached: int | None = None,
         is_use: bool = True,
+        is_ahead: bool = False,
     ) -> Lease | None:
         """Lease the longest cached prefix of `tokens`, and blocks for the rest and `num_new` more tokens.
 
@@ -192,10 +200,10 @@ class PrefixCache:
         `lease.pending` is set: compute nothing before `finish_load`. Returns None, holding nothing, if there
         is no room now. `max_cached`: take no more tokens than that, from the device alone, because the rest
         is to be computed whatever is cached. Without `is_use`, policies learn nothing of it: nobody has
-        come back to these blocks.
+        come back to these blocks. `is_ahead`: nor has anybody asked for what is loaded.
         """
         self._leased.free_loaded()
-        make = partial(Lease, namespace, self.key_space, tokens, retention)
+        make = partial(Lease, namespace, self.key_space, tokens, retention, is_ahead=is_ahead)
         if self._rests and max_cached is None:
             lease = self._rests.go_on(namespace, tokens, num_new, make)
             if lease is not None:
@@ -351,6 +359,49 @@ class PrefixCache:
         if self._states is None:
             return self._loads.prefetch(namespace, tokens, found)
         return self._loads.prefetch(namespace, tokens, found, self._states.likely_pieces)
+
+    def load_ahead(self, namespace: Namespace, tokens: TokenArray, max_blocks: int) -> Lease | None:
+        """Begin to load up to `max_blocks` blocks of `tokens` that lower tiers have next after the device.
+
+        Only free and evictable blocks are taken, and only where a request would load them too. Once
+        `lease.has_loaded`, or earlier to end it, call `end_load_ahead`. None: nothing to load, or no room. A
+        model with recurrent states or windows loads nothing ahead.
+        """
+        if self._loads is None or self._cached is None or self._states is not None or len(tokens) < 2:
+            return None
+        found = self._match(namespace, tokens)
+        tiers, _ = self._loads.match(Lease(namespace, self.key_space, tokens), found)
+        num_wanted = min(len(tiers), max_blocks)
+        if num_wanted <= 0:
+            return None
+        # One token behind the last block, as a prompt has that is not computed to its end; it needs no room.
+        end = (found.num_full_blocks(self.block_size) + num_wanted) * self.block_size + 1
+        lease = self.reserve(namespace, tokens[:end], num_new=-1, is_use=False, is_ahead=True)
+        if lease is not None and lease.pending is None:
+            self.free(lease, lease.num_cached_tokens)
+            return None
+        return lease
+
+    def end_load_ahead(self, lease: Lease) -> int:
+        """End what `load_ahead` began: what arrived is cached. Return how many blocks that were."""
+        pending = lease.pending
+        assert self._cached is not None
+        assert pending is not None
+        if pending.stop is not None:
+            pending.stop()
+        num_loaded = 0
+        if lease.has_loaded:
+            self.finish_load(lease)
+            arrived = lease.block_table[pending.first : lease.num_committed].copy()
+            num_loaded = len(arrived)
+            self._cached.ahead.add(arrived)
+        self.free(lease, lease.num_cached_tokens)
+        return num_loaded
+
+    @property
+    def num_waiting_ahead(self) -> int:
+        """Device blocks that were loaded ahead and that nobody has used yet."""
+        return self._cached.ahead.num_waiting if self._cached is not None else 0
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Report that a step took `seconds` for `num_tokens` prompt tokens."""
@@ -528,6 +579,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Return gauges and counters."""
+        ahead = LoadedAhead() if self._cached is None else self._cached.ahead
         return CacheStats(
             num_blocks=self.num_blocks,
             num_free_blocks=self._allocator.num_free,
@@ -541,6 +593,9 @@ class PrefixCache:
             num_regretted_blocks=self._cached.num_regretted if self._cached else 0,
             num_checkpoints=0 if self._states is None else self._states.num_checkpoints,
             num_evicted_checkpoints=0 if self._states is None else self._states.num_evicted,
+            num_blocks_ahead=ahead.num_loaded,
+            num_used_ahead=ahead.num_used,
+            num_wasted_ahead=ahead.num_wasted,
         )
 
     def check(self) -> None:

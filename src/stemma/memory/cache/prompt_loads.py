@@ -81,8 +81,12 @@ class PromptLoads:
         `state`: blocks for a recurrent state, whose keys follow those of the table's blocks.
         """
         block_ids = [*lease.block_table[first : first + len(tiers)].tolist(), *state]
-        future = self._lower.load(keys[: len(block_ids)], block_ids)
-        lease.pending = PendingLoad(first, tiers, future, len(state))
+        wanted = keys[: len(block_ids)]
+        if lease.is_ahead:
+            future, stop = self._lower.load_ahead(wanted, block_ids)
+            lease.pending = PendingLoad(first, tiers, future, len(state), stop)
+        else:
+            lease.pending = PendingLoad(first, tiers, self._lower.load(wanted, block_ids), len(state))
 
     def finish(self, lease: Lease) -> int:
         """Record the result of a finished load on the lease; return how many leading blocks have KV.

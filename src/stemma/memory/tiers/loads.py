@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 RUN_BLOCKS = 1024
 """Blocks looked up at once; between two such runs reading and copying don't overlap."""
 NUM_LOAD_THREADS = 2
-_LOAD, _PREFETCH, _STOP = 0, 1, 2
+_LOAD, _PREFETCH, _AHEAD, _STOP = 0, 1, 2, 3
 
 
 @dataclass(slots=True)
@@ -177,6 +177,12 @@ class LoadQueue:
         task = Load(BlockKey(b""), keys, block_ids)
         self._submit(task, _LOAD, timeout_s)
         return task.future
+
+    def load_ahead(self, keys: Sequence[BlockKey], block_ids: Sequence[int], timeout_s: float | None) -> Load:
+        """As `load`, after all that requests wait for; `stop` of the result ends it."""
+        task = Load(BlockKey(b""), keys, block_ids)
+        self._submit(task, _AHEAD, timeout_s)
+        return task
 
     def prefetch(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,6 +56,15 @@ class LowerTiers(Protocol):
         The result is how many leading blocks arrived; a failure is a smaller number, or StorageError if the
         policy is to fail the request. Until then the blocks stay reserved.
         """
+
+    def load_ahead(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int]
+    ) -> tuple[Future[int], Callable[[], None]]:
+        """As `load`, for nobody who waits; also return what ends it early with the blocks that have arrived.
+
+        Where the tiers can't end it, that does nothing.
+        """
+        return self.load(keys, block_ids), lambda: None
 
     def prefetch(
         self, parent: BlockKey, keys: Sequence[BlockKey], owners: Sequence[str] = ()

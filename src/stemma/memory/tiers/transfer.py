@@ -209,8 +209,18 @@ class TierTransfer(LowerTiers):
 
     @override
     def load(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> Future[int]:
-        timeout_s = None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
-        return self._loads.load(keys, block_ids, timeout_s)
+        return self._loads.load(keys, block_ids, self._load_limit_s)
+
+    @override
+    def load_ahead(
+        self, keys: Sequence[BlockKey], block_ids: Sequence[int]
+    ) -> tuple[Future[int], Callable[[], None]]:
+        task = self._loads.load_ahead(keys, block_ids, self._load_limit_s)
+        return task.future, task.stop
+
+    @property
+    def _load_limit_s(self) -> float | None:
+        return None if self._policy.prefetch == "wait_complete" else self._policy.load_timeout_s
 
     @property
     @override

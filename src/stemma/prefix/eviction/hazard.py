@@ -116,6 +116,9 @@ class HazardPolicy(StampedPolicy):
         self._reserve(block_ids)
         self._advance(now)
         table = self._records
+        if not traits.is_use:
+            self._insert_ahead(block_ids, now, traits)
+            return
         prompt = self._prompts.pop(traits.after, None)
         if self._unclassified is not None and self._unclassified[0] != traits.after:
             self._classify_prompt()
@@ -137,6 +140,22 @@ class HazardPolicy(StampedPolicy):
             hits, self._unseen_hits = self._unseen_hits, _NO_RECORDS
             looked_up = np.concatenate((hits, records)) if len(hits) else records
             self._shadows.look_up(looked_up, self._capacity, now)
+
+    def _insert_ahead(self, block_ids: BlockIds, now: float, traits: BlockTraits) -> None:
+        """Enter blocks that nobody has come back to: the lifetimes of those remembered go on."""
+        self._classify_prompt()
+        table = self._records
+        depth = 0 if traits.after < 0 else table.depths.item(self._record_of.item(traits.after)) + 1
+        records, known = table.enter(len(block_ids), traits, depth)
+        self._record_of[block_ids] = records
+        table.hints[known] = table.queues[known] // NUM_CLASSES
+        fresh = records[~np.isin(records, known)]
+        if len(fresh):
+            self._num_prompts += 1
+            self._start_lifetimes(fresh, now)
+            table.pauses[fresh] = NO_PAUSE
+            self._classify(fresh, NO_PAUSE)
+        self._stamp(block_ids)
 
     def access(self, block_ids: BlockIds, now: float) -> None:
         """End a lifetime of each block and start the next."""

@@ -43,6 +43,8 @@ class BlockTraits:
     """Hints of the leading blocks, without gaps, where they differ from `hint`."""
     owner: str = ""
     """Whose blocks they are (`Namespace.owner`). The index sets it; callers leave it alone."""
+    is_use: bool = True
+    """False: nobody came back to them; they were loaded ahead of the turn that may."""
     after: int = -1
     """The block before the first of them, -1 at the root. The index sets it; callers leave it alone."""
 

@@ -63,6 +63,9 @@ class _EngineCollector(Collector):
                 "Evicted blocks that came back within a minute",
                 stats.num_regretted_blocks,
             ),
+            ("stemma_blocks_ahead", "Blocks loaded to the device before their turn", stats.num_blocks_ahead),
+            ("stemma_blocks_ahead_used", "Of these, blocks that a request used", stats.num_used_ahead),
+            ("stemma_blocks_ahead_wasted", "Of these, blocks evicted unused", stats.num_wasted_ahead),
             (
                 "stemma_evicted_checkpoints",
                 "Kept states and windows that were dropped to make room",
