@@ -37,7 +37,7 @@ def serve(harness: Callable[..., Harness], clock: ManualClock) -> Iterator[Calla
     made: list[Harness] = []
 
     def make(**tiers: object) -> Harness:
-        fields = {"load_when": "always", "prefetch_bandwidth": BIG, "prefetch": "wait_complete", **tiers}
+        fields = {"load_when": "always", "load_ahead_bandwidth": BIG, "prefetch": "wait_complete", **tiers}
         one = harness(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -126,7 +126,7 @@ def test_the_next_turn_finds_its_blocks_on_the_device(serve, expected, clock, tm
 
 
 def test_without_the_setting_or_an_ending_nothing_moves(serve, clock):
-    for settings, ending in (({"prefetch_bandwidth": 0}, Ending.TOOL), ({}, Ending.UNKNOWN)):
+    for settings, ending in (({"load_ahead_bandwidth": 0}, Ending.TOOL), ({}, Ending.UNKNOWN)):
         one = serve(host_cache="64MB", **settings)
         ask(one, TURN, ending=ending)
         press(one)
@@ -148,7 +148,7 @@ def test_what_leaves_unused_is_wasted_and_comes_once(serve, clock):
 
 def test_the_budget_of_bytes_a_second(serve, clock):
     block_bytes = serve(host_cache="64MB").cache.below.stores[0].block_bytes
-    one = serve(host_cache="64MB", prefetch_bandwidth=2 * block_bytes)
+    one = serve(host_cache="64MB", load_ahead_bandwidth=2 * block_bytes)
     ask(one, TURN)
     press(one)
     rest(one, clock, 2.1)  # due after 2 s; 2 blocks were saved up

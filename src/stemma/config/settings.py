@@ -180,7 +180,7 @@ class TierSettings(SettingsModel):
     """For `write_through_selective`: copy a block down on this use; computing it is the first."""
     prefetch: Literal["best_effort", "timeout", "wait_complete"] = "timeout"
     """Whether a request waits for blocks in slow tiers: never, up to `load_timeout_s`, or without limit."""
-    prefetch_bandwidth: ByteSize = 0
+    load_ahead_bandwidth: ByteSize = 0
     """Bytes a second that idle time may load to the device before the next turn of a conversation is likely
     to come; 0: loads begin with the turn."""
     load_when: Literal["faster", "always"] = "faster"

@@ -237,7 +237,7 @@ def assemble_engine(
         ),
         max_adapters=settings.lora.max_loras,
         generates=model.abilities.generates,
-        prefetch_bandwidth=settings.tiers.prefetch_bandwidth,
+        load_ahead_bandwidth=settings.tiers.load_ahead_bandwidth,
         on_close=_closing(publisher, ranks),
     )
     return EngineParts(

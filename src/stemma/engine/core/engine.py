@@ -73,14 +73,14 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         max_adapters: int = 1,
         generates: bool = True,
-        prefetch_bandwidth: int = 0,
+        load_ahead_bandwidth: int = 0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`queue`: runs steps beside the host, so that they overlap; None: steps run in turn.
 
         `memory`: keeps the process below a limit; None: no limit. `grammars`: None refuses requests for
         structured output. `max_adapters`: in a step. `generates`: False refuses requests for answers.
-        `prefetch_bandwidth`: bytes a second that idle time may load ahead of turns; 0: nothing.
+        `load_ahead_bandwidth`: bytes a second that idle time may load ahead of turns; 0: nothing.
         `on_close` is called once the cache is closed.
         """
         self.cache = cache
@@ -112,7 +112,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._preparation: Preparation | None = None
         block_bytes = runner.kv.layout.block_bytes
-        self._returns = ReturnLoads(cache, prefetch_bandwidth, block_bytes, clock)
+        self._returns = ReturnLoads(cache, load_ahead_bandwidth, block_bytes, clock)
         self._num_arrived = 0
         touched_bytes = min(_MOST_TOUCHED_BYTES, int(_TOUCHED_FRACTION * available_bytes()))
         self._num_touched_ahead = touched_bytes // block_bytes

@@ -107,7 +107,7 @@ def _num_on_device(record: Mapping[str, object], number: int) -> int | None:
     """Return the tokens found cached on the device, or in any tier where that is all the line tells."""
     by_tier = record.get("cached_by_tier")
     if isinstance(by_tier, dict):
-        return take_count(by_tier, Tier.DEVICE, number) if Tier.DEVICE in by_tier else 0
+        return take_count(by_tier, Tier.DEVICE.value, number) if Tier.DEVICE in by_tier else 0
     return take_count(record, "num_cached_tokens", number) if "num_cached_tokens" in record else None
 
 
