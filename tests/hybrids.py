@@ -101,7 +101,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(FIELDS)
 MIXED_ATTENTION: dict[str, dict[str, Any]] = {
     "llama4_text": {
-        **{"num_hidden_layers": 4, "head_dim": 16, "attention_chunk_size": 1024},
+        **{"num_hidden_layers": 4, "head_dim": 12, "num_key_value_heads": 1, "attention_chunk_size": 48},
         **{"num_local_experts": 2, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 96},
     },
     "gemma3_text": {

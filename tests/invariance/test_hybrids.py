@@ -23,8 +23,8 @@ from tests.native.isa import level_params
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
 DTYPES = ("bfloat16", "float32")
-ENGINES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba", "gemma4_text", "glm_moe_dsa")
-"""One of each kind of recurrence, windows of another shape, chosen tokens; others run in `make test-all`."""
+ENGINES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba", "gemma4_text", "llama4_text", "glm_moe_dsa")
+"""One of each kind of recurrence, windows of another shape, chunks, chosen tokens: all in `make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_checkpoints_travel_through_a_pool(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", hybrids.FAMILIES)
+@pytest.mark.parametrize("family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE])
 def test_any_way_of_serving_all(family: str, dtype: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), dtype, tmp_path, 8)
 

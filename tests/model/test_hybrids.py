@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from stemma.config.settings import ModelSettings
-from stemma.errors import ConfigError, UnsupportedModel
+from stemma.errors import ConfigError, ModelError, UnsupportedModel
 from stemma.model import loading
 from stemma.model.causal_lm import CausalLM
 from stemma.model.cpu.fused import FusedDecoder
@@ -100,6 +101,15 @@ def test_a_choice_that_no_layer_makes_is_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(
         UnsupportedModel, match=r"GlmMoeDsaForCausalLM: layer 0 chooses no tokens.*indexer_types"
     ):
+        load_model(ModelSettings(path=path, device="cpu"))
+
+
+@pytest.mark.parametrize("size", [0, -8, None])
+def test_chunks_without_a_length_are_refused_by_name(size: int | None, tmp_path: Path) -> None:
+    path = hybrids.build("llama4_text", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"attention_chunk_size": size}))
+    with pytest.raises(ModelError, match=f"attention_chunk_size {size}"):
         load_model(ModelSettings(path=path, device="cpu"))
 
 

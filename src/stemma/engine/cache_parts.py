@@ -125,7 +125,7 @@ def make_states(settings: CacheSettings, kv: DeviceKV, lower: LowerTiers | None)
         kv.num_pages,
         kv.page_blocks,
         kv.copy_page,
-        0 if windows is None else windows.window,
+        windows,
     )
     return CachedStates(
         places,

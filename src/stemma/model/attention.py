@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stemma.model.latent import LatentProjection
@@ -16,6 +18,32 @@ SUPPORTED = (
     "DeepSeek-V2/V3/R1 and others built alike; and hybrids with the recurrent layers of Qwen3-Next, Qwen3.5, "
     "Kimi-Linear, Granite 4, Mamba and LFM2; and the sparse attention of DeepSeek-V3.2 and GLM-5."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which of the tokens before it a query sees; itself it always sees."""
+
+    window: int | None = None
+    """The last so many, itself included; None: all."""
+    chunk: int | None = None
+    """Those from the last multiple of this on; None: all."""
+    first_key: int = 0
+    """Those before this one are seen by no query but their own; 0: all."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token before it is seen."""
+        return self == Sight()
+
+    def first(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """Return the first token that each of the queries at `positions` [T] sees, [T]."""
+        first: npt.NDArray[np.int64] = np.minimum(self.first_key, positions).astype(np.int64)
+        if self.window is not None:
+            first = np.maximum(first, positions - self.window + 1)
+        if self.chunk is not None:
+            first = np.maximum(first, positions // self.chunk * self.chunk)
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +66,13 @@ class AttentionCall:
     """Whether queries and keys are rotated by their positions before this call."""
     selection: Selection | None = field(default=None, compare=False)
     """How queries choose the tokens that they see; None: they see all."""
+    chunk: int | None = None
+    """Tokens in a piece of the context at whose beginning a query's sight ends; None: it doesn't."""
+
+    @property
+    def sight(self) -> Sight:
+        """Which tokens the layer's queries see."""
+        return Sight(self.sliding_window, self.chunk, self.first_key)
 
 
 class StepContext(Protocol):

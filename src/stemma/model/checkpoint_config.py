@@ -151,6 +151,7 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
         named = str((architectures or [config.model_type])[0])
         other = ", ".join(sorted(layer_types - _SERVED_LAYER_TYPES))
         raise UnsupportedModel(f"{named} has layers of type {other}. {SUPPORTED}")
+    attention_chunks(config.get_text_config())
 
 
 def is_classifier(config: Any) -> bool:
@@ -221,14 +222,28 @@ def context_limit(config: Any) -> int | None:
     whole = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [] if whole is None else [int(whole)]
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        limits.append(int(config.attention_chunk_size))  # within the first chunk a token sees all before it
     for parameters in _rope_parameters(rope):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             trained = parameters.get("original_max_position_embeddings")
             trained = trained or getattr(config, "original_max_position_embeddings", None) or whole
             limits += [int(trained)] if trained else []
     return min(limits, default=None)
+
+
+def attention_chunks(config: Any) -> dict[int | None, int]:
+    """Return by layer the length of the pieces in which it attends (Llama 4), in tokens.
+
+    Raises UnsupportedModel if the config doesn't say it.
+    """
+    types = getattr(config, "layer_types", None) or ()
+    layers = [layer for layer, kind in enumerate(types) if kind == "chunked_attention"]
+    size = getattr(config, "attention_chunk_size", None)
+    if layers and (not isinstance(size, int) or size < 1):
+        raise UnsupportedModel(
+            f"config.json has layers of chunked attention and attention_chunk_size {size!r}; it must be "
+            "the number of tokens of a chunk"
+        )
+    return {layer: int(size) for layer in layers} if size else {}
 
 
 def _rope_parameters(rope: dict[str, Any]) -> Iterable[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Attention over paged KV with torch alone: the path for CUDA and fp32, and the reference of every kernel.
 
 `AttentionStep` is built once per step. Its groups of decodes and prefills, gather indices and masks are the
-same in all layers with the same sliding window, so they are built on first use and kept.
+same in all layers whose queries see the same tokens, so they are built on first use and kept.
 
 - A layer first writes the new tokens' KV into their slots, then reads through block tables. So where KV is
   stored as codes, every query sees what the codes say, of its own chunk's tokens too.
@@ -13,13 +13,14 @@ same in all layers with the same sliding window, so they are built on first use 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from stemma.memory.device.kv import DeviceKV
-from stemma.model.attention import AttentionCall
+from stemma.model.attention import AttentionCall, Sight
 from stemma.model.batch import ForwardBatch
 from stemma.model.kv_format import KVRows
 from stemma.model.latent import LatentProjection
@@ -58,7 +59,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class Plan:
-    """The groups of a step for one sliding window."""
+    """The groups of a step for layers whose queries see the same tokens."""
 
     decodes: list[DecodeGroup]
     chunks: list[PrefillChunk]
@@ -77,7 +78,7 @@ class AttentionStep:
         slots = batch.slots if batch.written_rows is None else batch.slots[batch.written_rows]
         self._slot_blocks = slots // block_size
         self._slot_offsets = slots % block_size
-        self._plans: dict[tuple[int | None, int], Plan] = {}
+        self._plans: dict[Sight, Plan] = {}
         self._chosen: list[torch.Tensor] = []
         """The tokens that each sequence's queries chose last, [n, C] bool."""
 
@@ -116,7 +117,7 @@ class AttentionStep:
     ) -> None:
         """Attend to KV that is written already; fill the covered rows of `output` [T, H, Dv]."""
         latent = call.latent
-        plan = self._plan(call.sliding_window, call.first_key)
+        plan = self._plan(call.sight)
         for group in plan.decodes:
             queries = query[group.rows]
             keys, values = _gather(rows, group.blocks, latent)
@@ -157,13 +158,13 @@ class AttentionStep:
             parts.append(_prefill(call, absorbed, latents, latents[..., : latent.rank], self._chosen[seq]))
         return latent.project(torch.cat(parts))
 
-    def _plan(self, window: int | None, first_key: int) -> Plan:
-        plan = self._plans.get((window, first_key))
+    def _plan(self, sight: Sight) -> Plan:
+        plan = self._plans.get(sight)
         if plan is None:
-            plan = self._plans[window, first_key] = self._make_plan(window, first_key)
+            plan = self._plans[sight] = self._make_plan(sight)
         return plan
 
-    def _make_plan(self, window: int | None, first_key: int) -> Plan:
+    def _make_plan(self, sight: Sight) -> Plan:
         starts = self._batch.query_starts
         buckets: dict[int, list[tuple[int, int, int]]] = {}
         chunks: list[PrefillChunk] = []
@@ -172,21 +173,19 @@ class AttentionStep:
             if num_queries <= self._longer_than:
                 continue
             if num_queries > 1:
-                chunks.append(self._make_chunk(seq, window, first_key))
+                chunks.append(self._make_chunk(seq, sight))
             else:
-                first, last = self._visible_blocks(context_len - 1, context_len, window)
+                first, last = self._visible_blocks(context_len - 1, context_len, sight)
                 buckets.setdefault((last - first - 1).bit_length(), []).append((seq, first, last))
-        groups = [self._make_group(bucket, window, first_key) for bucket in buckets.values()]
+        groups = [self._make_group(bucket, sight) for bucket in buckets.values()]
         return Plan(groups, chunks)
 
-    def _visible_blocks(self, first_position: int, context_len: int, window: int | None) -> tuple[int, int]:
+    def _visible_blocks(self, first_position: int, context_len: int, sight: Sight) -> tuple[int, int]:
         """Return the half-open range of blocks that the query at `first_position` and later ones may see."""
-        first_token = 0 if window is None else max(0, first_position - window + 1)
+        first_token = int(replace(sight, first_key=0).first(np.array([first_position]))[0])
         return first_token // self._block_size, -(-context_len // self._block_size)
 
-    def _make_group(
-        self, members: list[tuple[int, int, int]], window: int | None, first_key: int
-    ) -> DecodeGroup:
+    def _make_group(self, members: list[tuple[int, int, int]], sight: Sight) -> DecodeGroup:
         num_blocks = max(last - first for _, first, last in members)
         tables = self._batch.block_tables
         blocks = torch.zeros(len(members), num_blocks, dtype=torch.int64)
@@ -198,31 +197,26 @@ class AttentionStep:
             origins[row, 0] = first * self._block_size
         positions = torch.arange(num_blocks * self._block_size) + origins
         mask = positions < lens
-        if window is not None:
-            mask &= positions >= lens - window
-        if first_key:
-            mask &= positions >= (lens - 1).clamp_max(first_key)
+        if not sight.is_whole:
+            mask &= positions >= torch.from_numpy(sight.first((lens - 1).numpy()))
         rows = torch.tensor([self._batch.query_starts[seq] for seq, _, _ in members])
         device = self._kv.device
         return DecodeGroup(rows.to(device), blocks.to(device), mask[:, None, None].to(device))
 
-    def _make_chunk(self, seq: int, window: int | None, first_key: int) -> PrefillChunk:
+    def _make_chunk(self, seq: int, sight: Sight) -> PrefillChunk:
         start, stop = self._batch.query_starts[seq : seq + 2]
         context_len = self._batch.context_lens[seq]
         num_queries = stop - start
         first_position = context_len - num_queries
-        first, last = self._visible_blocks(first_position, context_len, window)
+        first, last = self._visible_blocks(first_position, context_len, sight)
         blocks = self._batch.block_tables[seq, first:last].to(self._kv.device, torch.int64)
         origin = first * self._block_size
         mask = None
-        if first_position > 0 or first_key or (window is not None and window < context_len):
+        lows = sight.first(np.arange(first_position, context_len))
+        if first_position > 0 or lows.any():
             queries = torch.arange(first_position, context_len, device=self._kv.device)[:, None]
             keys = torch.arange(origin, context_len, device=self._kv.device)
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-            if first_key:
-                mask &= keys >= queries.clamp_max(first_key)
+            mask = (keys <= queries) & (keys >= torch.from_numpy(lows).to(keys.device)[:, None])
         return PrefillChunk(start, stop, blocks, context_len - origin, mask)
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from stemma.memory.cache.lease import Lease, LeaseState, StateMove
 from stemma.memory.cache.slots import Slots
+from stemma.memory.device.layout import WindowGroup
 from stemma.memory.kv_events import BlocksRemoved, CheckpointStored, KVEventSink
 from stemma.memory.tiers.device_block import DeviceBlock
 from stemma.memory.tiers.lower import LowerTiers
@@ -32,6 +33,17 @@ CHECKPOINT_TOKENS = 64
 _WINDOWS_APART = 16
 _NEAR, _MOST_PIECES = 4, 4096
 _STATE, _PAGE = b"stemma.state", b"stemma.window"
+
+
+def _least_interval(windows: WindowGroup | None) -> int:
+    """Return how far checkpoints of a long prompt are apart at the least, in tokens.
+
+    Each holds a window: more often, they would hold most of the prompt's KV again. At the beginning of a
+    chunk next to nothing is held, and within one they hold the same pages.
+    """
+    if windows is None:
+        return 0
+    return windows.window if windows.is_chunked else _WINDOWS_APART * windows.window
 
 
 @dataclass(slots=True)
@@ -62,8 +74,8 @@ class Places:
     num_pages: int = 0
     page_blocks: Callable[[int], range] = lambda _page: range(0)
     copy_page: Callable[[int, int], None] = lambda _source, _target: None
-    window: int = 0
-    """Tokens that the layers with windows see; 0: no layer has pages."""
+    windows: WindowGroup | None = None
+    """Layers with windows, which have pages; None: there are none."""
 
 
 class CachedStates:
@@ -83,8 +95,7 @@ class CachedStates:
         self.unit = int(np.lcm(CHECKPOINT_TOKENS, block_size))
         self.num_evicted = 0
         self._places, self._block_size = places, block_size
-        # A long prompt's checkpoints hold a window each: more often, they would hold most of its KV again.
-        interval = max(interval, _WINDOWS_APART * places.window)
+        interval = max(interval, _least_interval(places.windows))
         self._interval = -(-interval // self.unit) * self.unit
         self._lower, self._clock, self._keeps = lower, clock, keeps
         self._states, self._pages = Slots(places.num_states), Slots(places.num_pages)
@@ -365,17 +376,18 @@ class CachedStates:
 
     def _first_block(self, position: int) -> int:
         """Return the first block whose keys a token at `position` or later may see through a window."""
-        return max(0, position - self._places.window + 1) // self._block_size
+        assert self._places.windows is not None
+        return self._places.windows.first_seen(position) // self._block_size
 
     def _window_blocks(self, position: int) -> range:
         """Return the full blocks before `position` that tokens from there on see through a window."""
-        if not self._places.window:
+        if self._places.windows is None:
             return range(0)
         return range(self._first_block(position), position // self._block_size)
 
     def _plan_pages(self, own: LeaseState, start: int, end: int) -> bool:
         """Give a sequence pages for tokens [start, end) that it may write; False if there is no room."""
-        if not self._places.window:
+        if self._places.windows is None:
             return True
         for block in range(start // self._block_size, (end - 1) // self._block_size + 1):
             shared = own.pages.get(block)

@@ -75,21 +75,38 @@ class WindowGroup:
     """Tokens: the largest."""
     num_kv_heads: int
     head_dim: int
+    is_chunked: bool = False
+    """Whether the window of a token begins at the last multiple of `window`, not `window` tokens back."""
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], shapes: Sequence[tuple[int, int]]) -> WindowGroup | None:
+    def of(
+        cls, sights: Sequence[tuple[int | None, int | None]], shapes: Sequence[tuple[int, int]]
+    ) -> WindowGroup | None:
         """Return the group that a model's layers form; None: there is none.
 
-        `windows` (None: the layer sees all tokens) and `shapes` (KV heads, head dim) of each layer with KV.
+        `sights` (window and chunk, None: the layer sees all tokens) and `shapes` (KV heads, head dim) of each
+        layer with KV. Where some slide and others see chunks, all of them keep the longest window.
         Where all slide, the first one stays in blocks: tokens have blocks of some size then, like in any
         other model, for a small share of what pages save.
         """
-        layers = tuple(number for number, window in enumerate(windows) if window)
-        if len(layers) == len(windows):
+        layers = tuple(number for number, (window, chunk) in enumerate(sights) if window or chunk)
+        if len(layers) == len(sights):
             layers = layers[1:]
         if not layers:
             return None
-        return cls(layers, max(windows[number] or 0 for number in layers), *shapes[layers[0]])
+        seen = {sights[number] for number in layers}
+        longest = max(window or chunk or 0 for window, chunk in seen)
+        is_chunked = len(seen) == 1 and not seen.pop()[0]
+        return cls(layers, longest, *shapes[layers[0]], is_chunked=is_chunked)
+
+    def first_seen(self, position: int) -> int:
+        """Return the first token that one at `position` or later may see, or the one before `position`.
+
+        So a checkpoint at the beginning of a chunk, behind which nothing is seen, holds a page, as all do.
+        """
+        if self.is_chunked:
+            return max(0, min(position // self.window * self.window, position - 1))
+        return max(0, position - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +233,8 @@ class KVLayout:
         if self.windows is not None:
             group = self.windows
             shape = f"{group.num_kv_heads}x{group.head_dim}"
-            plain += f":windows of {group.window} in layers {group.layers} of {shape}".replace(" ", "_")
+            kind = "chunks" if group.is_chunked else "windows"
+            plain += f":{kind} of {group.window} in layers {group.layers} of {shape}".replace(" ", "_")
         if self.stored == "plain":
             return plain
         return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

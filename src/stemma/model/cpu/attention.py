@@ -16,7 +16,7 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import KVLayout, StoredAs
-from stemma.model.attention import AttentionCall
+from stemma.model.attention import AttentionCall, Sight
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.selection import select
 from stemma.native.library import Kernels
@@ -89,8 +89,8 @@ class NativeAttentionStep:
         self.kv = kv
         self._kernels = kernels
         self._plans: dict[tuple[int, int], NativePlan] = {}
-        self._lows: dict[int, npt.NDArray[np.int32]] = {}
-        """By window: the first token that each row sees, where that doesn't follow from the last one."""
+        self._lows: dict[Sight, npt.NDArray[np.int32]] = {}
+        """The first token that each row sees, where the kernels can't count it from the last one."""
         self._selected: NativePlan | None = None
         """Over the tokens that queries chose last."""
 
@@ -154,13 +154,13 @@ class NativeAttentionStep:
 
     def _lows_of(self, call: AttentionCall) -> int | None:
         """Return the address of the first token that each row sees; None: the kernels count it themselves."""
-        window = call.sliding_window
-        if self._batch.limits is None or window is None:
+        sight = call.sight
+        is_counted = sight.chunk is None and (self._batch.limits is None or sight.window is None)
+        if is_counted:
             return None
-        if window not in self._lows:
-            lows = (self._batch.positions - (window - 1)).clamp_min(0)
-            self._lows[window] = lows.to(torch.int32).numpy()
-        return int(self._lows[window].ctypes.data)
+        if sight not in self._lows:
+            self._lows[sight] = sight.first(self._batch.positions.numpy()).astype(np.int32)
+        return int(self._lows[sight].ctypes.data)
 
     def _plan_selected(self, call: AttentionCall, group_size: int) -> NativePlan:
         """Return the plan over chosen tokens: each query is a sequence, each of its tokens a block."""

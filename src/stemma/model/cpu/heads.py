@@ -163,7 +163,7 @@ def kv_shape_of(model: layout.ModelLayout) -> KVShape:
     if isinstance(heads, layout.LatentHeads):
         return KVShape(len(windows), 1, 1, heads.rank + heads.rope_dim, heads.rank)
     shape = heads.num_kv_heads, heads.head_dim
-    group = WindowGroup.of(windows, [shape] * len(windows))
+    group = WindowGroup.of([(window, None) for window in windows], [shape] * len(windows))
     return KVShape(len(windows), 2, *shape, state=state_layout_of(model), windows=group)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from stemma.errors import UnsupportedModel
 from stemma.model.attention import SUPPORTED, AttentionCall, StepContext
+from stemma.model.checkpoint_config import attention_chunks
 from stemma.model.selection import Selection
 
 ATTENTION = "stemma_paged"
@@ -61,6 +62,7 @@ def paged_attention(
         sinks=None if s_aux is None else s_aux.detach().float(),
         rotates=bool(getattr(module, "use_rope", True)),
         selection=selection,
+        chunk=getattr(module, "stemma_chunk", None),
     )
     output = step.attend(call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return output.unsqueeze(0), None
@@ -91,3 +93,7 @@ def use_paged_attention(hf_model: Any) -> None:
 
     AttentionInterface.register(ATTENTION, paged_attention)
     hf_model.set_attn_implementation(ATTENTION)
+    chunks = attention_chunks(hf_model.config.get_text_config())
+    for module in hf_model.modules():
+        if (chunk := chunks.get(getattr(module, "layer_idx", None))) is not None:
+            module.stemma_chunk = chunk  # transformers tells it by a mask alone

@@ -62,9 +62,13 @@ def pack_experts(model: nn.Module, weights: ModuleWeights, packing: Packing) -> 
     modules: Iterable[Any] = list(model.modules())
     for module in modules:
         if has_common_form(module):
-            module.stemma_experts = _common(module, weights, packing)
+            module.stemma_experts = _common(module, weights, packing, module.gate_up_proj, module.down_proj)
         elif has_own_gate(module):
             module.stemma_experts = GatedExperts(packing, module)
+        elif weighs_inputs(module):
+            _pack_weighed_inputs(module, weights, packing)
+            num_layers += 1
+            continue
         else:
             continue
         del module.gate_up_proj, module.down_proj
@@ -73,9 +77,44 @@ def pack_experts(model: nn.Module, weights: ModuleWeights, packing: Packing) -> 
     return num_layers
 
 
-def _common(module: Any, weights: ModuleWeights, packing: Packing) -> PackedExperts:
-    """Pack gate_up_proj [E, 2 I, H] (gates, then ups) and down_proj [E, H, I]."""
-    gate_up, down = module.gate_up_proj, module.down_proj
+def weighs_inputs(module: Any) -> bool:
+    """Whether a module routes tokens to experts by weights of their inputs, as Llama 4 does.
+
+    Its modules compute every expert for every token, with zeros for those that weren't chosen.
+    """
+    experts, router = getattr(module, "experts", None), getattr(module, "router", None)
+    return (
+        type(module).__name__ == "Llama4TextMoe"
+        and type(getattr(experts, "act_fn", None)).__name__ in _SILU
+        and can_pack(experts.gate_up_proj[0].T)
+        and can_pack(experts.down_proj[0].T)
+        and 0 < getattr(router, "top_k", 0) <= experts.num_experts
+    )
+
+
+def _pack_weighed_inputs(module: Any, weights: ModuleWeights, packing: Packing) -> None:
+    """Pack gate_up_proj [E, H, 2 I] (gates, then ups) and down_proj [E, I, H]."""
+    experts = module.experts
+    stacked = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
+    module.stemma_experts = _common(experts, weights, packing, *stacked)
+    del experts.gate_up_proj, experts.down_proj
+    module.forward = MethodType(_forward_weighed_inputs, module)
+
+
+def _forward_weighed_inputs(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace the forward of a module that weighs inputs: [..., H] -> [T, H] and the router's logits."""
+    x = hidden_states.reshape(-1, module.hidden_dim)
+    scores, router_logits = module.router(x)
+    chosen, ids = scores.topk(module.top_k, dim=1)
+    output = module.shared_expert(x)
+    whole = torch.ones_like(chosen[:, :1])
+    for place in range(module.top_k):
+        output += module.stemma_experts(x * chosen[:, place, None], ids[:, place, None], whole)
+    return output, router_logits
+
+
+def _common(module: Any, weights: ModuleWeights, packing: Packing, gate_up: Any, down: Any) -> PackedExperts:
+    """Pack the experts of `module`, gate_up [E, 2 I, H] (gates, then ups) and down [E, H, I]."""
     inner = down.shape[2]
 
     def part(name: str, stacked: Any) -> list[Affine]:

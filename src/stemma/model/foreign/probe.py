@@ -66,7 +66,7 @@ def probe(
     shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
     windows = None  # latents always lie in blocks
     if ordered[0].latent is None:
-        windows = WindowGroup.of([call.sliding_window for call in ordered], shapes)
+        windows = WindowGroup.of([(call.sliding_window, call.chunk) for call in ordered], shapes)
     in_pages = () if windows is None else windows.layers
     in_blocks = {shape for number, shape in enumerate(shapes) if number not in in_pages}
     apart = {shape for number, shape in enumerate(shapes) if number in in_pages}

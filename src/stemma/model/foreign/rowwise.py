@@ -36,6 +36,7 @@ _ELEMENTWISE: frozenset[Operation] = frozenset(
     }
 )
 _MATMUL: frozenset[Operation] = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
+_PRODUCTS: frozenset[Operation] = frozenset({torch.mul, torch.Tensor.mul, torch.Tensor.__mul__})
 MAX_PACKED = 1 << 22
 """Elements of a weight that isn't a layer's own up to which it is packed too: a router's."""
 
@@ -62,6 +63,8 @@ class RowwiseOperations(TorchFunctionMode):
             return self._embedding(*args, **options)
         if func in _ELEMENTWISE and args and not options.get("inplace") and args[0].is_floating_point():
             return _elementwise(func, args[0], args[1:], options)
+        if func in _PRODUCTS and all(isinstance(arg, torch.Tensor) and arg.is_complex() for arg in args):
+            return _complex_product(*args)
         return func(*args, **options)
 
     def _linear(
@@ -117,6 +120,12 @@ def _elementwise(
     filled[:count] = x.reshape(-1)
     whole: torch.Tensor = func(filled, *rest, **options)
     return whole[:count].view(x.shape)
+
+
+def _complex_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Multiply in real numbers, each product and sum rounded once: torch's loops fuse some of them."""
+    real = x.real * y.real - x.imag * y.imag
+    return torch.complex(real, x.real * y.imag + x.imag * y.real)
 
 
 def _padded(count: int, num_threads: int) -> int:

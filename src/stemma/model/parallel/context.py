@@ -18,7 +18,7 @@ import torch
 
 from stemma.memory.device.kv import DeviceKV
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout
-from stemma.model.attention import AttentionCall
+from stemma.model.attention import AttentionCall, Sight
 from stemma.model.batch import ForwardBatch
 from stemma.model.cpu.attention import NativeAttentionStep
 from stemma.model.cpu.packing import Packing
@@ -67,7 +67,7 @@ class ContextStep:
         self._group = group
         self._partial = partial
         self._writer = writer
-        self._lows: dict[tuple[int, int | None, int], npt.NDArray[np.int32] | None] = {}
+        self._lows: dict[tuple[int, Sight], npt.NDArray[np.int32] | None] = {}
         """By queries, window and first key: the same in many layers."""
 
     def attend(
@@ -124,9 +124,9 @@ class ContextStep:
     def _attend(
         self, call: AttentionCall, query: torch.Tensor, source: DeviceKV | PassedKV, queries: Queries
     ) -> torch.Tensor:
-        key = id(queries), call.sliding_window, call.first_key
+        key = id(queries), call.sight
         if key not in self._lows:
-            self._lows[key] = self._step.lows(queries, call.sliding_window, call.first_key)
+            self._lows[key] = self._step.lows(queries, call.sight)
         return self._partial.attend(call, query, source, queries, self._lows[key])
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stemma.model.attention import Sight
 from stemma.model.batch import ForwardBatch
 
 Integers = npt.NDArray[np.int64]
@@ -151,12 +152,8 @@ class DealtStep:
             rank=rank,
         )
 
-    def lows(self, queries: Queries, window: int | None, first_key: int) -> npt.NDArray[np.int32] | None:
+    def lows(self, queries: Queries, sight: Sight) -> npt.NDArray[np.int32] | None:
         """Return the first key of the rank that each row sees, [T]; None: all see from its first on."""
-        if window is None and not first_key:
+        if sight.is_whole:
             return None
-        first = np.zeros_like(queries.positions)
-        if window is not None:
-            first = np.maximum(0, queries.positions - window + 1)
-        first = np.maximum(first, np.minimum(first_key, queries.positions))
-        return self._dealing.num_held(queries.rank, first).astype(np.int32)
+        return self._dealing.num_held(queries.rank, sight.first(queries.positions)).astype(np.int32)
