@@ -148,7 +148,7 @@ _COMPRESSED = {
     **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32},
     **{"q_lora_rank": 24, "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 16, "sliding_window": 24},
     **{"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "num_hash_layers": 2},
-    **{"index_topk": 12, "index_head_dim": 16, "index_n_heads": 6},
+    **{"index_topk": 12, "index_head_dim": 16, "index_n_heads": 12},
     "layer_types": [
         *("sliding_attention", "compressed_sparse_attention"),
         *("heavily_compressed_attention", "compressed_sparse_attention"),

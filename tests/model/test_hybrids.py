@@ -55,7 +55,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
 
 
-EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE)
+EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE, *hybrids.COMPRESSED)
 
 
 @pytest.mark.parametrize(("family", "way"), [(f, way) for f in EVERY for way in ways_of(f)])
@@ -111,7 +111,7 @@ def test_index_keys_are_kept_as_they_were_computed(root: Path) -> None:
         model.layout(16, "auto", "nz")
 
 
-@pytest.mark.parametrize("family", [*hybrids.SPARSE])
+@pytest.mark.parametrize("family", [*hybrids.SPARSE, *hybrids.COMPRESSED])
 def test_several_ranks_are_refused_by_name(family: str) -> None:
     config = hybrids.config_of(family)
     [architecture] = [one.architecture for one in FAMILIES if one.model_type == config.model_type]

@@ -1,8 +1,7 @@
-"""DeepSeek-V4's layers of transformers' modules: windows and compressed entries over paged KV, and streams.
+"""DeepSeek-V4's attention of transformers' modules, over windows and compressed entries in paged KV.
 
-`compress_attention` replaces the forward of attention by one that hands tokens' rows to the step that runs,
-and says how entries are made of them; and that of decoder layers, whose streams are mixed row by row. Results
-are rounded where transformers rounds them.
+`compress_attention` replaces its forward by one that hands tokens' rows to the step that runs, and says how
+entries are made of them. Results are rounded where transformers rounds them.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.foreign.attention import STEP_KEYWORD
 from stemma.model.foreign.rowwise import GRAIN, in_whole_vectors
+from stemma.model.foreign.streams import mix_streams
 from stemma.model.selection import Scoring, Selection
 
-_ATTENTION, _LAYER, _GROUPED = "DeepseekV4Attention", "DeepseekV4DecoderLayer", "DeepseekV4GroupedLinear"
+_ATTENTION, _GROUPED = "DeepseekV4Attention", "DeepseekV4GroupedLinear"
 _OVERLAPPING, _WHOLE = "DeepseekV4CSACompressor", "DeepseekV4HCACompressor"
 _LONGEST_WINDOW = 4096
 _LONGEST_RATE = 1 << 14
+_MOST_ROUNDS = 1000
 
 
 def compress_attention(model: nn.Module) -> None:
@@ -42,9 +43,9 @@ def compress_attention(model: nn.Module) -> None:
     for module in known:
         _check(module)
         module.forward = MethodType(_attend, module)
+    if known:
+        mix_streams(modules)
     for module in modules if known else []:
-        if type(module).__name__ == _LAYER:
-            module.forward = MethodType(_run_layer, module)
         if isinstance(table := getattr(module, "tid2eid", None), torch.Tensor):
             _check_table(table, module.num_experts)
 
@@ -55,7 +56,9 @@ def _check(module: Any) -> None:
     if not 1 <= module.sliding_window <= _LONGEST_WINDOW:
         wrong = f"sliding_window {module.sliding_window}, not 1 to {_LONGEST_WINDOW}"
     elif config.hc_mult < 1 or config.hc_mult * config.hidden_size >= GRAIN:
-        wrong = f"hc_mult {config.hc_mult} streams of {config.hidden_size} numbers, not fewer than {GRAIN} in all"
+        wrong = f"{config.hc_mult} streams of {config.hidden_size} numbers, not fewer than {GRAIN} in all"
+    elif not 0 <= config.hc_sinkhorn_iters <= _MOST_ROUNDS:
+        wrong = f"hc_sinkhorn_iters {config.hc_sinkhorn_iters}, not 0 to {_MOST_ROUNDS}"
     elif compressor is not None and not 1 <= compressor.compress_rate <= _LONGEST_RATE:
         wrong = f"a compress rate of {compressor.compress_rate}, not 1 to {_LONGEST_RATE}"
     elif compressor is not None and type(compressor).__name__ == _OVERLAPPING:
@@ -99,30 +102,6 @@ def _multiply_groups(module: Any, x: torch.Tensor) -> torch.Tensor:
     for group, product in enumerate(products):
         product.into(rows[:, group], output[:, group])
     return output.view(*x.shape[:-1], -1)
-
-
-def _run_layer(
-    layer: Any, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **kwargs: Any
-) -> torch.Tensor:
-    """Replace the forward of a decoder layer: streams [1, T, n, H] -> the same."""
-    post, comb, collapsed = layer.attn_hc(hidden_states)
-    attended, _ = layer.self_attn(layer.input_layernorm(collapsed), **kwargs)
-    hidden_states = _mix(post, comb, attended, hidden_states)
-    post, comb, collapsed = layer.ffn_hc(hidden_states)
-    added = layer.mlp(layer.post_attention_layernorm(collapsed), input_ids=input_ids)
-    return _mix(post, comb, added, hidden_states)
-
-
-def _mix(
-    post: torch.Tensor, comb: torch.Tensor, added: torch.Tensor, streams: torch.Tensor
-) -> torch.Tensor:
-    """Return comb^T [n, n] times streams [1, T, n, H], plus `added` [1, T, H] by weights post [n]."""
-    dtype = streams.dtype
-    weights = comb.to(dtype).float()
-    total = weights[..., 0, :, None] * streams[..., :1, :].float()
-    for stream in range(1, streams.shape[2]):
-        total = total + weights[..., stream, :, None] * streams[..., stream : stream + 1, :].float()
-    return post.to(dtype).unsqueeze(-1) * added.unsqueeze(-2) + total.to(dtype)
 
 
 def _attend(
