@@ -42,7 +42,9 @@ def settings_of(path: Path, **fields: Any) -> ModelSettings:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE, *hybrids.COMPRESSED])
+@pytest.mark.parametrize(
+    "family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE, *hybrids.COMPRESSED]
+)
 def test_any_schedule(family: str, dtype: str, root: Path) -> None:
     settings = settings_of(checkpoint(family, root), dtype=dtype)
     check_schedules(load_model(settings), 1)

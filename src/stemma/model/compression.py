@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from stemma.memory.device.layout import CompressedLayer
+from stemma.memory.device.layout import CompressedLayer, CompressedLayout, WindowGroup
 from stemma.model.selection import Selection
 
 
@@ -33,3 +34,36 @@ class Compression:
     Rows before a sequence's first token are any."""
     selection: Selection | None = None
     """How queries choose among entries; None: they see all."""
+
+
+CHOSEN, WHOLE = "compressed_sparse_attention", "heavily_compressed_attention"
+"""Names in `layer_types` of layers whose queries choose among entries, and of those whose see all."""
+
+
+def kept_by(config: Any, layer: int) -> CompressedLayer:
+    """Return what a layer of DeepSeek-V4 keeps, by transformers' config."""
+    kind, dim, index = config.layer_types[layer], config.head_dim, config.index_head_dim
+    if kind not in (CHOSEN, WHOLE):
+        return CompressedLayer(dim)
+    rate = int(config.compress_rates[kind])
+    if kind == WHOLE:
+        return CompressedLayer(3 * dim, rate, dim)
+    return CompressedLayer(5 * dim + 4 * index, rate, dim + index)
+
+
+def span_of(config: Any, layer: int) -> int:
+    """Return how many tokens an entry of a layer is made of; 0: the layer makes none."""
+    kind = config.layer_types[layer]
+    rate = int(config.compress_rates[kind]) if kind in (CHOSEN, WHOLE) else 0
+    return 2 * rate if kind == CHOSEN else rate
+
+
+def compressed_layout(config: Any, max_model_len: int) -> tuple[CompressedLayout, WindowGroup]:
+    """Return what DeepSeek-V4's layers keep: entries in blocks, and rows in pages, as far back as one is needed.
+
+    The group has the layer in pages, which is number 1; that in blocks is number 0.
+    """
+    numbers = range(config.num_hidden_layers)
+    layout = CompressedLayout(tuple(kept_by(config, number) for number in numbers))
+    needed = max(int(config.sliding_window), *(span_of(config, number) for number in numbers))
+    return layout, WindowGroup((1,), min(needed, max_model_len), 1, layout.row_dim)

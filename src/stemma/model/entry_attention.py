@@ -140,9 +140,7 @@ class EntryAttentionStep:
         for start in range(0, len(self._positions), step):
             yield slice(start, min(start + step, len(self._positions)))
 
-    def _seen(
-        self, call: AttentionCall, how: Compression, rows: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _seen(self, call: AttentionCall, how: Compression, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of what rows see, [n, N], and how many each does, [n]."""
         window, layer = call.sliding_window or 0, call.layer_idx
         tokens = self._window(window)[rows] + self._row_start(layer)

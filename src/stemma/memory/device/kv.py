@@ -174,8 +174,8 @@ def _check_places(layout: KVLayout, num_blocks: int) -> None:
     most = _MOST_PLACES * layout.compressed.unit * DTYPE_BYTES[layout.dtype]
     if num_blocks * layout.block_bytes > most:
         raise ConfigError(
-            f"the KV cache of a model that compresses its KV takes at most {most} bytes with this dtype; give "
-            "it less memory"
+            f"the KV cache of a model that compresses its KV takes at most {most} bytes with this dtype; "
+            "give it less memory"
         )
 
 

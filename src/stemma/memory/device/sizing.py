@@ -53,7 +53,9 @@ def device_sizes(layout: KVLayout, num_bytes: int, settings: CacheSettings, step
     if layout.windows is not None:
         page_bytes = layout.blocks_per_page * layout.block_bytes
         least = -(-(step + layout.windows.window) // layout.block_size) + 2
-        blocks = _BLOCKS_PER_PAGE if layout.compressed is None else max(_BLOCKS_PER_PAGE, layout.blocks_per_page)
+        blocks = (
+            _BLOCKS_PER_PAGE if layout.compressed is None else max(_BLOCKS_PER_PAGE, layout.blocks_per_page)
+        )
         num_pages = max(least, left // (page_bytes + blocks * layout.block_bytes))
         left -= num_pages * page_bytes
     num_blocks = max(0, left // layout.block_bytes)

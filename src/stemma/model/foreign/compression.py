@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.memory.device.layout import CompressedLayer
 from stemma.model.attention import AttentionCall, StepContext
-from stemma.model.compression import Compression
+from stemma.model.compression import Compression, kept_by, span_of
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.weights import PackedProduct, can_pack
 from stemma.model.foreign.attention import STEP_KEYWORD
@@ -127,7 +126,7 @@ def _attend(
         softcap=None,
         latent=None,
         sinks=module.sinks.detach().float(),
-        compression=_compression(module, row.shape[1], hidden_states, query_latent, (cos, sin)),
+        compression=_compression(module, hidden_states, query_latent, (cos, sin)),
     )
     output = step.attend(call, query[0], row[:, None], key[0, :, None])[None]
     output = rotate(output, cos, -sin)
@@ -153,29 +152,24 @@ def _projected(module: Any, hidden_states: torch.Tensor) -> list[torch.Tensor]:
 
 def _compression(
     module: Any,
-    row_dim: int,
     hidden_states: torch.Tensor,
     query_latent: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor],
 ) -> Compression:
     """Return how a layer makes entries, and how its new tokens choose among them."""
-    compressor, dim = module.compressor, module.head_dim
+    config, compressor, dim = module.config, module.compressor, module.head_dim
+    kept, span = kept_by(config, module.layer_idx), span_of(config, module.layer_idx)
     if compressor is None:
-        return Compression(CompressedLayer(row_dim))
-    rate = int(compressor.compress_rate)
+        return Compression(kept)
     if type(compressor).__name__ == _WHOLE:
-        make = _EntryMaker(dim, (compressor,), overlaps=False)
-        return Compression(CompressedLayer(row_dim, rate, dim), rate, make)
+        return Compression(kept, span, _EntryMaker(dim, (compressor,), overlaps=False))
     indexer = compressor.indexer
-    make = _EntryMaker(dim, (compressor, indexer), overlaps=True)
-    kept = CompressedLayer(row_dim, rate, dim + indexer.head_dim)
-    num_tokens = hidden_states.shape[1]
-    query = indexer.q_b_proj(query_latent).view(1, num_tokens, -1, indexer.head_dim)
+    query = indexer.q_b_proj(query_latent).view(1, hidden_states.shape[1], -1, indexer.head_dim)
     query = _code_of(module).apply_rotary_pos_emb(query, *angles, unsqueeze_dim=2)[0].float()
     scorer = indexer.scorer
     weights = scorer.weights_proj(hidden_states)[0].float() * (scorer.weights_scaling * scorer.softmax_scale)
     selection = Selection(int(indexer.index_topk), int(indexer.head_dim), Scoring(query, weights))
-    return Compression(kept, 2 * rate, make, selection)
+    return Compression(kept, span, _EntryMaker(dim, (compressor, indexer), overlaps=True), selection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +193,14 @@ class _EntryMaker:
             made.append(_code_of(part).apply_rotary_pos_emb(entries[None, None], cos, sin)[0, 0])
         return torch.cat(made, dim=-1)
 
-    def _pool(
-        self, part: Any, kv: torch.Tensor, gate: torch.Tensor, numbers: torch.Tensor
-    ) -> torch.Tensor:
+    def _pool(self, part: Any, kv: torch.Tensor, gate: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return the mean of kv [n, span, width] over a span by the softmax of gates: [n, head_dim]."""
         rate, dim, bias = part.compress_rate, part.head_dim, part.position_bias
         if self.overlaps:  # what the window before gives, and what the entry's own does
             kv = torch.cat((kv[:, :rate, :dim], kv[:, rate:, dim:]), dim=1)
-            gate = torch.cat((gate[:, :rate, :dim] + bias[:, :dim], gate[:, rate:, dim:] + bias[:, dim:]), dim=1)
+            gate = torch.cat(
+                (gate[:, :rate, :dim] + bias[:, :dim], gate[:, rate:, dim:] + bias[:, dim:]), dim=1
+            )
             is_first = (numbers == 0).nonzero()[:, 0]
             kv[is_first, :rate] = 0
             gate[is_first, :rate] = float("-inf")

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from stemma.errors import ModelError, UnsupportedModel
-from stemma.memory.device.layout import CompressedLayout, WindowGroup
+from stemma.memory.device.layout import WindowGroup
 from stemma.model.attention import SUPPORTED, AttentionCall
 from stemma.model.causal_lm import KVShape
+from stemma.model.compression import compressed_layout
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import ProbedStates, cache_of, divert, running
 from stemma.model.recurrence import TorchRecurrence
@@ -64,7 +65,8 @@ def probe(
     ordered = [calls[index][0] for index in sorted(calls)]
     _check_windows(name, config, {layer: calls[layer][0].sliding_window for layer in sorted(calls)})
     if ordered[0].compression is not None:
-        return _compressed_shape(ordered, last_position + 1), ordered
+        compressed, group = compressed_layout(config, last_position + 1)
+        return KVShape(2, 1, 1, group.head_dim, windows=group, compressed=compressed), ordered
     shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
     windows = None  # latents always lie in blocks
     if ordered[0].latent is None:
@@ -80,15 +82,6 @@ def probe(
     num_parts = 2 if latent is None else 1
     index_dim = 0 if ordered[0].selection is None else ordered[0].selection.dim
     return KVShape(len(calls), num_parts, heads, dim, rank, state, windows, index_dim), ordered
-
-
-def _compressed_shape(calls: list[AttentionCall], max_model_len: int) -> KVShape:
-    """Return what layers keep that compress: rows in pages as far back as one is needed, entries in blocks."""
-    known = [(call.sliding_window or 0, call.compression) for call in calls]
-    layout = CompressedLayout(tuple(how.kept for _, how in known if how is not None))
-    needed = max(max(window, 0 if how is None else how.span) for window, how in known)
-    windows = WindowGroup((1,), min(needed, max_model_len), 1, layout.row_dim)
-    return KVShape(2, 1, 1, layout.row_dim, windows=windows, compressed=layout)
 
 
 def _without_kv(config: Any, with_state: set[int]) -> set[int]:

@@ -40,9 +40,7 @@ def _run_layer(
     return _mix(post, comb, added, hidden_states)
 
 
-def _mix(
-    post: torch.Tensor, comb: torch.Tensor, added: torch.Tensor, streams: torch.Tensor
-) -> torch.Tensor:
+def _mix(post: torch.Tensor, comb: torch.Tensor, added: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
     """Return comb^T [n, n] times streams [1, T, n, H], plus `added` [1, T, H] by weights post [n]."""
     dtype = streams.dtype
     weights = comb.to(dtype).float()
