@@ -158,6 +158,7 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "deepseek_v4": _COMPRESSED | {"compress_rate_csa": 4, "compress_rate_hca": 16},
 }
 """Each query sees a window, and entries that stand for 4 tokens or 16; of those of 4 the 12 it chooses."""
+ALL = (*FAMILIES, *MIXED_ATTENTION, *SPARSE, *COMPRESSED)
 REFUSED: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64}
 }

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ comp
 
 DTYPES = ("bfloat16", "float32")
 ENGINES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba", "gemma4_text", "glm_moe_dsa", "deepseek_v4")
-"""One of each kind of recurrence, windows of another shape, chosen tokens, entries; others run in `make test-all`."""
+"""One of each kind of recurrence, windows of another shape, chosen tokens, entries; others run in
+`make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,7 @@ def settings_of(path: Path, **fields: Any) -> ModelSettings:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE, *hybrids.COMPRESSED]
-)
+@pytest.mark.parametrize("family", hybrids.ALL)
 def test_any_schedule(family: str, dtype: str, root: Path) -> None:
     settings = settings_of(checkpoint(family, root), dtype=dtype)
     check_schedules(load_model(settings), 1)

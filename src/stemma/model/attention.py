@@ -41,8 +41,8 @@ class AttentionCall:
     selection: Selection | None = field(default=None, compare=False)
     """How queries choose the tokens that they see; None: they see all."""
     compression: Compression | None = field(default=None, compare=False)
-    """How the layer makes entries of tokens that lie behind its window, and chooses among them; None: it keeps
-    every token's KV."""
+    """How the layer makes entries of tokens that its window leaves behind, and chooses among them; None: it
+    keeps every token's KV."""
 
 
 class StepContext(Protocol):

@@ -59,7 +59,7 @@ def span_of(config: Any, layer: int) -> int:
 
 
 def compressed_layout(config: Any, max_model_len: int) -> tuple[CompressedLayout, WindowGroup]:
-    """Return what DeepSeek-V4's layers keep: entries in blocks, and rows in pages, as far back as one is needed.
+    """Return what DeepSeek-V4's layers keep: entries in blocks, and rows in pages, as far back as needed.
 
     The group has the layer in pages, which is number 1; that in blocks is number 0.
     """

@@ -1,8 +1,8 @@
 """Attention over windows and compressed entries in paged KV (model/compression.py), with torch alone.
 
 Rows and entries are found by places: the number of units (`CompressedLayout.unit` numbers) before them in the
-device tier's one tensor. So a query's keys, some in pages and some in blocks, are one list of places: first the
-window's tokens, then the entries, both by rising position.
+device tier's one tensor. So a query's keys, some in pages and some in blocks, are one list of places: first
+the window's tokens, then the entries, both by rising position.
 """
 
 from __future__ import annotations

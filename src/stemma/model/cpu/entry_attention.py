@@ -75,7 +75,7 @@ class NativeEntryStep(EntryAttentionStep):
     def choose(
         self, how: Compression, rows: slice, entries: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places of the entries that rows of one sequence choose, [n, top_k], and how many, [n]."""
+        """Return the places of the entries that rows of one sequence choose [n, top_k], and how many [n]."""
         selection = how.selection
         assert selection is not None
         assert selection.scoring is not None

@@ -67,8 +67,8 @@ def _check(module: Any) -> None:
         wrong = f"a {type(compressor).__name__}, which isn't known"
     if wrong is not None:
         raise UnsupportedModel(
-            f"DeepseekV4ForCausalLM: layer {module.layer_idx} has {wrong}; compare config.json with the one the "
-            "checkpoint was published with"
+            f"DeepseekV4ForCausalLM: layer {module.layer_idx} has {wrong}; compare config.json with the one "
+            "the checkpoint was published with"
         )
 
 
