@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV4Config
 
 from stemma.config.settings import CacheSettings, ModelSettings
 from stemma.errors import ConfigError, ModelError, StemmaError, UnsupportedModel
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import CompressedLayer, CompressedLayout, KVLayout, WindowGroup
+from stemma.memory.device.layout import CompressedLayer, CompressedLayout, KVLayout
 from stemma.memory.device.sizing import device_sizes
 from stemma.model.causal_lm import CausalLM
+from stemma.model.compression import compressed_layout
 from stemma.model.loading import load_model
 from tests import hybrids
 from tests.model.paging import PagedSequences, plain_logits
@@ -85,6 +87,37 @@ def test_rope_is_scaled_in_layers_that_compress_alone(tmp_path: Path) -> None:
     assert (logits(load(path), 90, 16) - expected).abs().max() < 1e-4 * expected.std()
 
 
+LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def test_fp8_and_fp4_in_files_named_as_published(tiny: Path, tmp_path: Path) -> None:
+    """FP8 in attention, FP4 in experts."""
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}
+    coded = edited(tiny, tmp_path / "fp8", quantization_config=blocks)
+    plain = edited(tiny, tmp_path / "plain")
+    weights, codes = load_file(tiny / "model.safetensors"), {}
+    levels = torch.tensor(LEVELS + [-level for level in LEVELS])
+    for name in [name for name in weights if ".ffn.experts." in name]:
+        groups = weights[name].unflatten(1, (-1, 32))
+        exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+        nearest = (groups / exponents.exp2()[..., None])[..., None].sub(levels).abs().argmin(-1)
+        weights[name] = (levels[nearest] * exponents.exp2()[..., None]).flatten(1)
+        low, high = nearest.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
+        codes[name] = (low + 16 * high).to(torch.uint8).view(torch.int8)
+        codes[name.removesuffix("weight") + "scale"] = exponents.exp2().to(torch.float8_e8m0fnu)
+    for name in [name for name in weights if ".attn.w" in name]:
+        scale = (weights[name].abs().max() / 400).reshape(1, 1)
+        codes[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        codes[name.removesuffix("weight") + "scale"] = scale
+        weights[name] = codes[name].float() * scale
+    for path, tensors in ((coded, weights | codes), (plain, weights)):
+        (path / "model.safetensors").unlink()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model, expected = load(coded), plain_logits(plain, PROMPT)
+    assert len(codes) > 40
+    assert (logits(model, 200, 16) - expected).abs().max() < 1e-4 * expected.std()
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "no rate": {"compress_rates": {CSA: 0, HCA: 16}},
     "negative": {"compress_rates": {CSA: 4, HCA: -16}},
@@ -151,26 +184,22 @@ def test_layers_lie_side_by_side() -> None:
     assert CompressedLayout((CompressedLayer(32),)).block_dim(16) == 32
 
 
-def v4_flash() -> KVLayout:
-    """Return the layout of the published shapes: 2 layers with windows, 21 CSA and 20 HCA, in bfloat16."""
-    dim, index = 512, 128
-    sparse = CompressedLayer(5 * dim + 4 * index, 4, dim + index)
-    layers = (*[CompressedLayer(dim)] * 2, *[sparse] * 21, *[CompressedLayer(3 * dim, 128, dim)] * 20)
-    made = CompressedLayout(layers)
-    group = WindowGroup((1,), 128, 1, made.row_dim)
+def published() -> KVLayout:
+    """Return the layout of transformers' default config: 23 HCA layers and 20 CSA, in bfloat16."""
+    made, group = compressed_layout(DeepseekV4Config(), 1 << 20)
     return KVLayout(1, 1, 16, 1, made.block_dim(16), "bfloat16", windows=group, compressed=made)
 
 
 def test_pages_take_half_of_the_memory() -> None:
-    layout = v4_flash()
-    assert layout.bytes_per_token == 8192
-    assert layout.page.bytes_per_token == 192_512
+    layout = published()
+    assert layout.bytes_per_token == 7_936
+    assert layout.page.bytes_per_token == 193_536
     num_bytes = 64 << 30
     sizes = device_sizes(layout, num_bytes, CacheSettings(), 2048)
     assert 0.45 < sizes.num_pages * layout.blocks_per_page * layout.block_bytes / num_bytes < 0.55
 
 
 def test_places_that_kernels_cant_count_are_refused() -> None:
-    layout = v4_flash()
+    layout = published()
     with pytest.raises(ConfigError, match="takes at most"):
         DeviceKV(layout, (1 << 40) // layout.block_bytes, num_pages=1)
