@@ -170,7 +170,7 @@ class EntryAttentionStep:
             return self._entry_places(layer, self._sequences[rows, None], numbers), counts
         places, found = counts.new_zeros(len(counts), selection.top_k), torch.zeros_like(counts)
         sequences = self._sequences[rows]
-        for sequence in sequences.unique_consecutive().tolist():
+        for sequence in torch.unique_consecutive(sequences).tolist():
             own = slice(*(sequences == sequence).nonzero()[[0, -1], 0].tolist())
             own = slice(own.start, own.stop + 1)
             most = int(counts[own].max())

@@ -57,8 +57,8 @@ def _connect(module: Any, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     """
     count, eps = module.hc_mult, module.hc_eps
     flat = module.input_norm(streams.flatten(2).float())
-    parts = F.linear(flat, module.fn.float()).split([count, count, count * count], dim=-1)
-    biases = module.base.split([count, count, count * count])
+    weights: Any = F.linear(flat, module.fn.float())
+    parts, biases = (x.split([count, count, count * count], dim=-1) for x in (weights, module.base))
     read, added, mixed = (
         part * scale + bias for part, scale, bias in zip(parts, module.scale, biases, strict=True)
     )
@@ -78,8 +78,16 @@ def _balanced(matrix: npt.NDArray[np.float32], rounds: int, eps: float) -> npt.N
     """
     turned = np.ascontiguousarray(matrix.transpose(1, 2, 0))
     least = np.float32(eps)
-    turned /= sum(turned, least)  # of whole arrays, in order
+    turned /= _total(turned, least)
     for _ in range(rounds - 1):
-        turned /= sum(turned.transpose(1, 0, 2), least)[:, None]
-        turned /= sum(turned, least)
+        turned /= _total(turned.transpose(1, 0, 2), least)[:, None]
+        turned /= _total(turned, least)
     return np.ascontiguousarray(turned.transpose(2, 0, 1))
+
+
+def _total(parts: npt.NDArray[np.float32], least: np.float32) -> npt.NDArray[np.float32]:
+    """Sum [n, ...] over n in order, from `least` on."""
+    total: npt.NDArray[np.float32] = parts[0] + least
+    for part in parts[1:]:
+        total = total + part
+    return total

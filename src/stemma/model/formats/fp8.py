@@ -1,6 +1,6 @@
 """FP8 checkpoints (DeepSeek-V3's format and MXFP8) as plain weights: a weight times the scale of its block.
 
-DeepSeek-V4's experts are FP4 (E2M1) in them, two codes a byte, the lower one first, 32 of which share a scale.
+DeepSeek-V4's experts are FP4 (E2M1) in them: two codes a byte, the lower one first, and a scale for 32.
 
 transformers' own conversion derives the block size from the number of scales, which is wrong if a weight
 isn't a whole number of blocks (576 rows in blocks of 128). Here weights are dequantized once, at load, on
@@ -83,13 +83,15 @@ def _scale_of(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor])
     for suffix in _WEIGHT_SCALES:
         if stem + suffix in stored:
             return stem + suffix
-    raise ModelError(f"{path}: {tensor.name} is quantized, but its scales ({stem}.weight_scale_inv) are missing")
+    raise ModelError(
+        f"{path}: {tensor.name} is quantized, but its scales ({stem}.weight_scale_inv) are missing"
+    )
 
 
 def dequantize_fp8(
     path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """FP8, or numbers, [rows, columns] and their scales -> float32 [rows, columns]; the last blocks may be partial.
+    """FP8 or float32 [rows, columns] and scales -> float32 [rows, columns]; the last blocks may be partial.
 
     `block`: rows and columns that share a scale. Raises ModelError if the scales don't fit.
     """
