@@ -24,7 +24,7 @@ from tests.model.paging import PagedSequences, plain_logits
 
 FAMILY = "deepseek_v4"
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
-RATES = {
+RATES: dict[str, dict[str, Any]] = {
     "published": {"compress_rate_csa": 4, "compress_rate_hca": 128, "sliding_window": 128, "index_topk": 24},
     "odd": {"compress_rate_csa": 3, "compress_rate_hca": 10, "sliding_window": 7},
     "ones": {"compress_rate_csa": 1, "compress_rate_hca": 1, "sliding_window": 1},

@@ -185,7 +185,7 @@ class _EntryMaker:
         made, start = [], self.start
         for part in self.parts:
             width = part.head_dim * (2 if self.overlaps else 1)
-            kv, gate = rows[..., start : start + 2 * width].split(width, dim=-1)
+            kv, gate = (rows[..., at : at + width] for at in (start, start + width))
             start += 2 * width
             entries = part.kv_norm(self._pool(part, kv, gate, numbers))
             positions = (numbers * part.compress_rate)[None]
