@@ -144,6 +144,21 @@ SPARSE: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _INDEXED | {"indexer_types": ["full", "shared", "full"]},
 }
 """Each query sees the 20 tokens that an indexer chooses."""
+_COMPRESSED = {
+    **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32},
+    **{"q_lora_rank": 24, "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 16, "sliding_window": 24},
+    **{"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "num_hash_layers": 2},
+    **{"index_topk": 12, "index_head_dim": 16, "index_n_heads": 12},
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+}
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "deepseek_v4": _COMPRESSED | {"compress_rate_csa": 4, "compress_rate_hca": 16},
+}
+"""Each query sees a window, and entries that stand for 4 tokens or 16; of those of 4 the 12 it chooses."""
+ALL = (*FAMILIES, *MIXED_ATTENTION, *SPARSE, *COMPRESSED)
 REFUSED: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 16, "lru_width": 64}
 }
@@ -152,7 +167,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
     """Return the tiny config of a `model_type`."""
-    fields = base_fields() | (FIELDS | MIXED_ATTENTION | SPARSE | REFUSED)[family] | overrides
+    fields = base_fields() | (FIELDS | MIXED_ATTENTION | SPARSE | COMPRESSED | REFUSED)[family] | overrides
     if family in ("mamba", "falcon_mamba", "mamba2"):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             fields.pop(name, None)
@@ -189,4 +204,9 @@ def build(
 ) -> Path:
     """Write a checkpoint of a `model_type` into `path`."""
     model: Any = make_model(config_of(family, **overrides), seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):  # else all tokens go to expert 0, twice
+            count = model.config.n_routed_experts
+            first = torch.randint(count, buffer.shape[:1], generator=torch.Generator().manual_seed(seed))
+            buffer.copy_((first[:, None] + torch.arange(buffer.shape[1])) % count)
     return save_checkpoint(model.to(dtype), tokenizer(), path, generation)

@@ -62,8 +62,9 @@ def test_the_layout_read_from_config_json_is_the_one_the_model_has(family: str, 
         assert layout_of(tmp_path, kv_dtype) == model.layout(64, kv_dtype)
 
 
-def test_the_layout_of_sparse_attention_has_the_keys_of_its_indexer(tmp_path: Path) -> None:
-    model = load_model(ModelSettings(path=hybrids.build("deepseek_v32", tmp_path), device="cpu"))
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_the_layout_has_an_indexers_keys_and_entries(family: str, tmp_path: Path) -> None:
+    model = load_model(ModelSettings(path=hybrids.build(family, tmp_path), device="cpu"))
     assert layout_of(tmp_path, "float32") == model.layout(64)
 
 

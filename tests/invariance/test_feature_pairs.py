@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from stemma.engine import build as engine_build
 from stemma.engine.build import EngineParts, build_engine
@@ -45,13 +46,14 @@ GROUP = 5
 MTP = "deepseek-v3-mtp"
 HYBRID = "qwen3_next"
 SPARSE = "glm_moe_dsa"
+COMPRESSED = "deepseek_v4"
 WINDOWS = "mistral-sliding"
 HYBRID_MTP = "qwen3_next-mtp"
 IMAGES = "qwen2.5-vl"
 OTHER_FAMILIES = {
     **{"mtp": MTP, "hybrid": HYBRID, "hybrid drafts": HYBRID, "sparse": SPARSE, "windows": WINDOWS},
     **{"images": IMAGES, "images drafted": IMAGES, "images small": IMAGES},
-    "hybrid mtp": HYBRID_MTP,
+    **{"hybrid mtp": HYBRID_MTP, "compressed": COMPRESSED},
 }
 """By engine; the others have a Qwen2."""
 LEFT_OUT = {"no adapters": "adapter", "small": "pinned", "images small": "pinned"}
@@ -77,6 +79,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "hybrid drafts": {"block_size": 16, "speculation": "auto", "dtype": "float32"},
     "sparse": {"speculation": "auto", "max_batch_tokens": 120},
     "windows": {"speculation": "auto", "max_batch_tokens": 120},
+    "compressed": {"speculation": "auto", "max_batch_tokens": 120},
     "hybrid mtp": {"block_size": 16, "speculation": "mtp"},
     "images": {"overlap_schedule": "on"},
     "images drafted": {"speculation": "auto", "max_batch_tokens": 120, "image_cache": "0B"},
@@ -92,6 +95,7 @@ SOURCES = {
     "hybrid drafts": {"tree"},
     "sparse": {"tree"},
     "windows": {"tree"},
+    "compressed": {"tree"},
     "hybrid mtp": {"mtp", "grammar"},
     "images drafted": {"tree"},
 }
@@ -116,7 +120,7 @@ class Workshop:
                 (path / "generation_config.json").write_text(json.dumps(ends))
             elif family == HYBRID_MTP:
                 hybrids.build_mtp(path, generation=ends)
-            elif family in (HYBRID, SPARSE):
+            elif family in (HYBRID, SPARSE, COMPRESSED):
                 hybrids.build(family, path, generation=ends)
             else:
                 build_mtp(path, generation=ends) if family == MTP else build(family, path, generation=ends)
@@ -175,7 +179,10 @@ def _write_adapter(checkpoint: Path, path: Path, seed: int) -> None:
     )
     generator = torch.Generator().manual_seed(seed)
     matrices = {}
-    for key, weight in sorted(load_file(checkpoint / "model.safetensors").items()):
+    weights = load_file(checkpoint / "model.safetensors")
+    if "head.weight" in weights:  # names as published, not those of transformers, which adapters have
+        weights = dict(AutoModelForCausalLM.from_pretrained(checkpoint).named_parameters())
+    for key, weight in sorted(weights.items()):
         layer = key.removesuffix(".weight")
         left_out = (".experts.", f"layers.{MTP_LAYER}.", "visual.", "mtp.")
         if layer.endswith(names) and not any(part in layer for part in left_out):

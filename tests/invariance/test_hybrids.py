@@ -23,8 +23,11 @@ from tests.native.isa import level_params
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
 
 DTYPES = ("bfloat16", "float32")
-ENGINES = ("qwen3_next", "granitemoehybrid", "lfm2", "mamba", "gemma4_text", "llama4_text", "glm_moe_dsa")
-"""One of each kind of recurrence, windows of another shape, chunks, chosen tokens: all in `make test-all`."""
+ENGINES = (
+    *("qwen3_next", "granitemoehybrid", "lfm2", "mamba"),
+    *("gemma4_text", "llama4_text", "glm_moe_dsa", "deepseek_v4"),
+)
+"""One of each kind of recurrence; windows of another shape, chunks, chosen tokens, entries."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def settings_of(path: Path, **fields: Any) -> ModelSettings:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE])
+@pytest.mark.parametrize("family", hybrids.ALL)
 def test_any_schedule(family: str, dtype: str, root: Path) -> None:
     settings = settings_of(checkpoint(family, root), dtype=dtype)
     check_schedules(load_model(settings), 1)
@@ -68,12 +71,13 @@ def test_drafts_of_the_models_own_layer_roll_states_back(family: str, root: Path
     ],
     ids=["both", "decode", "decode-uncached"],
 )
-@pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss", "mistral-sliding"])
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt-oss", "mistral-sliding", "deepseek_v4"])
 def test_checkpoints_travel_through_a_pool(
     family: str, first: dict[str, Any], second: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
-    """gpt-oss, mistral-sliding: pages of windows."""
-    path = checkpoint(family, root) if family in hybrids.FAMILIES else build(family, tmp_path / family)
+    """gpt-oss, mistral-sliding: pages of windows; deepseek_v4: entries beside them."""
+    is_plain = family in ("gpt-oss", "mistral-sliding")
+    path = build(family, tmp_path / family) if is_plain else checkpoint(family, root)
     config = tmp_path / "pool.json"
     (tmp_path / "pool").mkdir()
     config.write_text(json.dumps({"path": str(tmp_path / "pool")}))
@@ -93,7 +97,7 @@ def test_checkpoints_travel_through_a_pool(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", [*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE])
+@pytest.mark.parametrize("family", hybrids.ALL)
 def test_any_way_of_serving_all(family: str, dtype: str, root: Path, tmp_path: Path) -> None:
     check_family(checkpoint(family, root), dtype, tmp_path, 8)
 

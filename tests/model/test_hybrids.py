@@ -56,10 +56,7 @@ def ways_of(family: str) -> tuple[str, ...]:
     return (NATIVE, MODULES, TORCH) if family in IN_ONE_CALL else (MODULES, TORCH)
 
 
-EVERY = (*hybrids.FAMILIES, *hybrids.MIXED_ATTENTION, *hybrids.SPARSE)
-
-
-@pytest.mark.parametrize(("family", "way"), [(f, way) for f in EVERY for way in ways_of(f)])
+@pytest.mark.parametrize(("family", "way"), [(f, way) for f in hybrids.ALL for way in ways_of(f)])
 def test_logits(family: str, way: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(family, root)
     model = load(path, way, "float32", monkeypatch)
@@ -67,7 +64,7 @@ def test_logits(family: str, way: str, root: Path, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(logits(model), plain_logits(path, PROMPT), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", hybrids.ALL)
 def test_bfloat16(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No further from float32 than transformers is in bfloat16, or nearly so."""
     path = checkpoint(family, root)
@@ -121,7 +118,7 @@ def test_index_keys_are_kept_as_they_were_computed(root: Path) -> None:
         model.layout(16, "auto", "nz")
 
 
-@pytest.mark.parametrize("family", [*hybrids.SPARSE])
+@pytest.mark.parametrize("family", [*hybrids.SPARSE, *hybrids.COMPRESSED])
 def test_several_ranks_are_refused_by_name(family: str) -> None:
     config = hybrids.config_of(family)
     [architecture] = [one.architecture for one in FAMILIES if one.model_type == config.model_type]

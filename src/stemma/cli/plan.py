@@ -109,10 +109,10 @@ def _print(
     curves: dict[str, list[Prediction]],
 ) -> None:
     kind = "one latent" if layout.num_parts == 1 else f"K and V of {layout.num_kv_heads} heads"
-    console.print(
-        f"KV of a token: {workload.bytes_per_token:,} bytes ({layout.num_layers} layers, {kind} of "
-        f"{layout.head_dim})"
-    )
+    kept = f"{layout.num_layers} layers, {kind} of {layout.head_dim}"
+    if layout.compressed is not None:
+        kept = f"entries of {len(layout.compressed.layers)} layers"
+    console.print(f"KV of a token: {workload.bytes_per_token:,} bytes ({kept})")
     table = Table(title="tiers", title_justify="left")
     for name in ("tier", "size", "tokens", f"blocks of {workload.trace.block_size}", "token hit ratio"):
         table.add_column(name, justify="left" if name == "tier" else "right")

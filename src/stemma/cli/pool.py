@@ -15,7 +15,9 @@ from stemma.config.sizes import format_size, parse_size
 from stemma.errors import ConfigError, ModelError
 from stemma.lab.pool_plan import MAX_LINKS, PoolPlan, PoolTokens, plan_pool, plan_tokens
 from stemma.memory.device.layout import DTYPE_BYTES, KVLayout, StoredAs
+from stemma.model.compression import compressed_layout
 from stemma.model.directory import is_gguf
+from stemma.model.foreign_code import foreign_code
 
 _STORED = ("int8", "fp8")
 """KV dtypes that are stored as codes with scales (--kv-cache-dtype)."""
@@ -99,11 +101,24 @@ def layout_of(path: Path, dtype: str | None = None, block_size: int = 64) -> KVL
                 latent_dim += int(config["index_head_dim"])
             scaled = 0 if stored == "plain" else rank
             return KVLayout(num_layers, 1, block_size, 1, latent_dim, named, stored, scaled)
+        if config.get("model_type") == "deepseek_v4":
+            return _compressed_layout(path, config, named, block_size)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
     except KeyError as error:
         raise ModelError(f"{path}: config.json has no {error}") from error
     return KVLayout(num_layers, 2, block_size, num_kv_heads, head_dim, named, stored)
+
+
+def _compressed_layout(path: Path, fields: dict[str, Any], dtype: str, block_size: int) -> KVLayout:
+    """Return the layout of a model that keeps entries in blocks, and rows of tokens in pages."""
+    from transformers import AutoConfig
+
+    with foreign_code(f"transformers can't read {path}"):
+        config = AutoConfig.for_model(**fields)
+        compressed, windows = compressed_layout(config, int(config.max_position_embeddings))
+    dim = compressed.block_dim(block_size)
+    return KVLayout(1, 1, block_size, 1, dim, dtype, windows=windows, compressed=compressed)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stemma.model.compression import Compression
 from stemma.model.latent import LatentProjection
 from stemma.model.selection import Selection
 
@@ -16,7 +17,8 @@ SUPPORTED = (
     "Stemma serves causal language models of transformers that go through its attention interface and keep "
     "per-token KV: Llama, Mistral, Qwen2, Qwen2.5, Qwen3, SmolLM3, Seed-OSS, Qwen3-MoE, Gemma 2, "
     "DeepSeek-V2/V3/R1 and others built alike; and hybrids with the recurrent layers of Qwen3-Next, Qwen3.5, "
-    "Kimi-Linear, Granite 4, Mamba and LFM2; and the sparse attention of DeepSeek-V3.2 and GLM-5."
+    "Kimi-Linear, Granite 4, Mamba and LFM2; the sparse attention of DeepSeek-V3.2 and GLM-5, and the "
+    "compressed one of DeepSeek-V4."
 )
 
 
@@ -68,6 +70,9 @@ class AttentionCall:
     """How queries choose the tokens that they see; None: they see all."""
     chunk: int | None = None
     """Tokens in a piece of the context at whose beginning a query's sight ends; None: it doesn't."""
+    compression: Compression | None = field(default=None, compare=False)
+    """How the layer makes entries of tokens that its window leaves behind, and chooses among them; None: it
+    keeps every token's KV."""
 
     @property
     def sight(self) -> Sight:

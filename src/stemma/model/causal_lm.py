@@ -11,7 +11,13 @@ import torch
 from stemma.config.settings import KVArrangement, KVDtype
 from stemma.errors import ConfigError
 from stemma.memory.device.kv import DeviceKV
-from stemma.memory.device.layout import COLUMNS, KVLayout, StateLayout, WindowGroup
+from stemma.memory.device.layout import (
+    COLUMNS,
+    CompressedLayout,
+    KVLayout,
+    StateLayout,
+    WindowGroup,
+)
 from stemma.model.abilities import Abilities
 from stemma.model.batch import ForwardBatch
 from stemma.model.lora.adapter import Adapter, LinearShape
@@ -36,12 +42,17 @@ class KVShape:
     """Layers whose KV may lie in pages; None: there are none."""
     index_dim: int = 0
     """Last dims of a row, which are an indexer's key; 0: there is none."""
+    compressed: CompressedLayout | None = None
+    """What layers keep that compress their KV: entries in the one layer in blocks, whose `head_dim` follows
+    from the block size, and rows of tokens in the one in pages. None: they don't."""
 
     @property
     def is_mixed(self) -> bool:
         """Whether layers with windows keep KV of another shape than the others."""
         if self.windows is None:
             return False
+        if self.compressed is not None:
+            return True
         return (self.windows.num_kv_heads, self.windows.head_dim) != (self.num_kv_heads, self.head_dim)
 
 
@@ -193,10 +204,14 @@ class CausalLM:
         if shape.windows is not None and (shape.is_mixed or (frees_windows and self._has_windows_to_free)):
             num_layers = shape.num_layers - len(shape.windows.layers)
             plain = replace(plain, num_layers=num_layers, windows=shape.windows)
+        if shape.compressed is not None:
+            self._check_plain("compresses its KV into entries", kv_dtype, arrangement)
+            dim = shape.compressed.block_dim(block_size)
+            plain = replace(plain, head_dim=dim, compressed=shape.compressed)
         if shape.state is not None and self.device.type != "cpu":
             raise ConfigError(f"{self.info.architecture} has recurrent layers, which run on CPU only")
         if shape.index_dim:
-            self._check_index(kv_dtype, arrangement)
+            self._check_plain("chooses tokens by the keys of an indexer", kv_dtype, arrangement)
         if arrangement == "nz":
             self._check_tiles()
             plain = replace(plain, tiled=True)
@@ -215,14 +230,14 @@ class CausalLM:
         windows = self._kv_shape.windows
         return self.device.type == "cpu" and windows is not None and windows.window < self.max_model_len
 
-    def _check_index(self, kv_dtype: KVDtype, arrangement: KVArrangement) -> None:
-        """Raise ConfigError unless the keys of an indexer can lie so."""
+    def _check_plain(self, what: str, kv_dtype: KVDtype, arrangement: KVArrangement) -> None:
+        """Raise ConfigError unless what a model keeps for that can lie so."""
         name = self.info.architecture
         if self.device.type != "cpu":
-            raise ConfigError(f"{name} has sparse attention, which runs on CPU only; set device cpu")
+            raise ConfigError(f"{name} {what}, which runs on CPU only; set device cpu")
         if kv_dtype != "auto" or arrangement != "rows":
             raise ConfigError(
-                f"{name} chooses tokens by the keys of an indexer, which are kept as they were computed; "
+                f"{name} {what}, which are kept as they were computed; "
                 "leave kv_cache_dtype auto and kv_layout rows"
             )
 

@@ -145,8 +145,8 @@ def _check_architecture(settings: ModelSettings, config: Any) -> None:
             f"encoder's output. {SUPPORTED}"
         )
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or [])
-    if family_of(config.model_type) is not None:
-        layer_types -= {"indexed_attention"}
+    if (family := family_of(config.model_type)) is not None:
+        layer_types -= family.layer_types
     if layer_types - _SERVED_LAYER_TYPES:
         named = str((architectures or [config.model_type])[0])
         other = ", ".join(sorted(layer_types - _SERVED_LAYER_TYPES))

@@ -16,6 +16,7 @@ from stemma.model.cuda.execution import make_cuda_decoder
 from stemma.model.directory import weight_files
 from stemma.model.families.cuts import Cuts
 from stemma.model.foreign.attention import use_paged_attention
+from stemma.model.foreign.compression import compress_attention
 from stemma.model.foreign.decoder import ModuleDecoder
 from stemma.model.foreign.latent import cache_latents
 from stemma.model.foreign.loading import Cut, load_modules
@@ -68,6 +69,7 @@ def load_by_modules(load: Load) -> Loaded:
         use_paged_attention(hf_model)
         cache_latents(hf_model)
         index_latents(hf_model)
+        compress_attention(hf_model)
         kv_shape, calls = probe(hf_model, last_position=load.max_model_len - 1, after_layer=files.drop_pages)
     memory = None if load.plan is None else load.plan.take_memory()
     report = _dropping_pages(load, files, "packing weights")

@@ -33,6 +33,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "jamba": (*ATTENTION, "in_proj", "out_proj"),
     "mamba2": ("in_proj",),
     "deepseek_v32": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "wq_b", "wk"),
+    "deepseek_v4": ("q_a_proj", "q_b_proj", "kv_proj", "gate_proj", "o_b_proj"),
 }
 """What an adapter of each family may touch; PEFT makes none for `out_proj` of Mamba and Falcon-H1."""
 IN_ONE_CALL = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba")
@@ -73,7 +74,9 @@ def test_equal_to_merged_in_float32(family: str, way: str, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2", "mamba2", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "granitemoehybrid", "lfm2", "mamba2", "deepseek_v32", "deepseek_v4"]
+)
 def test_adapters_in_one_batch(family: str, tmp_path: Path) -> None:
     """Alone, beside others and without adapter: the same bits."""
     checkpoint = hybrids.build(family, tmp_path / "model")

@@ -6,7 +6,7 @@ how the libraries compute it, so it isn't calculated: a step of the largest size
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def step_bytes(model: CausalLM, layout: KVLayout, num_tokens: int, num_logits: i
     with large_blocks_apart():
         # Blocks of one token: no more KV than tokens, which for a large model is much.
         num_states = 0 if layout.state is None else len(lengths)
-        layout = replace(layout, block_size=1)
+        layout = layout.of_tokens()
         num_tokens = sum(lengths)
         num_pages = 0 if layout.windows is None else num_tokens
         kv = DeviceKV(layout, layout.aligned(num_tokens), num_states=num_states, num_pages=num_pages)

@@ -13,8 +13,10 @@ import numpy.typing as npt
 import torch
 
 from stemma.errors import ConfigError
-from stemma.memory.device.layout import COLUMNS, KVLayout
+from stemma.memory.device.layout import COLUMNS, DTYPE_BYTES, KVLayout
 
+_MOST_PLACES = 2**31 - 1
+"""Places are int32."""
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -57,6 +59,7 @@ class DeviceKV:
         self.num_pages = num_pages
         self._first_page = num_blocks + num_states * layout.blocks_per_state
         num_blocks = self._first_page + num_pages * layout.blocks_per_page
+        _check_places(layout, num_blocks)
         self.device = torch.device(device)
         dtype, shape = TORCH_DTYPES[layout.dtype], [num_blocks, *layout.block_shape]
         if layout.stored != "plain":
@@ -149,6 +152,8 @@ class DeviceKV:
 
     def copy_block_head(self, src: int, dst: int, num_tokens: int) -> None:
         """Copy the KV of the first `num_tokens` tokens of block `src` into block `dst`."""
+        if self.layout.compressed is not None:
+            num_tokens = self.layout.block_size  # entries don't lie by token
         if self._token_rows is not None:
             # Less than a megabyte: torch would wake its threads, which costs more than the copy on busy cores
             # (measured: 6 ms instead of 0.14 ms).
@@ -160,6 +165,18 @@ class DeviceKV:
             if self.device.type == "cuda":
                 # `src` may be evicted right away and filled from another stream.
                 torch.cuda.current_stream(self.device).synchronize()
+
+
+def _check_places(layout: KVLayout, num_blocks: int) -> None:
+    """Raise ConfigError if there are more places of rows and entries than kernels can count."""
+    if layout.compressed is None:
+        return
+    most = _MOST_PLACES * layout.compressed.unit * DTYPE_BYTES[layout.dtype]
+    if num_blocks * layout.block_bytes > most:
+        raise ConfigError(
+            f"the KV cache of a model that compresses its KV takes at most {most} bytes with this dtype; "
+            "give it less memory"
+        )
 
 
 class _Pages(DeviceKV):

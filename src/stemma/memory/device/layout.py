@@ -110,6 +110,64 @@ class WindowGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedLayer:
+    """What a layer that compresses its KV keeps, in numbers of the model's dtype."""
+
+    row_dim: int
+    """Of a token's row, which lies in a page: what its window sees, and what entries are made of."""
+    rate: int = 0
+    """Tokens of an entry, which lies in the block of its last token; 0: the layer makes none."""
+    entry_dim: int = 0
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that a row takes."""
+        return -(-self.row_dim // COLUMNS) * COLUMNS
+
+    @property
+    def entry_width(self) -> int:
+        """Numbers that an entry takes."""
+        return -(-self.entry_dim // COLUMNS) * COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedLayout:
+    """Where layers that compress keep rows and entries: all layers side by side in a page, and in a block.
+
+    Entry w of a sequence stands for its tokens [w * rate, (w + 1) * rate).
+    """
+
+    layers: tuple[CompressedLayer, ...]
+
+    @property
+    def unit(self) -> int:
+        """Numbers that all rows, entries and blocks are multiples of."""
+        return math.gcd(*(width for one in self.layers for width in (one.row_width, one.entry_width)))
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers of a token in a page."""
+        return self.row_start(len(self.layers))
+
+    def row_start(self, layer: int) -> int:
+        """Return where a layer's row begins within a token's numbers in a page."""
+        return sum(one.row_width for one in self.layers[:layer])
+
+    def entry_start(self, layer: int, block_size: int) -> int:
+        """Return where a layer's entries begin within a block's numbers."""
+        return sum(-(-block_size // one.rate) * one.entry_width for one in self.layers[:layer] if one.rate)
+
+    def block_dim(self, block_size: int) -> int:
+        """Return numbers of a block for each of its tokens."""
+        total = max(1, self.entry_start(len(self.layers), block_size))
+        return -(-total // (block_size * self.unit)) * self.unit
+
+    def describe(self) -> str:
+        """Return a text that differs between any two of different sizes."""
+        return ",".join(f"{one.row_dim}+{one.entry_dim}/{one.rate}" for one in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape and dtype of a block."""
 
@@ -131,6 +189,9 @@ class KVLayout:
     """The state that recurrent layers keep of a sequence; None: there are none."""
     windows: WindowGroup | None = None
     """Layers that lie in pages, beside the `num_layers` in blocks; None: all lie in blocks."""
+    compressed: CompressedLayout | None = None
+    """How the one layer in blocks, and the one in pages, are shared by the model's layers, which compress;
+    None: they don't."""
 
     @property
     def page(self) -> KVLayout:
@@ -143,7 +204,13 @@ class KVLayout:
             head_dim=self.windows.head_dim,
             state=None,
             windows=None,
+            compressed=None,
         )
+
+    def of_tokens(self) -> KVLayout:
+        """Return the layout of blocks of one token."""
+        dim = self.head_dim if self.compressed is None else self.compressed.block_dim(1)
+        return replace(self, block_size=1, head_dim=dim)
 
     @property
     def blocks_per_page(self) -> int:
@@ -235,6 +302,8 @@ class KVLayout:
             shape = f"{group.num_kv_heads}x{group.head_dim}"
             kind = "chunks" if group.is_chunked else "windows"
             plain += f":{kind} of {group.window} in layers {group.layers} of {shape}".replace(" ", "_")
+        if self.compressed is not None:
+            plain += f":rows and entries {self.compressed.describe()}".replace(" ", "_")
         if self.stored == "plain":
             return plain
         return f"{plain}:{self.stored},{self.num_scales} bfloat16 scales a head behind each token"

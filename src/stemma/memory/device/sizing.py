@@ -35,7 +35,8 @@ class DeviceSizes:
 
 
 _BLOCKS_PER_PAGE = 4
-"""Blocks for each page: sequences have pages for their windows alone."""
+"""Blocks for each page: sequences have pages for their windows alone. Pages of layers that compress hold what
+many blocks do: there are as many blocks for each as it holds, or pages would take nearly all memory."""
 
 
 def device_sizes(layout: KVLayout, num_bytes: int, settings: CacheSettings, step: int) -> DeviceSizes:
@@ -52,7 +53,10 @@ def device_sizes(layout: KVLayout, num_bytes: int, settings: CacheSettings, step
     if layout.windows is not None:
         page_bytes = layout.blocks_per_page * layout.block_bytes
         least = -(-(step + layout.windows.window) // layout.block_size) + 2
-        num_pages = max(least, left // (page_bytes + _BLOCKS_PER_PAGE * layout.block_bytes))
+        blocks = (
+            _BLOCKS_PER_PAGE if layout.compressed is None else max(_BLOCKS_PER_PAGE, layout.blocks_per_page)
+        )
+        num_pages = max(least, left // (page_bytes + blocks * layout.block_bytes))
         left -= num_pages * page_bytes
     num_blocks = max(0, left // layout.block_bytes)
     while num_blocks and layout.aligned(num_blocks) != num_blocks:

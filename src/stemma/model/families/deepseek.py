@@ -177,8 +177,17 @@ DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", own_layout=_v2_layo
 DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", own_layout=_v3_layout, prediction=DEEPSEEK_PREDICTION
 )
+_INDEXED = frozenset({"indexed_attention"})
 SPARSE = (
-    Family("deepseek_v32", "DeepseekV32ForCausalLM", cuts=None),
-    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", cuts=None),
+    Family("deepseek_v32", "DeepseekV32ForCausalLM", cuts=None, layer_types=_INDEXED),
+    Family("glm_moe_dsa", "GlmMoeDsaForCausalLM", cuts=None, layer_types=_INDEXED),
 )
 """Families whose queries see the tokens that an indexer chooses."""
+
+DEEPSEEK_V4 = Family(
+    "deepseek_v4",
+    "DeepseekV4ForCausalLM",
+    cuts=None,
+    layer_types=frozenset({"compressed_sparse_attention", "heavily_compressed_attention"}),
+)
+"""Its layers keep a window of tokens, and compressed entries of all."""

@@ -43,6 +43,8 @@ class Family:
     cuts: Callable[[Any, int], Cuts] | None = plain_cuts
     """Takes a config and a number of ranks: how tensors are divided over them (parallel/share.py); None: it
     isn't served on several ranks."""
+    layer_types: frozenset[str] = frozenset()
+    """Names in its config's `layer_types` that other families' configs don't have."""
     prediction: Prediction | None = None
     """Its layer for multi-token prediction, if that is run (prediction.py)."""
 

@@ -9,7 +9,7 @@ import torch
 
 from stemma.errors import UnsupportedModel
 from stemma.model.families.cuts import Cuts
-from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SPARSE
+from stemma.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V4, SPARSE
 from stemma.model.families.expert_stacks import stack_experts
 from stemma.model.families.family import Family
 from stemma.model.families.gemma import GEMMA2, GEMMA_FORMS
@@ -45,6 +45,7 @@ from stemma.model.families.smollm3 import SMOLLM3
 FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V4,
     *SPARSE,
     GEMMA2,
     GPT_OSS,

@@ -12,8 +12,10 @@ from stemma.memory.device.kv import DeviceKV
 from stemma.model.attention import StepContext
 from stemma.model.batch import ForwardBatch, ImageRows
 from stemma.model.cpu.attention import NativeAttentionStep
+from stemma.model.cpu.entry_attention import NativeEntryStep
 from stemma.model.cpu.packing import Packing
 from stemma.model.cpu.recurrence import NativeRecurrence
+from stemma.model.entry_attention import EntryAttentionStep
 from stemma.model.foreign.adapters import AdaptedModules
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import (
@@ -61,6 +63,11 @@ class ModuleDecoder:
     def forward(self, batch: ForwardBatch, kv: DeviceKV) -> torch.Tensor:
         """Write the batch's KV and return logits [L, vocab]."""
         kernels = self._kernels
+        if kv.layout.compressed is not None:
+            with self.operations or nullcontext():
+                if kernels is None:
+                    return self.run(batch, EntryAttentionStep(batch, kv), kv)
+                return self.run(batch, NativeEntryStep(batch, kv, kernels), kv)
 
         def make(batch: ForwardBatch, kv: DeviceKV) -> AbstractContextManager[StepContext]:
             if kernels is None:

@@ -11,6 +11,7 @@ from stemma.errors import ModelError, UnsupportedModel
 from stemma.memory.device.layout import WindowGroup
 from stemma.model.attention import SUPPORTED, AttentionCall
 from stemma.model.causal_lm import KVShape
+from stemma.model.compression import compressed_layout
 from stemma.model.foreign.attention import STEP_KEYWORD, AttentionProbe
 from stemma.model.foreign.recurrence import ProbedStates, cache_of, divert, running
 from stemma.model.recurrence import TorchRecurrence
@@ -63,6 +64,9 @@ def probe(
     _number_layers(hf_model, sorted(calls))
     ordered = [calls[index][0] for index in sorted(calls)]
     _check_windows(name, config, {layer: calls[layer][0].sliding_window for layer in sorted(calls)})
+    if ordered[0].compression is not None:
+        compressed, group = compressed_layout(config, last_position + 1)
+        return KVShape(2, 1, 1, group.head_dim, windows=group, compressed=compressed), ordered
     shapes = [(calls[index][1], max(calls[index][2:])) for index in sorted(calls)]
     windows = None  # latents always lie in blocks
     if ordered[0].latent is None:

@@ -62,7 +62,7 @@ class RowwiseOperations(TorchFunctionMode):
         if func is F.embedding:
             return self._embedding(*args, **options)
         if func in _ELEMENTWISE and args and not options.get("inplace") and args[0].is_floating_point():
-            return _elementwise(func, args[0], args[1:], options)
+            return in_whole_vectors(func, *args, **options)
         if func in _PRODUCTS and all(isinstance(arg, torch.Tensor) and arg.is_complex() for arg in args):
             return _complex_product(*args)
         return func(*args, **options)
@@ -107,10 +107,11 @@ class RowwiseOperations(TorchFunctionMode):
                 weight.data = weight.new_zeros(1, 1).expand(weight.shape)  # only its shape is asked for
 
 
-def _elementwise(
-    func: Operation, x: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any]
-) -> torch.Tensor:
-    """Pad to whole vectors for every thread, so that no element lies in a rest."""
+def in_whole_vectors(func: Operation, x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """Return an elementwise function of x, padded to whole vectors for every thread.
+
+    No element lies in a rest then.
+    """
     count = x.numel()
     padded = _padded(count, torch.get_num_threads())
     if padded == count and x.is_contiguous():

@@ -1,5 +1,7 @@
 """FP8 checkpoints (DeepSeek-V3's format and MXFP8) as plain weights: a weight times the scale of its block.
 
+DeepSeek-V4's experts are FP4 (E2M1) in them: two codes a byte, the lower one first, and a scale for 32.
+
 transformers' own conversion derives the block size from the number of scales, which is wrong if a weight
 isn't a whole number of blocks (576 rows in blocks of 128). Here weights are dequantized once, at load, on
 every device: correct, but twice the file's bytes in memory.
@@ -15,6 +17,7 @@ import torch
 from stemma.errors import ModelError
 from stemma.model.directory import StoredTensor
 from stemma.model.formats.checkpoint import CheckpointTensors, ReadWeights
+from stemma.model.formats.mxfp4 import MXFP4_LEVELS
 from stemma.model.formats.summary import FormatCounts
 from stemma.model.weights.stored import StoredWeights
 
@@ -25,6 +28,7 @@ _WEIGHT_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weigh
 _ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 """Scales of activations, for products in FP8; without them activations need no scale."""
 _E8M0_BIAS = 127
+_FP4_GROUP = 32
 
 
 def read_weights(
@@ -41,6 +45,12 @@ def read_weights(
             scale = _scale_of(tensors.path, tensor, tensors.stored)
             plain = dequantize_fp8(tensors.path, name, tensors.read(name), tensors.read(scale), block)
             read.add_plain(name, plain, "FP8")
+            read.take(name, scale)
+        elif tensor.dtype == "I8" and quantization.get("expert_dtype") == "fp4":
+            scale = _scale_of(tensors.path, tensor, tensors.stored)
+            numbers = _numbers_of(tensors.read(name))
+            plain = dequantize_fp8(tensors.path, name, numbers, tensors.read(scale), (1, _FP4_GROUP))
+            read.add_plain(name, plain, "FP4")
             read.take(name, scale)
         elif name.endswith(_ACTIVATION_SCALES):
             read.take(name)
@@ -61,18 +71,27 @@ def _block_size(path: Path, quantization: dict[str, Any]) -> tuple[int, int] | N
     return given[0], given[1]
 
 
+def _numbers_of(codes: torch.Tensor) -> torch.Tensor:
+    """Return what FP4 codes [rows, columns / 2] stand for, float32 [rows, columns]."""
+    pairs = codes.view(torch.uint8)
+    both = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+    return MXFP4_LEVELS.float()[both.int()] / 2
+
+
 def _scale_of(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor]) -> str:
     stem = tensor.name.removesuffix(".weight")
     for suffix in _WEIGHT_SCALES:
         if stem + suffix in stored:
             return stem + suffix
-    raise ModelError(f"{path}: {tensor.name} is in FP8, but its scales ({stem}.weight_scale_inv) are missing")
+    raise ModelError(
+        f"{path}: {tensor.name} is quantized, but its scales ({stem}.weight_scale_inv) are missing"
+    )
 
 
 def dequantize_fp8(
     path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """FP8 [rows, columns] and its scales -> float32 [rows, columns]; the last blocks may be partial.
+    """FP8 or float32 [rows, columns] and scales -> float32 [rows, columns]; the last blocks may be partial.
 
     `block`: rows and columns that share a scale. Raises ModelError if the scales don't fit.
     """
