@@ -1,4 +1,4 @@
-"""Models with recurrent layers or windows: `python -m benchmarks.hybrid [--only speed|hits|bytes]`.
+"""Models with recurrent layers or windows: `python -m benchmarks.hybrid [--only speed|hits|bytes|peers]`.
 
 - **speed**: steps of Qwen3.5's and Granite 4's shapes scaled down, in bf16 with random weights, beside a
   Llama of as many parameters. A decode is held against reading weights and states once; a prompt against the
@@ -8,6 +8,8 @@
   bytes a cached token. Beside it the same prompts with a checkpoint in every block, with one at prompts' ends
   alone, and by vLLM's rule (mamba_cache_mode align: a state behind the last full block of each scheduled
   chunk).
+- **peers** (`--xllamacpp PYTHON`, `--ik-llama PYTHON`): Qwen3-Next's shape scaled down, a mixture, as a GGUF
+  file in Q8_0 with random weights: a decode step and prompts beside mainline llama.cpp and ik_llama.cpp.
 - **bytes**: KV of one sequence of 32,768 tokens, windows freed and kept, for Gemma 3 270m,
   GPT-OSS 20b and Mistral 7B v0.1.
 """
@@ -15,7 +17,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -371,12 +377,65 @@ def kv_bytes() -> Table:
     return table
 
 
+# -- peers -------------------------------------------------------------------------------------------------
+
+PEERS = Path(__file__).parent / "peers"
+NEXT: dict[str, Any] = {
+    **{"hidden_size": 1024, "num_hidden_layers": 16, "layer_types": MIXED * 4, "head_dim": 128},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512},
+    **{"linear_num_value_heads": 16, "linear_num_key_heads": 8},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"num_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 32768},
+    **{"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+}
+NEXT_VOCAB = 500
+PEER_CONTEXT, PEER_STEPS = 1024, 32
+PEER_PROMPTS = (512, 2048, 8192)
+
+
+def own_speed(file: Path, quantize: str, prompt: int, threads: int) -> dict[str, float]:
+    """Return our milliseconds of a step at `PEER_CONTEXT` and of a prompt, as the peers' scripts do."""
+    from benchmarks.quantization import Bench
+
+    bench = Bench({"own": (file, quantize)}, threads, NEXT["vocab_size"])
+    step = bench.decode(1, PEER_CONTEXT, 3).ms["own"]
+    return {"step_ms": step, "prompt_ms": bench.prefill(prompt, 3).ms["own"]}
+
+
+def peers(pythons: dict[str, Path], threads: int) -> Table:
+    """Time a GGUF file of Qwen3-Next's shape: ours by default and with rounded inputs, then the peers."""
+    from gguf import GGMLQuantizationType
+
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests import gguf_files
+
+    table = Table("prompt", "who", "step, ms", "prompt, ms")
+    with tempfile.TemporaryDirectory() as folder:
+        every = {"qwen3next.full_attention_interval": 4}
+        file = gguf_files.build(
+            "qwen3-next", Path(folder), GGMLQuantizationType.Q8_0, metadata=every, **NEXT
+        ).path
+        for prompt in PEER_PROMPTS:
+            rows = {way: own_speed(file, way, prompt, threads) for way in ("none", "inputs")}
+            for name, python in pythons.items():
+                command = [str(python), str(PEERS / f"{name}_speed.py"), str(file)]
+                sizes = map(str, (threads, PEER_CONTEXT, PEER_STEPS, prompt))
+                env = os.environ | {"STEMMA_PEER_VOCAB": str(NEXT_VOCAB)}
+                done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True, env=env)
+                rows[name] = json.loads(done.stdout.splitlines()[-1])
+            for name, row in rows.items():
+                table.add_row(str(prompt), name, f"{row['step_ms']:.2f}", f"{row['prompt_ms']:.0f}")
+    return table
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=("speed", "hits", "bytes"))
+    parser.add_argument("--only", choices=("speed", "hits", "bytes", "peers"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--xllamacpp", type=Path, help="Python with xllamacpp.")
+    parser.add_argument("--ik-llama", type=Path, help="Python with ik-llama-cpp-python.")
     options = parser.parse_args()
     console = Console(width=140)
     if options.only in (None, "speed"):
@@ -385,6 +444,9 @@ def main() -> None:
         console.print(hits())
     if options.only in (None, "bytes"):
         console.print(kv_bytes())
+    given = {"xllama": options.xllamacpp, "ik_llama": options.ik_llama}
+    if pythons := {name: python for name, python in given.items() if python is not None}:
+        console.print(peers(pythons, options.threads))
 
 
 if __name__ == "__main__":

@@ -58,8 +58,11 @@ class Row:
 class Bench:
     """An engine for each way to hold the weights."""
 
-    def __init__(self, sources: Mapping[str, tuple[Path, str]], threads: int | None) -> None:
+    def __init__(
+        self, sources: Mapping[str, tuple[Path, str]], threads: int | None, vocab_size: int = VOCAB_SIZE
+    ) -> None:
         """Load each way's checkpoint, with its `--quantize`."""
+        self._vocab_size = vocab_size
         self.ways = tuple(sources)
         self.engines: dict[str, Engine] = {}
         self.weight_bytes: dict[str, int] = {}
@@ -79,7 +82,7 @@ class Bench:
 
     def tokens(self, num_tokens: int) -> TokenArray:
         """Return random ids never used before."""
-        return self._rng.integers(3, VOCAB_SIZE - 64, num_tokens).astype(np.int32)
+        return self._rng.integers(3, self._vocab_size - 64, num_tokens).astype(np.int32)
 
     def add(self, engine: Engine, tokens: TokenArray, num_tokens: int) -> str:
         """Queue a greedy request of exactly `num_tokens` output tokens."""

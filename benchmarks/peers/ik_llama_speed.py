@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -15,7 +16,7 @@ import time
 
 from ik_llama_cpp import _ctypes_api as lib
 
-VOCAB = 30_000
+VOCAB = int(os.environ.get("STEMMA_PEER_VOCAB", "30000"))
 
 
 class Session:
