@@ -86,6 +86,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "images small": {"kv_cache_memory": "56kB", "host_cache": "1MB", "load_when": "always"},
 }
 """Settings of engines, beside those of `BASE`."""
+SLOW = {"compressed"}
+"""Left to `make test-all`."""
 SOURCES = {
     "no adapters": {"prompt_lookup"},
     "drafts": {"tree", "grammar"},
@@ -226,7 +228,9 @@ def check_engine(workshop: Workshop, kind: str, seed: int) -> Service:
     return service
 
 
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in ENGINES]
+)
 def test_answers_are_those_of_requests_alone(kind: str, workshop: Workshop) -> None:
     service = check_engine(workshop, kind, SEEDS.get(kind, SEED))
     features = features_of(kind)
