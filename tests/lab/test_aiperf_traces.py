@@ -65,7 +65,7 @@ def test_turns_grow_by_what_is_new(tmp_path: Path) -> None:
 
 
 def test_whole_prompts(tmp_path: Path) -> None:
-    mode = {"context_mode": "message_array_with_responses"}
+    mode: dict[str, Any] = {"context_mode": "message_array_with_responses"}
     path = lines(
         tmp_path / "t.jsonl",
         turn("a", [1, 2, 3], timestamp=0),

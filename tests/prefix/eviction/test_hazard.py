@@ -430,7 +430,6 @@ def hinted_traffic(priority: int, *, is_true: bool) -> int:
 
     Return the hits in 25 blocks, of those after the first third.
     """
-    policy = HazardPolicy()
     schedule = []
     for number in range(1, 4500):
         schedule.append((float(number), number))
@@ -441,19 +440,17 @@ def hinted_traffic(priority: int, *, is_true: bool) -> int:
     hint = RetentionHint(priority=priority)
     hits = [0]
 
-    class Hinted:
-        """The policy, with the hints of this traffic."""
+    class Hinted(HazardPolicy):
+        """Gets the hints of this traffic, and counts."""
 
         def insert(self, block_ids: np.ndarray, now: float, traits: BlockTraits) -> None:
+            assert traits.fingerprints is not None
             is_even = int(traits.fingerprints[0]) % 2 == 0
-            policy.insert(block_ids, now, replace(traits, hint=hint) if is_even else traits)
+            super().insert(block_ids, now, replace(traits, hint=hint) if is_even else traits)
 
         def access(self, block_ids: np.ndarray, now: float) -> None:
             hits[0] += now > schedule[third][0]
-            policy.access(block_ids, now)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(policy, name)
+            super().access(block_ids, now)
 
     drive(Hinted(), 25, schedule)
     return hits[0]
