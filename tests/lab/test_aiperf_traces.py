@@ -144,7 +144,7 @@ def test_an_answer_longer_than_any_prompt_ends_the_conversation(tmp_path: Path) 
 
 
 def test_short_lines_cant_fill_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aiperf, "_MOST_IN_ALL", 10)
+    monkeypatch.setattr(aiperf, "MOST_IN_ALL", 10)
     path = lines(tmp_path / "t.jsonl", *(turn("a", [number], delay=1) for number in range(9)))
     with pytest.raises(TraceError, match=r"line 4.*blocks in all"):
         read(path)

@@ -41,7 +41,7 @@ BEGINNINGS_EVERY_S = 60.0
 _WHOLE, _NEW = "message_array_with_responses", "deltas_without_responses"
 _MOST_BLOCKS = 1 << 13
 """Of one prompt: 4 M tokens."""
-_MOST_IN_ALL = 1 << 28
+MOST_IN_ALL = 1 << 28
 """Blocks of all prompts together (2 GiB): a short line may stand for a long conversation."""
 _MOST_ID = 1 << 40
 _MOST_MS = 1e12
@@ -106,8 +106,8 @@ class AiperfFormat(LineFormat):
             num_tokens = session.num_tokens + num_new
             ids = self._grown(session.ids, self._new_ids(given, num_new, number), num_tokens, number)
         self._num_in_all += len(ids)
-        if self._num_in_all > _MOST_IN_ALL:
-            raise TraceError(f"the prompts have more than {_MOST_IN_ALL} blocks in all", line_number=number)
+        if self._num_in_all > MOST_IN_ALL:
+            raise TraceError(f"the prompts have more than {MOST_IN_ALL} blocks in all", line_number=number)
         session.ids, session.num_tokens = ids, num_tokens + num_output
         session.turn += 1
         session.ends_s = begins_s + num_output / TOKENS_PER_S
